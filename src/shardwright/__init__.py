@@ -1,0 +1,1 @@
+"""Compile a PyTorch model written for one device into a program that trains on many."""

@@ -1,0 +1,66 @@
+"""What can go wrong, as one tree.
+
+    ShardwrightError
+    ├── CaptureError       the model can't be turned into a graph
+    ├── GraphError         a graph breaks its own rules (a fault of ours or of an own pass)
+    ├── RuleError          a rule is malformed, or claims a split that is not true
+    ├── LayoutError        a layout or a mesh makes no sense for a shape
+    ├── PlanError          a plan is malformed, infeasible, or made for another graph
+    ├── LoweringError      a plan can't be turned into a program
+    ├── InputError         what was passed at run time does not fit the program
+    ├── ParityError        the compiled program differs from the original
+    └── RankError          another rank failed or was lost
+
+Messages carry the op, the value with its shape, the user's source line, the numbers
+that clash, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ShardwrightError(Exception):
+    """The root of every error that shardwright raises on purpose."""
+
+
+class CaptureError(ShardwrightError):
+    """The model can't be turned into a graph."""
+
+
+class GraphError(ShardwrightError):
+    """A graph breaks its own rules."""
+
+
+class RuleError(ShardwrightError):
+    """A rule is malformed, or claims a split that is not true."""
+
+
+class LayoutError(ShardwrightError):
+    """A layout or a mesh makes no sense for a shape."""
+
+
+class PlanError(ShardwrightError):
+    """A plan is malformed, infeasible, or made for another graph."""
+
+
+class LoweringError(ShardwrightError):
+    """A plan can't be turned into a program."""
+
+
+class InputError(ShardwrightError):
+    """What was passed at run time does not fit the program."""
+
+
+class ParityError(ShardwrightError):
+    """The compiled program differs from the original."""
+
+
+class RankError(ShardwrightError):
+    """Another rank failed or was lost."""
+
+
+def raise_all(kind: type[ShardwrightError], title: str, faults: Sequence[str]) -> None:
+    """Raise one error that lists every fault, or return if there is none."""
+    if faults:
+        raise kind("\n".join([title, *(f"  - {fault}" for fault in faults)]))

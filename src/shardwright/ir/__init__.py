@@ -1,0 +1,21 @@
+"""What is computed: values, ops and graphs at global shape, without torch."""
+
+from .check import check
+from .graph import Argument, Buffer, Dtype, Graph, Input, Op, Output, Parameter, Slot, Source, Value
+from .text import show
+
+__all__ = [
+    "Argument",
+    "Buffer",
+    "Dtype",
+    "Graph",
+    "Input",
+    "Op",
+    "Output",
+    "Parameter",
+    "Slot",
+    "Source",
+    "Value",
+    "check",
+    "show",
+]

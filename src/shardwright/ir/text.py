@@ -1,0 +1,41 @@
+"""A graph as text, one op a line, for people who look for a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .graph import Argument, Graph, Op, Slot
+
+
+def show(graph: Graph) -> str:
+    return "\n".join(_lines(graph))
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    yield f"graph {graph.name} ({graph.entry}), fingerprint {graph.fingerprint}"
+    for held in graph.inputs:
+        yield f"  input      {graph.values[held.value]}  from {held.path}"
+    for parameter in graph.parameters:
+        frozen = "" if parameter.trainable else "  frozen"
+        yield f"  parameter  {graph.values[parameter.value]}  {', '.join(parameter.keys)}{frozen}"
+    for buffer in graph.buffers:
+        change = f"  becomes {buffer.update}" if buffer.update else ""
+        yield f"  buffer     {graph.values[buffer.value]}  {buffer.key}{change}"
+    for op in graph.ops:
+        outs = ", ".join(str(graph.values[name]) for name in op.outputs)
+        at = f"  # {op.name}" + (f"  {op.source}" if op.source else "")
+        yield f"  {outs} = {op.target}({_arguments(op)}){at}"
+    for output in graph.outputs:
+        yield f"  output     {output.value if output.value is not None else repr(output.literal)}  as {output.path}"
+
+
+def _arguments(op: Op) -> str:
+    return ", ".join(f"{name}={_argument(op, value)}" for name, value in op.arguments)
+
+
+def _argument(op: Op, value: Argument) -> str:
+    if isinstance(value, Slot):
+        return op.inputs[value.index]
+    if isinstance(value, tuple):
+        return f"[{', '.join(_argument(op, held) for held in value)}]"
+    return str(value) if not isinstance(value, str) or value.isidentifier() else repr(value)

@@ -1,0 +1,352 @@
+"""How a tensor lies on a mesh: axes, cuts, placements, layouts, pieces.
+
+An **axis** is a mesh's, a **dim** is a tensor's. A `Layout` says for every dim which
+axes cut it, in order from major to minor, and for every other axis how the copies on
+that axis relate:
+
+    placement   the value is            its gradient is
+    ---------   ---------------------   ---------------------
+    (cut)       split                   split the same way
+    WHOLE       the same everywhere     the same everywhere
+    FANNED      the same everywhere     a sum over the axis
+    Partial     a sum over the axis     the same everywhere
+
+These four are all there are: the tables of docs/design.md never pair a value and a
+gradient in another way. Nothing here knows about torch, ops or time.
+
+A dim is cut in **blocks**, because real dims are fused. The rows of a QKV weight are
+`(3 h e)`; cutting `h` in two gives a rank three runs of rows:
+
+    rows   q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3      Block(outer=3, size=4, inner=e)
+    rank 0 q0 q1         k0 k1         v0 v1
+    rank 1       q2 q3         k2 k3         v2 v3
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from .errors import LayoutError
+
+Reduction = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A named direction of a mesh."""
+
+    name: str
+    size: int
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise LayoutError(f"axis name {self.name!r} is not an identifier; use a name such as 'dp' or 'tp'")
+        if self.size < 1:
+            raise LayoutError(f"axis {self.name} has size {self.size}; an axis has at least one device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Devices in a grid. The last axis is the one whose neighbours are next to each other."""
+
+    axes: tuple[Axis, ...]
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) != len(names):
+            raise LayoutError(f"axis names repeat: {', '.join(names)}")
+        if not self.devices:
+            object.__setattr__(self, "devices", tuple(range(self.size)))
+        if len(self.devices) != self.size or len(set(self.devices)) != self.size:
+            raise LayoutError(f"mesh {self} needs {self.size} distinct devices, got {len(set(self.devices))}")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "one device"
+
+    @property
+    def size(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis.name: axis.size for axis in self.axes}
+
+    def axis(self, name: str) -> Axis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise LayoutError(f"the mesh {self} has no axis {name!r}")
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Where a device stands on each axis."""
+        place = self.devices.index(device)
+        found: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            place, found[axis.name] = divmod(place, axis.size)
+        return {name: found[name] for name in self.names}
+
+    def groups(self, names: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The sets of devices that differ only in the named axes, in a fixed order."""
+        chosen = tuple(axis for axis in self.axes if axis.name in set(names))
+        others = tuple(axis for axis in self.axes if axis not in chosen)
+        grid = {tuple(self.coordinates(device).values()): device for device in self.devices}
+        found = []
+        for fixed in product(*(range(axis.size) for axis in others)):
+            at = dict(zip((axis.name for axis in others), fixed, strict=True))
+            group = []
+            for moving in product(*(range(axis.size) for axis in chosen)):
+                at.update(zip((axis.name for axis in chosen), moving, strict=True))
+                group.append(grid[tuple(at[name] for name in self.names)])
+            found.append(tuple(group))
+        return tuple(found)
+
+
+def share(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and length of one part of `size` units, as `torch.chunk` cuts them (the last may be empty)."""
+    chunk = -(-size // parts)
+    start = min(index * chunk, size)
+    return start, min(chunk, size - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`outer` runs of `size` units of `inner` elements; an axis takes a share of the units of every run."""
+
+    outer: int
+    size: int
+    inner: int
+
+    @property
+    def elements(self) -> int:
+        return self.outer * self.size * self.inner
+
+    def local(self, parts: int, index: int) -> int:
+        return self.outer * share(self.size, parts, index)[1] * self.inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One axis cutting one dim: `repeat` times the same row of blocks, one block for each section."""
+
+    axis: str
+    blocks: tuple[Block, ...]
+    repeat: int = 1
+
+    @property
+    def elements(self) -> int:
+        return self.repeat * sum(block.elements for block in self.blocks)
+
+    def even(self, parts: int) -> bool:
+        return all(block.size % parts == 0 for block in self.blocks)
+
+    def local(self, parts: int, index: int) -> int:
+        """How many elements of the dim are left on the device at `index`."""
+        return self.repeat * sum(block.local(parts, index) for block in self.blocks)
+
+    def spans(self, parts: int, index: int) -> list[tuple[int, int]]:
+        """The (start, length) runs that the device at `index` keeps, neighbours joined."""
+        found: list[tuple[int, int]] = []
+        at = 0
+        for _ in range(self.repeat):
+            for block in self.blocks:
+                start, length = share(block.size, parts, index)
+                for _ in range(block.outer):
+                    if length:
+                        _append_span(found, at + start * block.inner, length * block.inner)
+                    at += block.size * block.inner
+        return found
+
+    def simple(self, parts: int) -> bool:
+        """Whether each device keeps one run (a plain contiguous cut)."""
+        return self.repeat == 1 and len(self.blocks) == 1 and self.blocks[0].outer == 1
+
+
+def _append_span(spans: list[tuple[int, int]], start: int, length: int) -> None:
+    if spans and spans[-1][0] + spans[-1][1] == start:
+        spans[-1] = (spans[-1][0], spans[-1][1] + length)
+    else:
+        spans.append((start, length))
+
+
+def make_cut(axis: Axis, blocks: Sequence[Block], repeat: int = 1) -> Cut:
+    """A cut in its one canonical form, so that equal cuts compare equal."""
+    normal = tuple(
+        Block(b.outer, axis.size, b.size // axis.size * b.inner) if b.size % axis.size == 0 else b for b in blocks
+    )
+    if len(normal) == 1 and repeat > 1:
+        normal, repeat = (Block(normal[0].outer * repeat, normal[0].size, normal[0].inner),), 1
+    return Cut(axis=axis.name, blocks=normal, repeat=repeat)
+
+
+def plain_cut(axis: Axis, size: int) -> Cut:
+    """The contiguous cut of a dim of `size` elements."""
+    return make_cut(axis, (Block(1, size, 1),))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The value is the same everywhere on the axis; its gradient may come back in parts."""
+
+    partial_gradient: bool = False
+
+    def __str__(self) -> str:
+        return "fanned" if self.partial_gradient else "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is the reduction of what the devices of the axis hold; its gradient is whole."""
+
+    op: Reduction = "sum"
+
+    def __str__(self) -> str:
+        return f"partial {self.op}"
+
+
+Placement = Whole | Partial
+WHOLE = Whole()
+FANNED = Whole(partial_gradient=True)
+SUMMED = Partial()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Cuts of every dim, major to minor, and the placement on every other axis (WHOLE if not listed)."""
+
+    cuts: tuple[tuple[Cut, ...], ...]
+    rest: tuple[tuple[str, Placement], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [cut.axis for dim in self.cuts for cut in dim] + [name for name, _ in self.rest]
+        if len(set(names)) != len(names):
+            raise LayoutError(f"an axis is used twice in one layout: {', '.join(names)}")
+        if any(placement == WHOLE for _, placement in self.rest) or list(self.rest) != sorted(
+            self.rest, key=lambda item: item[0]
+        ):
+            raise LayoutError("the rest of a layout is sorted and lists no WHOLE axis; build it with make_layout")
+
+    def placement(self, axis: str) -> Placement | None:
+        """The placement on an axis, or None where the axis cuts a dim."""
+        if self.cut_of(axis) is not None:
+            return None
+        return dict(self.rest).get(axis, WHOLE)
+
+    def cut_of(self, axis: str) -> tuple[int, Cut] | None:
+        """The dim that an axis cuts, with the cut."""
+        for dim, cuts in enumerate(self.cuts):
+            for cut in cuts:
+                if cut.axis == axis:
+                    return dim, cut
+        return None
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes on which this layout is not simply WHOLE."""
+        return frozenset(cut.axis for dim in self.cuts for cut in dim) | {name for name, _ in self.rest}
+
+    def gradient(self) -> Layout:
+        """The layout of the gradient that belongs to a value with this layout."""
+        flipped = tuple((name, SUMMED) for name, placement in self.rest if placement == FANNED)
+        return Layout(cuts=self.cuts, rest=flipped)
+
+    def with_placement(self, axis: str, placement: Placement) -> Layout:
+        rest = {name: held for name, held in self.rest if name != axis}
+        return make_layout(self.cuts, {**rest, axis: placement})
+
+    def with_cut(self, dim: int, cut: Cut) -> Layout:
+        """This layout with one more cut, minor to those that are there."""
+        cuts = tuple((*held, cut) if at == dim else held for at, held in enumerate(self.cuts))
+        return make_layout(cuts, {name: held for name, held in self.rest if name != cut.axis})
+
+    def without_cut(self, axis: str) -> Layout:
+        cuts = tuple(tuple(cut for cut in held if cut.axis != axis) for held in self.cuts)
+        return Layout(cuts=cuts, rest=self.rest)
+
+    def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape that the device at coordinates `at` holds."""
+        local = []
+        for size, cuts in zip(shape, self.cuts, strict=True):
+            for cut in cuts:
+                if cut.elements != size:
+                    raise LayoutError(f"a cut of {cut.elements} elements over {cut.axis} meets a dim of {size}")
+                size = cut.local(sizes[cut.axis], at[cut.axis])
+            local.append(size)
+        return tuple(local)
+
+    def __str__(self) -> str:
+        dims = [" ".join(cut.axis for cut in cuts) or "." for cuts in self.cuts]
+        rest = [f"{name}: {placement}" for name, placement in self.rest]
+        return f"[{', '.join(dims)}]" + (f" ({', '.join(rest)})" if rest else "")
+
+
+def make_layout(cuts: Iterable[Iterable[Cut]], rest: Mapping[str, Placement] | None = None) -> Layout:
+    """A layout from loose parts."""
+    kept = sorted((name, held) for name, held in (rest or {}).items() if held != WHOLE)
+    return Layout(cuts=tuple(tuple(held) for held in cuts), rest=tuple(kept))
+
+
+def whole(rank: int) -> Layout:
+    """The layout of a tensor with `rank` dims that every device holds."""
+    return Layout(cuts=((),) * rank)
+
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one device holds of a tensor: for each dim the runs of indices, in local order."""
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(sum(length for _, length in runs) for runs in self.spans)
+
+    @property
+    def boxes(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+        """(offset in the whole, offset in the local tensor, sizes) for each box."""
+        per_dim = []
+        for runs in self.spans:
+            at, steps = 0, []
+            for start, length in runs:
+                steps.append((start, at, length))
+                at += length
+            per_dim.append(steps)
+        return tuple(
+            (tuple(s[0] for s in box), tuple(s[1] for s in box), tuple(s[2] for s in box)) for box in product(*per_dim)
+        )
+
+
+def piece_of(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> Piece:
+    """The piece of a tensor that the device at coordinates `at` holds."""
+    spans = []
+    for size, cuts in zip(shape, layout.cuts, strict=True):
+        runs: list[Span] = [(0, size)] if size else []
+        for cut in cuts:
+            runs = _restrict(runs, cut.spans(sizes[cut.axis], at[cut.axis]))
+        spans.append(tuple(runs))
+    return Piece(shape=tuple(shape), spans=tuple(spans))
+
+
+def _restrict(runs: Sequence[Span], kept: Sequence[Span]) -> list[Span]:
+    """`kept` counts along the concatenation of `runs`; say it in the coordinates that `runs` is in."""
+    found: list[Span] = []
+    for start, length in kept:
+        base = 0
+        for run_start, run_length in runs:
+            low, high = max(start, base), min(start + length, base + run_length)
+            if low < high:
+                _append_span(found, run_start + low - base, high - low)
+            base += run_length
+    return found
