@@ -1,0 +1,40 @@
+# Each target makes its own virtual environment first; all it needs is Python 3.11.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := torch==2.13.0
+PROCESSES ?= 2
+PLAN ?= dp=2
+
+# With more threads than cores per process, two processes on one machine slow each other down tenfold.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test bench lint install clean
+
+demo: $(READY)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python -m bench.run
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+install: $(READY)
+
+# torch comes first and is named again, so that nothing installed after it can move it.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 is needed: make PYTHON=/path/to/python3.11"'
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install $(TORCH) -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
