@@ -1,0 +1,304 @@
+"""The converters: every change of layout along one group, with its backward.
+
+Each function says what it does forward and backward, with the layouts of the value:
+P partial sum, W whole, F whole with a partial gradient ("fanned"), S split (see
+`shardwright.layout`). Backward is the exact adjoint in these layouts, which is why
+torch's own differentiable collectives are not used: they sum again in backward.
+
+    from \\ to   W                 F              S                 P
+    P           fan_in            fan_in_out     reduce_scatter
+    W                             fan_out        take              on_first
+    F           gradient_on_first                take_pad
+    S           gather            gather_sum     exchange          pad
+
+A `cut` of None means the contiguous even cut of the dim. Uneven cuts travel padded to
+the largest piece. Inputs and incoming gradients are never written to: another op may
+hold them. `recording` lists the collectives that are issued, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import LayoutError
+from shardwright.layout import Cut, Reduction
+
+from . import blocks
+from .world import Group, here
+
+Issued = tuple[str, tuple[str, ...], tuple[int, ...]]
+_listeners: tuple[Callable[[str, Group, tuple[int, ...]], None], ...] = ()
+
+
+@contextmanager
+def recording() -> Iterator[list[Issued]]:
+    """Collect (kind, axes, shape of what was sent) for every collective this rank issues meanwhile."""
+    global _listeners
+    issued: list[Issued] = []
+    rank = here().rank
+
+    def listen(kind: str, group: Group, shape: tuple[int, ...]) -> None:
+        if group.ranks[group.index] == rank:  # in tests several ranks live in one process
+            issued.append((kind, group.axes, shape))
+
+    _listeners = (*_listeners, listen)
+    try:
+        yield issued
+    finally:
+        _listeners = tuple(held for held in _listeners if held is not listen)
+
+
+def note(kind: str, group: Group, shape: tuple[int, ...]) -> None:
+    """Tell `recording` that a collective is issued (for code that issues its own)."""
+    for listen in _listeners:
+        listen(kind, group, shape)
+
+
+# Collectives on plain values: no autograd, a fresh result.
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
+    """The reduction of a value over the group, in a new tensor. No autograd."""
+    if x.dtype is torch.bool:
+        return all_reduce(x.to(torch.uint8), group, "max" if op == "sum" else op).bool()
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    if group.process_group is not None and out.numel():
+        if _listeners:
+            note("all_reduce", group, tuple(out.shape))
+        dist.all_reduce(out, _OPS[op], group=group.process_group)
+    return out
+
+
+def _gather(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
+    dim %= x.ndim
+    cut = cut or blocks.plain(x.shape[dim] * group.size)
+    piece = blocks.fill(x, dim, cut, group.size, group.index).contiguous()
+    stacked = piece.new_empty((group.size, *piece.shape))
+    if piece.numel():
+        if _listeners:
+            note("all_gather", group, tuple(piece.shape))
+        dist.all_gather_single(_flat(stacked), _flat(piece), group=group.process_group)
+    return blocks.unstack(stacked, dim, cut)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
+    dim %= x.ndim
+    cut = cut or _even(x, dim, group)
+    if x.dtype is torch.bool:
+        return _reduce_scatter(x.to(torch.int32), dim, group, cut).bool()
+    stacked = blocks.stack(x, dim, cut, group.size)
+    piece = stacked.new_empty(stacked.shape[1:])
+    if piece.numel():
+        if _listeners:
+            note("reduce_scatter", group, tuple(x.shape))
+        dist.reduce_scatter_single(piece.view(-1), stacked.view(-1), group=group.process_group)
+    return piece.narrow(dim, 0, cut.local(group.size, group.index))
+
+
+def _take(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
+    dim %= x.ndim
+    return blocks.take(x, dim, cut or _even(x, dim, group), group.size, group.index)
+
+
+def _pad(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
+    dim %= x.ndim
+    cut = cut or blocks.plain(x.shape[dim] * group.size)
+    return blocks.pad_to(x, dim, cut, group.size, group.index)
+
+
+def _exchange(x: Tensor, gather_dim: int, take_dim: int, group: Group, given: tuple[Cut | None, Cut | None]) -> Tensor:
+    gather_dim, take_dim = gather_dim % x.ndim, take_dim % x.ndim
+    if gather_dim == take_dim:
+        return _take(_gather(x, gather_dim, group, given[0]), take_dim, group, given[1])
+    gather_cut = given[0] or blocks.plain(x.shape[gather_dim] * group.size)
+    take_cut = given[1] or _even(x, take_dim, group)
+    piece = blocks.fill(x, gather_dim, gather_cut, group.size, group.index)
+    sent = blocks.stack(piece, take_dim, take_cut, group.size)
+    got = torch.empty_like(sent)
+    if sent.numel():
+        if _listeners:
+            note("all_to_all", group, tuple(x.shape))
+        dist.all_to_all_single(_flat(got), _flat(sent), group=group.process_group)
+    mine = got.narrow(take_dim + 1, 0, take_cut.local(group.size, group.index))
+    return blocks.unstack(mine, gather_dim, gather_cut)
+
+
+def _keep_on_first(x: Tensor, group: Group) -> Tensor:
+    return x if group.index == 0 else torch.zeros_like(x)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x
+
+
+def _even(x: Tensor, dim: int, group: Group) -> Cut:
+    if x.shape[dim] % group.size:
+        raise LayoutError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by the {group.size} ranks of "
+            f"{' '.join(group.axes)}; pass the cut that says who holds what"
+        )
+    return blocks.plain(x.shape[dim])
+
+
+def _flat(x: Tensor) -> Tensor:
+    return (x.view(torch.uint8) if x.dtype is torch.bool else x).view(-1)
+
+
+# The converters.
+
+
+class _Convert(torch.autograd.Function):
+    """A linear map and its adjoint, each a plain function; the gradient's gradient swaps them again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.there, ctx.back = there, back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _convert(gradient, ctx.back, ctx.there), None, None
+
+
+def _convert(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        converted: Tensor = _Convert.apply(x, there, back)  # type: ignore[no-untyped-call]
+        return converted
+    return there(x)
+
+
+class _Scale(torch.autograd.Function):
+    """Not an adjoint pair, hence on its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def fan_in(x: Tensor, group: Group) -> Tensor:
+    """P to W. Forward sums over the group / backward does nothing."""
+    if group.process_group is None:
+        return x
+    return _convert(x, partial(all_reduce, group=group), _nothing)
+
+
+def fan_out(x: Tensor, group: Group) -> Tensor:
+    """W to F. Forward does nothing / backward sums over the group."""
+    if group.process_group is None or not x.requires_grad:
+        return x
+    return _convert(x, _nothing, partial(all_reduce, group=group))
+
+
+def fan_in_out(x: Tensor, group: Group) -> Tensor:
+    """P to F. Forward sums over the group / backward sums over the group."""
+    if group.process_group is None:
+        return x
+    both = partial(all_reduce, group=group)
+    return _convert(x, both, both)
+
+
+def gather(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
+    """S to W. Forward gathers the pieces / backward takes this rank's piece."""
+    if group.process_group is None:
+        return x
+    return _convert(x, partial(_gather, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
+
+
+def gather_sum(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
+    """S to F. Forward gathers the pieces / backward sums them and scatters."""
+    if group.process_group is None:
+        return x
+    return _convert(
+        x, partial(_gather, dim=dim, group=group, cut=cut), partial(_reduce_scatter, dim=dim, group=group, cut=cut)
+    )
+
+
+def take(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
+    """W to S. Forward takes this rank's piece / backward gathers the pieces."""
+    if group.process_group is None:
+        return x
+    return _convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut))
+
+
+def take_pad(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
+    """F to S. Forward takes this rank's piece / backward pads it with zeros."""
+    if group.process_group is None:
+        return x
+    return _convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_pad, dim=dim, group=group, cut=cut))
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
+    """P to S. Forward sums and scatters / backward gathers the pieces."""
+    if group.process_group is None:
+        return x
+    return _convert(
+        x, partial(_reduce_scatter, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut)
+    )
+
+
+def pad(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
+    """S to P. Forward pads this rank's piece with zeros / backward takes it."""
+    if group.process_group is None:
+        return x
+    return _convert(x, partial(_pad, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
+
+
+def exchange(
+    x: Tensor,
+    gather_dim: int,
+    take_dim: int,
+    group: Group,
+    gather_cut: Cut | None = None,
+    take_cut: Cut | None = None,
+) -> Tensor:
+    """S to S of another dim. Forward sends every rank its piece / backward sends the pieces back."""
+    if group.process_group is None:
+        return x
+    return _convert(
+        x,
+        partial(_exchange, gather_dim=gather_dim, take_dim=take_dim, group=group, given=(gather_cut, take_cut)),
+        partial(_exchange, gather_dim=take_dim, take_dim=gather_dim, group=group, given=(take_cut, gather_cut)),
+    )
+
+
+def on_first(x: Tensor, group: Group) -> Tensor:
+    """W to P. Forward keeps the value on the first rank, zeros elsewhere / backward does nothing."""
+    if group.process_group is None:
+        return x
+    return _convert(x, partial(_keep_on_first, group=group), _nothing)
+
+
+def gradient_on_first(x: Tensor, group: Group) -> Tensor:
+    """F to W. Forward does nothing / backward keeps the gradient on the first rank, zeros elsewhere."""
+    if group.process_group is None or not x.requires_grad:
+        return x
+    return _convert(x, _nothing, partial(_keep_on_first, group=group))
+
+
+def reduce(x: Tensor, group: Group, op: Reduction) -> Tensor:
+    """Partial(op) to W for a value without gradient. Forward reduces over the group / no backward."""
+    if group.process_group is None:
+        return x
+    return all_reduce(x, group, op)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Forward does nothing / backward multiplies by the factor."""
+    if not x.requires_grad:
+        return x
+    scaled: Tensor = _Scale.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled

@@ -1,0 +1,175 @@
+"""Who am I, and with whom do I talk: the one place where rank, size, device and groups come from.
+
+`start` is the only function that reads the environment, and only when it is called.
+`Groups` makes the process groups of a mesh. Every rank makes every group, also those it
+is not in, in one sorted order; a rank that made only its own could wait for ever on one
+that is busy making another. Groups are kept for as long as the process group they were
+split from, so that compiling a model twice does not make them twice.
+
+A group of one has no process group, and everything in `comm` then does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.errors import LayoutError, RankError
+from shardwright.layout import Mesh
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
+    """Join the other ranks if torchrun started any, and say who this rank is. May be called again."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(_local_rank())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=wait)
+    return here()
+
+
+def here() -> World:
+    """Who this rank is, without joining anything."""
+    if not dist.is_initialized():
+        return World(rank=0, size=1, device=_device(alone=True))
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=_device(alone=False))
+
+
+def _device(alone: bool) -> torch.device:
+    if torch.cuda.is_available() and (alone or "nccl" in str(dist.get_backend_config())):
+        return torch.device("cuda", _local_rank())
+    return torch.device("cpu")
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The ranks that differ only in `axes`, ordered with the first axis slowest, and this rank's place."""
+
+    axes: tuple[str, ...]
+    size: int
+    index: int
+    ranks: tuple[int, ...]
+    process_group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+
+class Groups:
+    """The groups of a mesh: `groups["tp"]`, `groups["dp", "tp"]`. Made by all ranks together."""
+
+    def __init__(self, mesh: Mesh, wanted: Iterable[Sequence[str] | str] = ()) -> None:
+        world = here()
+        if max(mesh.devices) >= world.size:
+            raise RankError(
+                f"the mesh {mesh} uses rank {max(mesh.devices)}, and there are {world.size} ranks; "
+                f"start the script with torchrun --nproc-per-node {max(mesh.devices) + 1}"
+            )
+        self.mesh = mesh
+        self._rank = world.rank
+        self._device_type = world.device.type
+        self._held: dict[tuple[str, ...], Group] = {}
+        single = {(name,) for name in mesh.names}
+        asked = {(item,) if isinstance(item, str) else tuple(item) for item in wanted}
+        for axes in sorted(single | asked | {()}):
+            self._make(axes)
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
+        key = (axes,) if isinstance(axes, str) else axes
+        if key not in self._held:
+            made = ", ".join(" ".join(item) for item in self._held if item)
+            raise LayoutError(
+                f"no group over {' '.join(key)} was made on rank {self._rank}; there are: {made or 'none'}"
+            )
+        return self._held[key]
+
+    def device_mesh(self) -> DeviceMesh | None:
+        """The same groups as a torch DeviceMesh over the axes longer than one, or None where there is none."""
+        axes = [axis for axis in self.mesh.axes if axis.size > 1]
+        if not axes or self._rank not in self.mesh.devices:
+            return None
+        held = [self[axis.name].process_group for axis in axes]
+        grid = torch.tensor(self.mesh.devices, dtype=torch.int).view([axis.size for axis in axes])
+        groups = [group for group in held if group is not None]
+        names = tuple(axis.name for axis in axes)
+        return DeviceMesh.from_group(groups, self._device_type, mesh=grid, mesh_dim_names=names)
+
+    def _make(self, axes: tuple[str, ...]) -> None:
+        mine = None
+        for ranks in members(self.mesh, axes):
+            process_group = _process_group(ranks) if len(ranks) > 1 else None
+            if self._rank in ranks:
+                mine = (ranks, process_group)
+        if mine is not None:
+            ranks, process_group = mine
+            self._held[axes] = Group(
+                axes=axes, size=len(ranks), index=ranks.index(self._rank), ranks=ranks, process_group=process_group
+            )
+
+
+def members(mesh: Mesh, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """The sets of ranks that differ only in `axes`, each ordered with the first of `axes` slowest."""
+    for name in axes:
+        mesh.axis(name)
+    others = [name for name in mesh.names if name not in axes]
+    place = {tuple(mesh.coordinates(rank).items()): rank for rank in mesh.devices}
+    found = []
+    for fixed in product(*(range(mesh.sizes[name]) for name in others)):
+        ranks = []
+        for moving in product(*(range(mesh.sizes[name]) for name in axes)):
+            at = dict(zip((*others, *axes), (*fixed, *moving), strict=True))
+            ranks.append(place[tuple((name, at[name]) for name in mesh.names)])
+        found.append(tuple(ranks))
+    return found
+
+
+# Process groups by the ranks they hold, in order, for each default process group.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup | None]] = WeakKeyDictionary()
+_made_lock = threading.Lock()
+
+
+def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The process group of these ranks, made if it is new; None on a rank that is not in it."""
+    whole = dist.group.WORLD
+    if whole is None:
+        raise RankError("torch.distributed is not initialised; call shardwright.runtime.world.start() first")
+    if ranks == tuple(range(dist.get_world_size())):
+        return whole
+    with _made_lock:
+        made = _made.setdefault(whole, {})
+    if ranks not in made:
+        group = dist.new_group(list(ranks), timeout=_timeout(whole), sort_ranks=False)
+        made[ranks] = group if dist.get_rank() in ranks else None
+    return made[ranks]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """A subgroup waits as long as its parent: torch would give it half an hour."""
+    try:
+        backend = group._get_backend(here().device)
+    except RuntimeError:  # the threaded group has no backend
+        return None
+    held = getattr(getattr(backend, "options", None), "_timeout", None)
+    return held if isinstance(held, timedelta) else None
