@@ -1,0 +1,25 @@
+"""A text file as characters, and random batches of it that are the same on every rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class Characters:
+    def __init__(self, path: Path) -> None:
+        text = path.read_text(encoding="ascii")
+        self.alphabet = "".join(sorted(set(text)))
+        self.tokens = torch.tensor([self.alphabet.index(c) for c in text])
+
+    def batches(self, *, batch: int, seq: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Without end: inputs and targets, both [batch, seq], the targets one character ahead."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            starts = torch.randint(len(self.tokens) - seq, (batch, 1), generator=generator)
+            window = self.tokens[starts + torch.arange(seq + 1)].to(device)
+            yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def decode(self, tokens: Tensor) -> str:
+        return "".join(self.alphabet[i] for i in tokens.tolist())
