@@ -1,0 +1,107 @@
+"""Each room imports only the rooms that the design allows, and torch only where it is needed."""
+
+from pathlib import Path
+
+import pytest
+
+from .source import SRC, Import, imports
+
+# Section 2 of the design, every room with all it may import of ours, in the order data goes through them.
+MAY_IMPORT = {
+    "errors": "",
+    "layout": "errors",
+    "conversion": "errors layout",
+    "ir": "errors layout",
+    "rules": "errors layout conversion ir",
+    "capture": "errors layout ir rules",
+    "cluster": "errors layout",
+    "cost": "errors layout conversion ir rules cluster",
+    "plan": "errors layout conversion ir rules cluster cost",
+    "lower": "errors layout conversion ir rules plan",
+    "emit": "errors layout ir rules plan lower",
+    "runtime": "errors layout",
+    "verify": "errors layout conversion ir rules capture cluster cost plan lower emit runtime",
+    "parallelize": "errors layout conversion ir rules capture cluster cost plan lower emit runtime verify",
+    "train": "errors parallelize runtime",
+    "integrations": "errors parallelize runtime",
+    "report": "errors parallelize runtime",
+    "cli": "errors parallelize runtime",
+}
+NO_TORCH = frozenset(["errors", "layout", "conversion", "ir", "rules", "cluster", "cost", "plan", "lower", "emit"])
+
+
+def is_torch(target: str) -> bool:
+    return target.split(".")[0] == "torch"
+
+
+def may_use_torch(found: Import) -> bool:
+    """Discovery probes ops, so it runs them: the one part of the rules with torch."""
+    return found.room not in NO_TORCH or (found.room == "rules" and found.file.name.startswith("discovery"))
+
+
+def wrong(root: Path) -> list[str]:
+    faults = []
+    for found in imports(root):
+        if found.room in ("__init__", "__main__"):  # the facade names what the rooms hold
+            continue
+        inside = found.of in (None, found.room)
+        if not inside and found.of not in MAY_IMPORT.get(found.room, "").split():
+            faults.append(str(found))
+        if is_torch(found.target) and not may_use_torch(found):
+            faults.append(str(found))
+    return faults
+
+
+def test_the_rooms_keep_their_order():
+    assert wrong(SRC) == []
+
+
+def test_every_room_is_in_the_table():
+    rooms = {path.name.removesuffix(".py") for path in SRC.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
+
+
+def test_no_two_rooms_import_each_other():
+    for room, allowed in MAY_IMPORT.items():
+        for other in allowed.split():
+            assert room not in MAY_IMPORT[other].split(), f"{room} and {other}"
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("ir/graph.py", "from shardwright.plan import Plan"),
+        ("ir/graph.py", "from ..plan.plan import Plan"),
+        ("ir/graph.py", "from .. import plan"),
+        ("ir/deep/graph.py", "from ...plan import Plan"),
+        ("layout.py", "from . import ir"),
+        ("layout.py", "import shardwright.ir.graph"),
+        ("layout.py", "from shardwright import ir"),
+        ("runtime/groups.py", "def f():\n    from ..rules import Rule"),
+        ("plan/plan.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.nn"),
+        ("rules/linear.py", "from torch import Tensor"),
+        ("unheard_of.py", "from .layout import Layout"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path, file, line):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(line + "\n")
+    assert len(wrong(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("ir/graph.py", "from ..layout import Layout"),
+        ("ir/graph.py", "from .text import show"),
+        ("ir/graph.py", "from shardwright import layout"),
+        ("rules/discovery_probe.py", "import torch"),
+        ("runtime/groups.py", "import torch.distributed as dist"),
+        ("lower/passes.py", "from ..conversion import steps"),
+        ("emit/text.py", "import torchless"),
+    ],
+)
+def test_a_right_import_is_not_a_fault(tmp_path, file, line):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(line + "\n")
+    assert wrong(tmp_path) == []

@@ -1,0 +1,14 @@
+"""The public names are few, and no change adds or drops one by accident."""
+
+import shardwright
+
+PUBLIC = ["diff", "explain", "load", "parallelize", "plan", "register_op", "save", "verify"]
+
+
+def test_the_public_names_are_these():
+    assert sorted(shardwright.__all__) == PUBLIC
+
+
+def test_every_public_name_is_there_and_says_what_it_does():
+    for name in PUBLIC:
+        assert getattr(shardwright, name).__doc__, f"sw.{name} has no docstring"
