@@ -1,1 +1,28 @@
-"""."""
+"""What may be split: the notation, the rules by op family, and the atoms that tie ops together."""
+
+from . import lookups, pointwise, products, reductions, views
+from .atoms import Atoms
+from .notation import Rule, parse
+from .registry import Call, find_rule, known_targets, register
+from .signature import FAN, ROWS, Analysis, Role, Signature, analyse
+
+__all__ = [
+    "FAN",
+    "ROWS",
+    "Analysis",
+    "Atoms",
+    "Call",
+    "Role",
+    "Rule",
+    "Signature",
+    "analyse",
+    "find_rule",
+    "known_targets",
+    "lookups",
+    "parse",
+    "pointwise",
+    "products",
+    "reductions",
+    "register",
+    "views",
+]

@@ -1,0 +1,30 @@
+"""How much arithmetic an op does, forward, at global shape."""
+
+from __future__ import annotations
+
+import math
+
+from ..rules import Signature
+
+PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "addmm", "baddbmm", "mv", "attention")
+
+
+def is_product(signature: Signature) -> bool:
+    kind = signature.op.target.split(".")[1] if "." in signature.op.target else signature.op.target
+    return any(word in kind for word in PRODUCTS)
+
+
+def flops(signature: Signature) -> float:
+    """Two for each multiply-add of a product, one for each element of anything else."""
+    atoms, values = signature.facts.atoms, signature.facts.graph.values
+    size = max((values[name].elements for name in signature.op.outputs), default=0)
+    if not is_product(signature):
+        return float(size)
+    if "attention" in signature.op.target:
+        q, k = values[signature.op.inputs[0]].shape, values[signature.op.inputs[1]].shape
+        return 4.0 * math.prod(q) * k[-2]
+    inside = [label for label in (signature.rule.sums if signature.rule else ()) if label in signature.labels]
+    work = 2.0 * size * math.prod(atoms.product(signature.labels[label]) for label in inside)
+    if "conv" in signature.op.target:
+        work *= math.prod(values[signature.op.inputs[1]].shape[2:])
+    return work

@@ -1,0 +1,216 @@
+"""Local sizes and algorithms: what an op's arguments become on a rank.
+
+Sizes are never edited as numbers: they are said anew from the atoms of the op's local
+outputs. A size that is read as a number (the divisor of a mean) stays the whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..errors import LoweringError
+from ..ir import Op
+from ..ir.graph import Slot
+from ..layout import Layout
+from .program import Program, sizes_of
+
+Localizer = Callable[[Program, Op], "Op | tuple[Op, ...]"]
+_TABLE: dict[str, Localizer] = {}
+
+
+def local(*targets: str) -> Callable[[Localizer], Localizer]:
+    def register(function: Localizer) -> Localizer:
+        for target in targets:
+            _TABLE[target if "." in target else f"aten.{target}.default"] = function
+        return function
+
+    return register
+
+
+def localize(program: Program) -> Program:
+    """Rewrite every op of the body for local shapes."""
+    values, layouts = dict(program.values), dict(program.layouts)
+    body: list[Op] = []
+    for op in program.body:
+        function = _TABLE.get(op.target)
+        if function is None:
+            body.append(op)
+            continue
+        found = function(program, op)
+        for made in found if isinstance(found, tuple) else (found,):
+            for name in made.outputs:
+                if name not in values:  # a local sum before its division: laid out as the result
+                    values[name] = replace(values[op.outputs[0]], name=name)
+                    layouts[name] = layouts[op.outputs[0]]
+            body.append(made)
+    return program.with_(body=tuple(body), values=values, layouts=layouts)
+
+
+def split_axes(layout: Layout, dim: int) -> tuple[str, ...]:
+    return tuple(cut.axis for cut in layout.cuts[dim])
+
+
+def cut_axes(layout: Layout) -> tuple[str, ...]:
+    return tuple(cut.axis for cuts in layout.cuts for cut in cuts)
+
+
+@local("view", "reshape", "_unsafe_view", "expand", "aten.broadcast_to.default")
+def sized(program: Program, op: Op) -> Op:
+    name = next(key for key in ("size", "shape") if op.argument(key) is not None)
+    return op.with_arguments(**{name: sizes_of(program, op.outputs[0])})
+
+
+@local("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
+def normalized(program: Program, op: Op) -> Op:
+    width = len(op.argument("normalized_shape"))
+    return op.with_arguments(normalized_shape=sizes_of(program, op.outputs[0])[-width:])
+
+
+@local("aten.unflatten.int")
+def unflatten(program: Program, op: Op) -> Op:
+    dim = op.argument("dim", 0) % len(program.values[op.inputs[0]].shape)
+    return op.with_arguments(sizes=sizes_of(program, op.outputs[0])[dim : dim + len(op.argument("sizes"))])
+
+
+@local("aten.split.Tensor", "aten.split.sizes", "split_with_sizes")
+def split(program: Program, op: Op) -> Op:
+    dim = op.argument("dim", 0) % len(program.values[op.inputs[0]].shape)
+    parts = tuple(sizes_of(program, name)[dim] for name in op.outputs)
+    key = next(key for key in ("split_size", "split_sizes") if op.argument(key) is not None)
+    return op.with_arguments(**{key: parts[0] if key == "split_size" else parts})
+
+
+@local("aten.slice.Tensor")
+def slice_(program: Program, op: Op) -> Op:
+    """One of n equal parts keeps its place among the parts; other slices are on dims that are whole."""
+    rank = len(program.values[op.inputs[0]].shape)
+    dim = op.argument("dim", 0) % rank
+    before = program.values[op.inputs[0]].shape[dim]
+    after = program.values[op.outputs[0]].shape[dim]
+    if not program.layouts[op.inputs[0]].cuts[dim] or before == after:
+        if before == after:
+            return op.with_arguments(start=None, end=None)
+        return op
+    start = op.argument("start", 0) or 0
+    part = ((start + before) if start < 0 else start) // after
+    unit = sizes_of(program, op.outputs[0])[dim]
+    return op.with_arguments(start=unit.times(part) if part else 0, end=unit.times(part + 1))
+
+
+@local("convolution", "aten.conv2d.default", "aten.conv1d.default", "aten.conv3d.default")
+def convolution(program: Program, op: Op) -> Op:
+    groups = op.argument("groups", 1)
+    axes = split_axes(program.layouts[op.inputs[1]], 0)
+    if groups == 1 or not axes or split_axes(program.layouts[op.inputs[0]], 1) != axes:
+        return op
+    whole = program.values[op.inputs[0]].shape[1]
+    parts = 1
+    for axis in axes:
+        parts *= program.mesh.axis(axis).size
+    if groups % parts:
+        raise LoweringError(f"{op}: {groups} groups of {whole} channels do not divide over {', '.join(axes)}")
+    return op.with_arguments(groups=groups // parts)
+
+
+@local("aten.mean.default", "aten.mean.dim")
+def mean(program: Program, op: Op) -> Op | tuple[Op, ...]:
+    """A mean over a split dim is a share: the local sum over the whole count."""
+    source = program.layouts[op.inputs[0]]
+    rank = len(source.cuts)
+    held = op.argument("dim")
+    dims = tuple(range(rank)) if held in (None, ()) else tuple(d % max(rank, 1) for d in held)
+    if not any(source.cuts[dim] for dim in dims):
+        return op
+    count = 1
+    for dim in dims:
+        count *= program.values[op.inputs[0]].shape[dim]
+    target = op.target.replace("mean", "sum")
+    if target == "aten.sum.dim":
+        target = "aten.sum.dim_IntList"
+    return _divided(replace(op, target=target), count)
+
+
+def _divided(op: Op, count: int) -> tuple[Op, ...]:
+    """The op, and then its result over a number."""
+    (out,) = op.outputs
+    inner = f"{out}@sum"
+    total = replace(op, outputs=(inner,))
+    share = Op(
+        name=f"{op.name} share", target="aten.div.Scalar", inputs=(inner,), outputs=(out,),
+        arguments=(("self", Slot(0)), ("other", count)), source=op.source, module_path=op.module_path,
+        region=op.region, autocast=op.autocast, no_grad=op.no_grad,
+    )  # fmt: skip
+    return total, share
+
+
+@local("aten.mse_loss.default", "aten.l1_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default",
+       "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default",
+       "aten.soft_margin_loss.default")  # fmt: skip
+def elementwise_loss(program: Program, op: Op) -> Op | tuple[Op, ...]:
+    if op.argument("reduction", 1) != 1 or not cut_axes(program.layouts[op.inputs[0]]):
+        return op
+    return _divided(op.with_arguments(reduction=2), program.values[op.inputs[0]].elements)
+
+
+@local("embedding")
+def embedding(program: Program, op: Op) -> Op:
+    weight = program.layouts[op.inputs[0]]
+    if not weight.cuts[0]:
+        return op
+    if len(weight.cuts[0]) > 1:
+        raise LoweringError(f"{op}: a table can be looked up by rows on one axis only")
+    (cut,) = weight.cuts[0]
+    return replace(op, target="runtime.embedding_rows").with_arguments(
+        axes=(cut.axis,), cut=cut, rows=program.values[op.inputs[0]].shape[0]
+    )
+
+
+@local("aten.cross_entropy_loss.default")
+def cross_entropy(program: Program, op: Op) -> Op:
+    logits = program.layouts[op.inputs[0]]
+    at = 1 if len(logits.cuts) > 1 else 0
+    classes = logits.cuts[at]
+    rows = tuple(axis for dim in range(len(logits.cuts)) if dim != at for axis in split_axes(logits, dim))
+    if not classes and (not rows or op.argument("reduction", 1) != 1):
+        return op
+    if len(classes) > 1:
+        raise LoweringError(f"{op}: classes can be split on one axis only")
+    found = replace(op, target="runtime.cross_entropy").with_arguments(rows=_in_mesh_order(program, rows))
+    if classes:
+        whole = program.values[op.inputs[0]].shape[at]
+        found = found.with_arguments(classes=(classes[0].axis,), cut=classes[0], size=whole)
+    return found
+
+
+def _in_mesh_order(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in program.mesh.names if axis in axes)
+
+
+@local("aten.nll_loss_nd.default", "aten.nll_loss.default")
+def nll_loss(program: Program, op: Op) -> Op:
+    rows = _in_mesh_order(program, cut_axes(program.layouts[op.inputs[1]]))
+    if not rows or op.argument("reduction", 1) != 1:
+        return op
+    return replace(op, target="runtime.nll_loss").with_arguments(rows=rows)
+
+
+@local("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
+def batch_norm(program: Program, op: Op) -> Op:
+    """In training always the runtime's: it gives the new statistics, and sums them where rows are split."""
+    training = op.argument("training", "no_training" not in op.target)
+    if not training:
+        return op
+    axes = _in_mesh_order(program, split_axes(program.layouts[op.inputs[0]], 0))
+    return replace(op, target="runtime.batch_norm").with_arguments(axes=axes)
+
+
+@local("native_dropout", "dropout")
+def dropout(program: Program, op: Op) -> Op:
+    layout = program.layouts[op.outputs[0]]
+    axes = _in_mesh_order(program, cut_axes(layout))
+    return replace(op, target="runtime.dropout").with_arguments(
+        key=op.name, axes=axes, shape=program.values[op.outputs[0]].shape, cuts=layout.cuts
+    )
+
+

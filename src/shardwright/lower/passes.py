@@ -1,0 +1,47 @@
+"""The list of passes, in order. Each takes a program and gives a program; each can be printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..ir import Graph
+from ..layout import Layout
+from ..plan import Plan
+from ..rules import Analysis, analyse
+from .check import check
+from .local import localize
+from .place import Placer, check_edges
+from .program import Program
+from .tidy import fold_bias, fuse, hoist, prune
+
+Pass = Callable[[Program], Program]
+
+PASSES: tuple[tuple[str, Pass], ...] = (
+    ("check edges: every input has the layout its op asks for", check_edges),
+    ("prune: ops nobody reads", prune),
+    ("fuse: reductions in a row over several axes", fuse),
+    ("localize: sizes and algorithms of this rank", localize),
+    ("hoist: constants, computed once", hoist),
+    ("fold bias: products and their biases in one call", fold_bias),
+)
+
+
+def lower(
+    graph: Graph,
+    plan: Plan,
+    facts: Analysis | None = None,
+    *,
+    homes: Mapping[str, Layout] | None = None,
+    mode: str = "same",
+    show: Callable[[str, Program], None] | None = None,
+) -> Program:
+    """The program for a graph under a plan. `homes` fixes how parameters are held (entries after the first)."""
+    plan.check_against(graph)
+    program = Placer(graph, plan, facts or analyse(graph), homes, mode).run()
+    if show is not None:
+        show("place: layouts and converters", program)
+    for name, step in PASSES:
+        program = check(step(program))
+        if show is not None:
+            show(name, program)
+    return program

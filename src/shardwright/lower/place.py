@@ -1,0 +1,232 @@
+"""The first pass: give every use its layout and put converters between producers and uses.
+
+For each value the converters form the cheapest tree over all its uses, so that a sum that
+two uses need is done once, and gradients join before they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..conversion import Step, find_steps, forget_gradient, same
+from ..errors import LoweringError, PlanError
+from ..ir import Graph, Op, Parameter, Value
+from ..ir.graph import ITEM_SIZE
+from ..layout import FANNED, WHOLE, Layout, Mesh, Placement, make_layout, whole
+from ..plan import Plan
+from ..rules import Analysis
+from .program import Holding, Program
+
+
+@dataclass
+class _Node:
+    """A value in one layout, and the step that makes it from its parent."""
+
+    layout: Layout
+    parent: _Node | None = None
+    step: Step | None = None
+    name: str | None = None  # set once it stands in the program
+
+
+@dataclass
+class _Tree:
+    nodes: list[_Node]
+    by_use: dict[Layout, _Node] = field(default_factory=dict)
+
+
+class Placer:
+    """Walks the graph once and writes the program's ops."""
+
+    def __init__(self, graph: Graph, plan: Plan, facts: Analysis, homes: Mapping[str, Layout] | None, mode: str) -> None:
+        self.graph, self.plan, self.facts, self.mesh, self.mode = graph, plan, facts, plan.mesh, mode
+        self.sizes = plan.mesh.sizes
+        self.values: dict[str, Value] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.ops: list[Op] = []
+        self.trees: dict[str, _Tree] = {}
+        self.counts: dict[str, int] = {}
+        self.choices = plan.choices(graph.entry)
+        self.placed = {op.name: self._layouts(op) for op in graph.ops}
+        self.uses: dict[str, list[Layout]] = {name: [] for name in graph.values}
+        for op in graph.ops:
+            for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
+                self.uses[name].append(layout)
+        for name in graph.sinks():
+            self.uses[name].append(self._leaving(name))
+        self.homes = dict(homes or {})
+
+    def _layouts(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        signature = self.facts.signatures[op.name]
+        constant = all(name in self.facts.constants for name in op.outputs)
+        choice = {} if constant else self.choices.get(op.name, {})
+        if choice and signature.rule is None:
+            raise PlanError(f"the plan splits {op}, which has no rule")
+        return signature.layouts(choice, self.mesh)
+
+    def _leaving(self, name: str) -> Layout:
+        """Outputs leave whole; in "rows" mode those that have the batch leave as this group's rows."""
+        value = self.graph.values[name]
+        if self.mode == "rows" and value.shape and any(output.value == name for output in self.graph.outputs):
+            return self._rows(name)
+        return whole(len(value.shape))
+
+    def _rows(self, name: str) -> Layout:
+        """The layout in which each data-parallel group has its own rows."""
+        layout = whole(len(self.graph.values[name].shape))
+        taken: list[tuple[int, int]] = []
+        for axis in self.mesh.axes:
+            if axis.name not in replica_axes(self.plan) or not layout.cuts:
+                continue
+            for atom in self.facts.batch:
+                cut = self.facts.atoms.cut(self.facts.dims[name][0], atom, axis, taken)
+                if cut is not None:
+                    layout = layout.with_cut(0, cut)
+                    taken.append((atom, axis.size))
+        return layout
+
+    def run(self) -> Program:
+        graph = self.graph
+        for held in graph.inputs:
+            rank = len(graph.values[held.value].shape)
+            self._produce(held.value, self._rows(held.value) if self.mode == "rows" else whole(rank))
+        holdings = [self._hold(parameter) for parameter in graph.parameters]
+        for buffer in graph.buffers:
+            self._produce(buffer.value, whole(len(graph.values[buffer.value].shape)))
+        for op in graph.ops:
+            self._place(op)
+        outputs = tuple(
+            self._use(output.value, self._leaving(output.value), None) if output.value is not None else None
+            for output in graph.outputs
+        )
+        updates = tuple(
+            (b.key, self._use(b.update, self._leaving(b.update), None)) for b in graph.buffers if b.update is not None
+        )
+        return Program(
+            graph=graph, facts=self.facts, mesh=self.mesh, plan_name=self.plan.name, plan_policy=self.plan.policy,
+            values=self.values, layouts=self.layouts, holdings=tuple(holdings), body=tuple(self.ops),
+            outputs=outputs, updates=updates, mode=self.mode, choices=self.choices,
+        )  # fmt: skip
+
+    def _produce(self, name: str, layout: Layout) -> None:
+        value = self.graph.values[name]
+        self.values[name] = value
+        self.layouts[name] = layout
+        root = _Node(layout=layout if value.gradient else forget_gradient(layout), name=name)
+        tree = _Tree(nodes=[root])
+        goals = {goal if value.gradient else forget_gradient(goal) for goal in self.uses[name]}
+        pending = sorted(goals, key=lambda goal: (self._steps(name, [root.layout], goal)[2], str(goal), repr(goal)))
+        for goal in pending:
+            index, steps, _ = self._steps(name, [node.layout for node in tree.nodes], goal)
+            node = tree.nodes[index]
+            for step in steps:
+                known = next((held for held in tree.nodes if held.layout == step.after), None)
+                node = known or _Node(layout=step.after, parent=node, step=step)
+                if known is None:
+                    tree.nodes.append(node)
+            tree.by_use[goal] = node
+        self.trees[name] = tree
+
+    def _steps(self, name: str, starts: list[Layout], goal: Layout) -> tuple[int, tuple[Step, ...], float]:
+        value = self.graph.values[name]
+        return find_steps(starts, goal, value.shape, ITEM_SIZE.get(value.dtype, 4), self.sizes, value.gradient)
+
+    def _place(self, op: Op) -> None:
+        inputs, outputs = self.placed[op.name]
+        names = tuple(self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True))
+        self.ops.append(
+            Op(
+                name=op.name, target=op.target, inputs=names, outputs=op.outputs, arguments=op.arguments,
+                source=op.source, module_path=op.module_path, region=op.region, autocast=op.autocast,
+                no_grad=op.no_grad,
+            )  # fmt: skip
+        )
+        for name, layout in zip(op.outputs, outputs, strict=True):
+            self._produce(name, layout)
+
+    def _use(self, name: str, layout: Layout, op: Op | None) -> str:
+        """The program's name for a value in the layout that a use wants, converters placed before it."""
+        if not self.graph.values[name].gradient:
+            layout = forget_gradient(layout)
+        return self._materialise(name, self.trees[name].by_use[layout], op)
+
+    def _materialise(self, name: str, node: _Node, op: Op | None) -> str:
+        if node.name is not None:
+            return node.name
+        assert node.parent is not None and node.step is not None
+        source = self._materialise(name, node.parent, op)
+        self.counts[name] = self.counts.get(name, 0) + 1
+        node.name = f"{name}@{self.counts[name]}"
+        self.values[node.name] = Value(
+            name=node.name, shape=self.values[name].shape, dtype=self.values[name].dtype,
+            gradient=self.values[name].gradient,
+        )  # fmt: skip
+        self.layouts[node.name] = node.layout
+        self.ops.append(convert_op(node.step, source, node.name, op, self.graph.producer.get(name)))
+        return node.name
+
+    def _hold(self, parameter: Parameter) -> Holding:
+        value = self.graph.values[parameter.value]
+        home = self.homes.get(parameter.key) or home_layout(self.uses[parameter.value], self.mesh, len(value.shape))
+        if not parameter.trainable:
+            home = forget_gradient(home)
+        self._produce(parameter.value, home)
+        zero = tuple(self.plan.storage.get(parameter.key, ()))
+        return Holding(
+            value=parameter.value, keys=parameter.keys, shape=value.shape, dtype=value.dtype,
+            trainable=parameter.trainable, layout=home, zero=zero,
+        )  # fmt: skip
+
+
+def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
+    """A converter as an op. It belongs to the module of the op that it stands before."""
+    near = op or producer
+    arguments: list[tuple[str, object]] = [("axes", step.axes)]
+    for key in ("dim", "cut", "to_dim", "to_cut"):
+        if getattr(step, key) is not None:
+            arguments.append((key, getattr(step, key)))
+    if step.kind == "reduce":
+        arguments.append(("op", step.reduction))
+    return Op(
+        name=f"{near.name if near else ''} < {step.kind} {source}", target=f"comm.{step.kind}", inputs=(source,),
+        outputs=(result,), arguments=tuple(arguments), module_path=near.module_path if near else "",
+        region=op.region if op else None, no_grad=False,
+    )  # fmt: skip
+
+
+def home_layout(uses: list[Layout], mesh: Mesh, rank: int) -> Layout:
+    """Where a parameter lives: cut as its most split use, with gradients that are summed once a step."""
+    if not uses:
+        return whole(rank)
+    best = max(uses, key=lambda held: sum(mesh.axis(cut.axis).size for cuts in held.cuts for cut in cuts))
+    cut_axes = {cut.axis for cuts in best.cuts for cut in cuts}
+    rest: dict[str, Placement] = {}
+    for axis in mesh.axes:
+        if axis.name in cut_axes:
+            continue
+        split = any(held.cut_of(axis.name) is not None or held.placement(axis.name) == FANNED for held in uses)
+        rest[axis.name] = FANNED if split else WHOLE
+    return make_layout(best.cuts, rest)
+
+
+def replica_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes that split the batch: those named dp or by a ZeRO level."""
+    return tuple(axis.name for axis in plan.mesh.axes if axis.name == "dp" or axis.name.startswith("zero"))
+
+
+def check_edges(program: Program) -> Program:
+    """Every op must find its inputs in the layouts that its choice asks for."""
+    for op in program.body:
+        if op.target.startswith("comm."):
+            continue
+        signature = program.facts.signatures[op.name]
+        constant = all(name in program.facts.constants for name in op.outputs)
+        choice = {} if constant or program.choices is None else program.choices.get(op.name, {})
+        inputs, _ = signature.layouts(choice, program.mesh)
+        for name, wanted in zip(op.inputs, inputs, strict=True):
+            held = program.layouts[name]
+            if not program.values[name].gradient:
+                held, wanted = forget_gradient(held), forget_gradient(wanted)
+            if not same(held, wanted, program.mesh.sizes):
+                raise LoweringError(f"{op} wants {program.values[name]} as {wanted} and finds it as {held}")
+    return program

@@ -1,0 +1,151 @@
+"""The program of a rank: local ops with converters between them, and how parameters are held.
+
+All ranks of a mesh run the same program and differ only by their coordinates. Shapes in
+`values` stay global; what a rank really has follows from `layouts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..ir import Graph, Op, Value
+from ..layout import Layout, Mesh, share
+from ..rules import Analysis
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One factor of a size: an atom, or a plain number, with the axes that cut it, major to minor."""
+
+    size: int
+    atom: int | None = None
+    axes: tuple[str, ...] = ()
+
+    def local(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
+        held = self.size
+        for axis in self.axes:
+            held = share(held, sizes[axis], at[axis])[1]
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A local size as a sum of products, so that it can be printed with names ("3 * h * E")."""
+
+    sections: tuple[tuple[Factor, ...], ...]
+
+    def local(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
+        return sum(math.prod(factor.local(sizes, at) for factor in section) for section in self.sections)
+
+    def times(self, number: int) -> Size:
+        if number == 1:
+            return self
+        return Size(tuple((Factor(number), *section) for section in self.sections))
+
+    def whole(self) -> Size:
+        return Size(tuple(tuple(Factor(f.size, f.atom) for f in section) for section in self.sections))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """How a parameter is held: cut for computing, summed over axes after backward, split for storage."""
+
+    value: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    layout: Layout
+    zero: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.keys[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The program for one entry on one mesh."""
+
+    graph: Graph
+    facts: Analysis
+    mesh: Mesh
+    plan_name: str
+    plan_policy: str
+    values: Mapping[str, Value]
+    layouts: Mapping[str, Layout]
+    holdings: tuple[Holding, ...]
+    constants: tuple[Op, ...] = ()  # run once, whole, when the program is loaded
+    body: tuple[Op, ...] = ()
+    outputs: tuple[str | None, ...] = ()  # the value for each output of the graph, None for a literal
+    updates: tuple[tuple[str, str], ...] = ()  # (buffer key, value)
+    mode: str = "same"
+    choices: Mapping[str, Any] | None = None
+
+    def with_(self, **changes: Any) -> Program:
+        return replace(self, **changes)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.constants + self.body
+
+    def users(self) -> dict[str, list[Op]]:
+        found: dict[str, list[Op]] = {}
+        for op in self.ops:
+            for name in op.inputs:
+                found.setdefault(name, []).append(op)
+        return found
+
+    def needed(self) -> set[str]:
+        """The values that leave the program."""
+        return {name for name in self.outputs if name is not None} | {name for _, name in self.updates}
+
+
+def sizes_of(program: Program, value: str) -> tuple[Size, ...]:
+    """The local size of every dim of a value, in atoms."""
+    origin = base_of(value)
+    dims = program.facts.dims[origin]
+    layout = program.layouts[value]
+    return tuple(_size(program, dim, layout.cuts[at]) for at, dim in enumerate(dims))
+
+
+def base_of(value: str) -> str:
+    """The graph's name for a program value: converters add "@n" to it."""
+    return value.split("@", 1)[0]
+
+
+def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size:
+    atoms, mesh = program.facts.atoms, program.mesh
+    taken: list[tuple[int, int]] = []
+    axes: dict[int, tuple[str, ...]] = {}
+    for cut in cuts:
+        axis = mesh.axis(cut.axis)
+        for atom in atoms.splittable(dim):
+            if atoms.cut(dim, atom, axis, taken) == cut:
+                taken.append((atom, axis.size))
+                axes[atom] = (*axes.get(atom, ()), axis.name)
+                break
+        else:
+            total = atoms.product(dim)
+            return Size(((Factor(total, None, tuple(held.axis for held in cuts)),),))
+    return Size(tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in _flat(atoms, dim, axes)))
+
+
+def _flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tuple[int, ...]]:
+    """The sections of a dim, opened only as far as a cut reaches into them."""
+    sections: list[tuple[int, ...]] = [()]
+    for atom in atoms.expand(dim):
+        inner = atoms.sections(atom)
+        if inner is None or atom in cut or not _reaches(atoms, inner, cut):
+            sections = [(*held, atom) for held in sections]
+        else:
+            opened = [part for section in inner for part in _flat(atoms, section, cut)]
+            sections = [(*held, *part) for held in sections for part in opened]
+    return sections
+
+
+def _reaches(atoms: Any, sections: tuple[tuple[int, ...], ...], cut: Mapping[int, Any]) -> bool:
+    return any(atom in cut for section in sections for part in _flat(atoms, section, cut) for atom in part)

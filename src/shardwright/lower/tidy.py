@@ -1,0 +1,108 @@
+"""Passes that make the program shorter: fused converters, constants out of the way, biases back in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir import Op
+from ..ir.graph import Slot
+from .program import Program
+
+FUSABLE = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out")
+
+
+def fuse(program: Program) -> Program:
+    """Two reductions in a row over two axes become one over their product."""
+    users, needed = program.users(), program.needed()
+    made: dict[str, Op] = {}
+    gone: set[str] = set()
+    for op in program.body:
+        if op.target in FUSABLE:
+            first = made.get(op.inputs[0])
+            if first is not None and first.target == op.target and len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed:
+                both = (*first.argument("axes"), *op.argument("axes"))
+                axes = tuple(axis for axis in program.mesh.names if axis in both)
+                op = replace(op, inputs=first.inputs).with_arguments(axes=axes)
+                gone.add(first.outputs[0])
+            made[op.outputs[0]] = op
+    body = []
+    for op in program.body:
+        if op.outputs[0] not in gone:
+            body.append(made.get(op.outputs[0], op))
+    return program.with_(body=tuple(body))
+
+
+def hoist(program: Program) -> Program:
+    """What depends on no input, no parameter and no changing buffer is computed once, cuts included."""
+    fixed = {buffer.value for buffer in program.graph.buffers if buffer.update is None}
+    constants: list[Op] = []
+    body: list[Op] = []
+    for op in program.body:
+        own = all(name in program.facts.constants for name in op.outputs)
+        cut = op.target in ("comm.take", "comm.take_pad") and op.inputs[0] in fixed
+        if (own or cut) and all(name in fixed for name in op.inputs):
+            fixed.update(op.outputs)
+            constants.append(op)
+        else:
+            body.append(op)
+    return program.with_(constants=tuple(constants), body=tuple(body))
+
+
+def prune(program: Program) -> Program:
+    """Drop ops whose results nobody reads."""
+    wanted = program.needed()
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if any(name in wanted for name in op.outputs):
+            kept.append(op)
+            wanted.update(op.inputs)
+    held = {op.name for op in kept}
+    return program.with_(
+        constants=tuple(op for op in program.constants if op.name in held),
+        body=tuple(op for op in program.body if op.name in held),
+    )
+
+
+def fold_bias(program: Program) -> Program:
+    """A product and the bias added right after it become one call again, if nothing stands between."""
+    users, needed = program.users(), program.needed()
+    made = {name: op for op in program.body for name in op.outputs}
+    held = {holding.value for holding in program.holdings}
+    replaced: dict[str, Op] = {}
+    gone: set[str] = set()
+    for op in program.body:
+        if op.target != "aten.add.Tensor" or len(op.inputs) != 2 or op.argument("alpha", 1) != 1:
+            continue
+        product = made.get(op.inputs[0])
+        if product is None or len(product.inputs) != 2 or product.name in replaced:
+            continue
+        bias, view = op.inputs[1], made.get(op.inputs[1])
+        spatial = product.target in ("aten.convolution.default", "aten.conv2d.default", "aten.conv1d.default")
+        if spatial and view is not None and view.target in ("aten.view.default", "aten.reshape.default"):
+            bias = view.inputs[0]
+        elif spatial:
+            continue
+        alone = len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed
+        if product.target not in ("aten.linear.default", "aten.mm.default") and not spatial:
+            continue
+        if not alone or bias not in held or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest:
+            continue
+        replaced[op.name] = _with_bias(product, op, bias)
+        gone.add(product.name)
+    body = tuple(replaced.get(op.name, op) for op in program.body if op.name not in gone)
+    return prune(program.with_(body=body))
+
+
+def _with_bias(product: Op, add: Op, bias: str) -> Op:
+    if product.target == "aten.mm.default":
+        arguments: tuple[tuple[str, object], ...] = (("self", Slot(2)), ("mat1", Slot(0)), ("mat2", Slot(1)))
+        target = "aten.addmm.default"
+    else:
+        arguments = tuple((k, v) for k, v in product.arguments if k != "bias")
+        at = 2
+        arguments = (*arguments[:at], ("bias", Slot(2)), *arguments[at:])
+        target = product.target
+    return replace(
+        product, target=target, inputs=(*product.inputs, bias), outputs=add.outputs, arguments=arguments,
+        source=product.source or add.source,
+    )  # fmt: skip

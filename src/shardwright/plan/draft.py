@@ -1,0 +1,172 @@
+"""A plan in the making: what a policy writes on.
+
+    draft.ops                        the ops that can be split, in order
+    draft.roles(op)                  how an op can be split
+    draft.split(op, axis, role)      split it so
+    draft.store(key, axis, level)    ZeRO level of a parameter
+    draft.note(text)                 something the user should know
+
+A policy decides about the ops it cares about. `finish` then settles the rest: partial
+sums pass through linear ops where that saves a reduction, and ops that depend on
+parameters only hand gradients back in parts where everybody downstream does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..errors import PlanError
+from ..ir import Graph, Op
+from ..layout import FANNED, Axis, Layout, Mesh, Partial
+from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse
+from .plan import Plan, Segment
+
+
+class Draft:
+    """Choices for the ops of one graph on one mesh."""
+
+    def __init__(self, graph: Graph, mesh: Mesh, facts: Analysis | None = None) -> None:
+        self.graph = graph
+        self.mesh = mesh
+        self.facts = facts or analyse(graph)
+        self.choices: dict[str, dict[str, str]] = {}
+        self.storage: dict[str, dict[str, int]] = {}
+        self.notes: list[str] = []
+
+    @property
+    def ops(self) -> Iterator[Op]:
+        """The ops that are worth splitting: constants are computed once, whole."""
+        constants = self.facts.constants
+        return (op for op in self.graph.ops if not all(name in constants for name in op.outputs))
+
+    def signature(self, op: Op) -> Signature:
+        return self.facts.signatures[op.name]
+
+    def roles(self, op: Op) -> tuple[Role, ...]:
+        return self.signature(op).roles
+
+    def chosen(self, op: Op, axis: Axis) -> str | None:
+        return self.choices.get(op.name, {}).get(axis.name)
+
+    def split(self, op: Op, axis: Axis, role: Role) -> None:
+        """Split an op on a role along an axis."""
+        if role.size < axis.size:
+            raise PlanError(
+                f"{op}: {axis.name}={axis.size} is larger than {role.name}, which has {role.size}; use a smaller axis"
+            )
+        self.choices.setdefault(op.name, {})[axis.name] = role.name
+
+    def store(self, key: str, axis: Axis, level: int) -> None:
+        """Keep a parameter's optimizer state (1), gradient (2), or itself (3) split along an axis."""
+        self.storage.setdefault(key, {})[axis.name] = level
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def role_among(self, op: Op, axis: Axis, atoms: Iterable[int]) -> Role | None:
+        """The role of an op that takes one of some atoms; of several, the one its inputs already have."""
+        wanted = set(atoms)
+        found = [role for role in self.roles(op) if role.atom in wanted]
+        if len(found) < 2:
+            return found[0] if found else None
+        return max(found, key=lambda role: self._agreement(op, axis, role))
+
+    def _agreement(self, op: Op, axis: Axis, role: Role) -> int:
+        score = 0
+        for bound in self.signature(op).inputs:
+            producer = self.graph.producer.get(bound.value)
+            if producer is None or axis.name not in self.choices.get(producer.name, {}):
+                continue
+            held = self.output_layout(producer, bound.value).cut_of(axis.name)
+            score += held is not None and held[0] == bound.dim_of(role.label)
+        return score
+
+    def output_layout(self, op: Op, value: str) -> Layout:
+        _, outputs = self.signature(op).layouts(self.choices.get(op.name, {}), self.mesh)
+        return outputs[op.outputs.index(value)]
+
+    def finish(self, policy: str, cluster: str = "") -> Plan:
+        """Settle what no policy decided and make the plan."""
+        for axis in self.mesh.axes:
+            self._pass_partial(axis)
+            self._fan(axis)
+        for op in self.ops:
+            if self.signature(op).rule is None and not op.target.startswith("shardwright."):
+                self.note(f"{op} has no rule and runs whole on every device")
+        segment = Segment(mesh=self.mesh, choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops})
+        return Plan(
+            model=self.graph.name, policy=policy, cluster=cluster,
+            fingerprints={self.graph.entry: self.graph.fingerprint}, entries={self.graph.entry: (segment,)},
+            storage={key: tuple(held.items()) for key, held in self.storage.items()},
+            notes=tuple(dict.fromkeys(self.notes)),
+        )  # fmt: skip
+
+    def _pass_partial(self, axis: Axis) -> None:
+        """Let partial sums through linear ops where all that is added is partial, and nothing else wants the sum."""
+        partial: set[str] = set()
+        sinks = set(self.graph.sinks())
+        for op in self.graph.ops:
+            if self.chosen(op, axis) is None:
+                group = self._open_group(op, partial, sinks)
+                if group is not None:
+                    self.choices.setdefault(op.name, {})[axis.name] = f"{ROWS}{group}"
+            choice = self.chosen(op, axis)
+            if choice is not None:
+                _, outputs = self.signature(op).layouts({axis.name: choice}, self.mesh)
+                partial.update(
+                    name for name, out in zip(op.outputs, outputs, strict=True)
+                    if isinstance(out.placement(axis.name), Partial)
+                )  # fmt: skip
+
+    def _open_group(self, op: Op, partial: set[str], sinks: set[str]) -> int | None:
+        values = self.graph.values
+        signature = self.signature(op)
+        if not any(name in partial for name in op.inputs) or not any(values[name].gradient for name in op.outputs):
+            return None
+        for group in signature.linear_groups():
+            members = [bound.value for bound in signature.inputs if bound.linear == group]
+            others = [bound.value for bound in signature.inputs if bound.linear != group]
+            small = all(values[name].elements == 1 for name in (*members, *op.outputs))
+            if not any(name in partial for name in members) or any(name in partial for name in others):
+                continue
+            if not all(name in partial for name in members) and not small:
+                continue
+            if any(values[name].gradient for name in others) and not small:
+                continue
+            if any(name in sinks or len(self.graph.users[name]) > 1 for name in members if name in partial) and not small:
+                continue
+            if sum(values[name].elements for name in op.outputs) <= sum(values[name].elements for name in members):
+                return group
+        return None
+
+    def _fan(self, axis: Axis) -> None:
+        """Ops that depend on parameters only may hand gradients back in parts: the parameter's own sync sums them."""
+        values = self.graph.values
+        lean = {p.value for p in self.graph.parameters}
+        lean |= {b.value for b in self.graph.buffers} | {i.value for i in self.graph.inputs}
+        lean = {name for name in lean if self.graph.parameter_of(name) or not values[name].gradient}
+        able: list[Op] = []
+        for op in self.graph.ops:
+            fed = all(name in lean or not values[name].gradient for name in op.inputs)
+            if fed and any(values[name].gradient for name in op.outputs):
+                lean.update(op.outputs)
+                able.append(op)
+        sinks = set(self.graph.sinks())
+        for op in reversed(able):
+            if self.chosen(op, axis) is None and all(self._handed_back(name, axis, sinks) for name in op.outputs):
+                self.choices.setdefault(op.name, {})[axis.name] = FAN
+
+    def _handed_back(self, value: str, axis: Axis, sinks: set[str]) -> bool:
+        """Whether every use of a value returns its gradient in parts."""
+        if not self.graph.values[value].gradient:
+            return True
+        if value in sinks or not self.graph.users[value]:
+            return False
+        for op, index in self.graph.users[value]:
+            choice = self.chosen(op, axis)
+            if choice is None:
+                return False
+            inputs, _ = self.signature(op).layouts({axis.name: choice}, self.mesh)
+            if inputs[index].placement(axis.name) != FANNED:
+                return False
+        return True

@@ -1,0 +1,207 @@
+"""The plan: every decision, as data. A JSON file that people can read, compare and edit.
+
+Ops are named by module path and kind. Where all layers of a list are split alike, the
+file says it once, with a star: "blocks.*.attn.qkv / linear".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import PlanError, raise_all
+from ..ir import Graph
+from ..layout import Axis, Mesh
+
+VERSION = 1
+
+Choices = Mapping[str, Mapping[str, str]]
+"""For each op, on which axis it is split on which role."""
+
+
+def _frozen(choices: Choices) -> Choices:
+    return MappingProxyType({name: MappingProxyType(dict(held)) for name, held in choices.items() if held})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Ops that run on one mesh. For now a plan has one segment with all ops."""
+
+    mesh: Mesh
+    choices: Choices
+    recompute: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", _frozen(self.choices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that was decided for a model on a cluster."""
+
+    model: str
+    policy: str
+    cluster: str
+    fingerprints: Mapping[str, str]  # of the graph of each entry
+    entries: Mapping[str, tuple[Segment, ...]]
+    storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    microbatches: int = 1
+    notes: tuple[str, ...] = ()
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return next(iter(self.entries.values()))[0].mesh
+
+    def choices(self, entry: str) -> Choices:
+        return self.entries[entry][0].choices
+
+    @property
+    def name(self) -> str:
+        """Eight digits that stand for this plan."""
+        import hashlib
+
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+
+    def check_against(self, graph: Graph) -> None:
+        """Refuse a graph that this plan was not made for, and say what changed."""
+        known = self.fingerprints.get(graph.entry)
+        if known is None or known == graph.fingerprint:
+            return
+        missing = [name for name in self.choices(graph.entry) if name not in graph.by_name]
+        said = [f"the plan splits {name}, which the model does not have" for name in missing[:8]]
+        if not missing:
+            said = ["the ops have the same names, but they are connected otherwise, or a parameter has another shape"]
+        raise_all(
+            PlanError,
+            f"this plan was made for another graph of {self.model} (fingerprint {known}, the model has "
+            f"{graph.fingerprint}); make a new plan for the model as it is now:",
+            said,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(self._as_dict(), indent=1, sort_keys=False) + "\n"
+
+    def _as_dict(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "policy": self.policy,
+            "cluster": self.cluster,
+            "mesh": {axis.name: axis.size for axis in self.mesh.axes},
+            "microbatches": self.microbatches,
+            "fingerprints": dict(sorted(self.fingerprints.items())),
+            "storage": {key: dict(held) for key, held in sorted(fold(self.storage).items())},
+            "entries": {
+                entry: [{"choices": {k: dict(v) for k, v in fold(s.choices).items()}, "recompute": list(s.recompute)}
+                        for s in segments]
+                for entry, segments in self.entries.items()
+            },
+            "notes": list(self.notes),
+            "predicted": dict(self.predicted),
+        }  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all."""
+        path = Path(path)
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(self.to_json())
+        draft.replace(path)
+
+
+_NUMBER = re.compile(r"(?<![\w*])\d+(?=[./@ ]|$)")
+
+
+def fold(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Names that differ only in one layer number and have the same entry, said once with a star."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    plain: dict[str, Any] = {}
+    stars: dict[str, set[str]] = {}
+    for name, value in held.items():
+        stars.setdefault(_NUMBER.sub("*", name), set()).add(json.dumps(_plain(value), sort_keys=True))
+    for name, value in held.items():
+        star = _NUMBER.sub("*", name)
+        alike = len(stars[star]) == 1 and star != name
+        plain[star if alike else name] = value
+        rows.setdefault((star, ""), []).append(name)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The reverse of `fold`, for the names that there are."""
+    found: dict[str, Any] = {}
+    used: set[str] = set()
+    for name in names:
+        for key in (name, _NUMBER.sub("*", name)):
+            if key in held:
+                found[name] = held[key]
+                used.add(key)
+                break
+    unknown = [f"{key!r} names nothing in the model" for key in held if key not in used]
+    raise_all(PlanError, "the plan does not fit the model:", unknown)
+    return found
+
+
+def load(path: str | Path, graph: Graph) -> Plan:
+    """Read a plan file for a graph; every fault of the file is named at once."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path} is not JSON: {error}") from error
+    _validate(data, path)
+    mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in data["mesh"].items()))
+    ops = [op.name for op in graph.ops]
+    entries: dict[str, tuple[Segment, ...]] = {}
+    for entry, segments in data["entries"].items():
+        if entry == graph.entry:
+            known = data["fingerprints"].get(entry)
+            if known == graph.fingerprint or known is None:
+                held = [Segment(mesh=mesh, choices=unfold(s["choices"], ops), recompute=tuple(s["recompute"])) for s in segments]
+                entries[entry] = tuple(held)
+            else:
+                loose = Segment(mesh=mesh, choices=segments[0]["choices"])
+                Plan(model=data["model"], policy="", cluster="", fingerprints=data["fingerprints"],
+                     entries={entry: (loose,)}).check_against(graph)  # fmt: skip
+    keys = [key for parameter in graph.parameters for key in parameter.keys]
+    storage = {key: tuple((axis, level) for axis, level in held.items()) for key, held in unfold(data["storage"], keys).items()}
+    return Plan(
+        model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
+        entries=entries, storage=storage, microbatches=data["microbatches"], notes=tuple(data["notes"]),
+        predicted=data["predicted"],
+    )  # fmt: skip
+
+
+_SCHEMA: dict[str, type] = {
+    "version": int, "model": str, "policy": str, "cluster": str, "mesh": dict, "microbatches": int,
+    "fingerprints": dict, "storage": dict, "entries": dict, "notes": list, "predicted": dict,
+}  # fmt: skip
+
+
+def _validate(data: Any, path: str | Path) -> None:
+    if not isinstance(data, dict):
+        raise PlanError(f"{path} is not a plan: it holds a {type(data).__name__}, not an object")
+    faults = [f"{key!r} is missing" for key in _SCHEMA if key not in data]
+    faults += [f"{key!r} is unknown" for key in data if key not in _SCHEMA]
+    faults += [
+        f"{key!r} should be a {kind.__name__}, is {type(data[key]).__name__}"
+        for key, kind in _SCHEMA.items()
+        if key in data and not isinstance(data[key], kind)
+    ]
+    if data.get("version") not in (None, VERSION):
+        faults.append(f"it has version {data['version']}, this program reads version {VERSION}")
+    if isinstance(data.get("mesh"), dict):
+        faults += [f"axis {k!r} has size {v!r}" for k, v in data["mesh"].items() if not isinstance(v, int) or v < 1]
+    if isinstance(data.get("entries"), dict):
+        for entry, segments in data["entries"].items():
+            if not isinstance(segments, list) or not all(isinstance(s, dict) and {"choices", "recompute"} == set(s) for s in segments):
+                faults.append(f"entry {entry!r} should be a list of objects with 'choices' and 'recompute'")
+    raise_all(PlanError, f"{path} is not a valid plan:", faults)

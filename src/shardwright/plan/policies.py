@@ -1,0 +1,149 @@
+"""The fixed policies. Each is a function of a draft and an axis; an expert's own looks the same.
+
+    def mine(draft: Draft, axis: Axis) -> None:
+        for op in draft.ops:
+            for role in draft.roles(op):
+                if ...:
+                    draft.split(op, axis, role)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..cost import flops
+from ..errors import PlanError
+from ..ir import Graph
+from ..layout import Axis
+from ..rules import Analysis
+from .draft import Draft
+from .plan import Plan
+from .strings import Request
+
+Policy = Callable[[Draft, Axis], None]
+
+
+def dp(draft: Draft, axis: Axis) -> None:
+    """Data parallel: every op that has the batch in it is split on the batch."""
+    if draft.graph.batch is None or not draft.facts.batch:
+        raise PlanError(f"{axis.name}={axis.size} splits the batch, but the inputs have no common batch dim")
+    for op in draft.ops:
+        role = draft.role_among(op, axis, draft.facts.batch)
+        if role is not None:
+            draft.split(op, axis, role)
+
+
+def tp(draft: Draft, axis: Axis) -> None:
+    """Tensor parallel: the atoms of parameters that split the most arithmetic for the least communication."""
+    taken: set[str] = set()
+    for atom in rank_atoms(draft, axis):
+        fresh = [(op, role) for op, role in draft.facts.by_atom[atom] if op.name not in taken]
+        if sum(flops(draft.signature(op)) for op, _ in fresh) < 0.5 * _work(draft, atom):
+            continue
+        for op, role in fresh:
+            if all(name in draft.facts.constants for name in op.outputs):
+                continue
+            draft.split(op, axis, draft.role_among(op, axis, (atom,)) or role)
+            taken.add(op.name)
+    if not taken:
+        draft.note(f"{axis.name}={axis.size}: no parameter has a dim that {axis.size} devices can share; all run the same")
+
+
+def sp(draft: Draft, axis: Axis) -> None:
+    """Tensor parallel with everything between the products split along the sequence."""
+    tp(draft, axis)
+    sequence = sequence_atoms(draft, axis)
+    for op in draft.ops:
+        role = draft.role_among(op, axis, sequence) if draft.chosen(op, axis) is None else None
+        if role is not None:
+            draft.split(op, axis, role)
+
+
+def zero(level: int) -> Policy:
+    def policy(draft: Draft, axis: Axis) -> None:
+        dp(draft, axis)
+        for parameter in draft.graph.parameters:
+            if parameter.trainable or level == 3:
+                draft.store(parameter.key, axis, level)
+
+    policy.__doc__ = {
+        1: "Data parallel with the optimizer's state split.",
+        2: "Data parallel with the optimizer's state and the gradients split.",
+        3: "Data parallel with parameters, gradients and the optimizer's state split.",
+    }[level]
+    return policy
+
+
+POLICIES: dict[str, Policy] = {"dp": dp, "tp": tp, "sp": sp, "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
+
+
+def draw(graph: Graph, request: Request, facts: Analysis | None = None, cluster: str = "") -> Plan:
+    """The plan that a plan string asks for."""
+    _check_sizes(graph, request)
+    draft = Draft(graph, request.mesh, facts)
+    for name, axis in request.parts:
+        POLICIES[name](draft, axis)
+    return draft.finish(str(request), cluster)
+
+
+def _check_sizes(graph: Graph, request: Request) -> None:
+    replicas = 1
+    for name, axis in request.parts:
+        if name in ("dp", "zero1", "zero2", "zero3"):
+            replicas *= axis.size
+    if replicas > 1 and graph.batch is not None and graph.batch % replicas:
+        raise PlanError(
+            f"a batch of {graph.batch} does not divide over {replicas} data-parallel devices ({request}); "
+            f"use a batch of {graph.batch // replicas * replicas or replicas} or {-(-graph.batch // replicas) * replicas}"
+        )
+
+
+def _work(draft: Draft, atom: int) -> float:
+    return sum(flops(draft.signature(op)) for op, _ in draft.facts.by_atom[atom])
+
+
+def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
+    """Atoms of trainable or frozen weights that the axis can share, best arithmetic per byte moved first."""
+    facts, values = draft.facts, draft.graph.values
+    owned: set[int] = set()
+    for parameter in draft.graph.parameters:
+        for dim in facts.dims[parameter.value]:
+            owned.update(facts.atoms.splittable(dim))
+    found: list[tuple[float, int, int]] = []
+    for order, atom in enumerate(sorted(owned & set(facts.by_atom))):
+        if facts.atoms.size[atom] < axis.size or atom in facts.batch:
+            continue
+        split = {op.name for op, _ in facts.by_atom[atom]}
+        moved: dict[str, float] = {}
+        for op, role in facts.by_atom[atom]:
+            inputs, outputs = draft.signature(op).layouts({axis.name: role.name}, draft.mesh)
+            for name, layout in zip(op.outputs, outputs, strict=True):
+                if layout.cut_of(axis.name) is None and layout.placement(axis.name) is not None and layout.rest:
+                    moved[name] = 2.0 * values[name].bytes
+                elif any(user.name not in split for user, _ in draft.graph.users[name]):
+                    moved[name] = 1.0 * values[name].bytes
+            for name, layout in zip(op.inputs, inputs, strict=True):
+                owner = draft.graph.parameter_of(name)
+                if layout.rest and owner is None and values[name].gradient:
+                    moved[name] = 2.0 * values[name].bytes
+                elif layout.cut_of(axis.name) and owner is None and draft.graph.producer.get(name) is not None:
+                    if draft.graph.producer[name].name not in split and name not in facts.constants:
+                        moved[name] = 1.0 * values[name].bytes
+        uneven = 0.5 if facts.atoms.size[atom] % axis.size else 1.0
+        gain = uneven * _work(draft, atom) / (sum(moved.values()) + 1.0)
+        found.append((-gain, order, atom))
+    return [atom for _, _, atom in sorted(found)]
+
+
+def sequence_atoms(draft: Draft, axis: Axis) -> set[int]:
+    """Atoms of the middle dim of [batch, sequence, features] activations."""
+    facts, values = draft.facts, draft.graph.values
+    found: set[int] = set()
+    for op in draft.ops:
+        if draft.chosen(op, axis) is None:
+            for name in op.outputs:
+                if len(values[name].shape) == 3 and values[name].gradient and values[name].shape[0] == draft.graph.batch:
+                    found.update(facts.atoms.splittable(facts.dims[name][1]))
+    return {atom for atom in found - facts.batch if facts.atoms.size[atom] >= axis.size}
+
+

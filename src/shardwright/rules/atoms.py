@@ -1,0 +1,193 @@
+"""Atoms: what dims are made of, shared across ops by unification.
+
+A dim is a product of atoms, outermost first. An atom is a leaf, a link to other atoms
+that it turned out to equal (its factors), or a row of sections:
+
+    Dim   = Atom*                      (3 h e)  is three atoms; a dim of size 1 is none
+    Atom  = leaf | Dim | Dim '|' Dim '|' ...
+
+`unify` makes two dims one as far as their sizes allow and stops where they clash. What
+is left over is simply different atoms, so that a clash blocks the op that caused it and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..layout import Axis, Block, Cut, make_cut
+
+Dim = tuple[int, ...]
+"""Atoms multiplied, outermost first."""
+
+
+@dataclass(slots=True)
+class Atoms:
+    """The table of all atoms of a graph."""
+
+    size: list[int] = field(default_factory=list)
+    parts: list[tuple[Dim, ...] | None] = field(default_factory=list)  # None: a leaf; one Dim: factors; more: sections
+
+    def fresh(self, size: int) -> Dim:
+        if size == 1:
+            return ()
+        self.size.append(size)
+        self.parts.append(None)
+        return (len(self.size) - 1,)
+
+    def product(self, dim: Dim) -> int:
+        return math.prod(self.size[atom] for atom in dim)
+
+    def row(self, sections: Sequence[Dim]) -> Dim:
+        """A dim of several sections."""
+        if len(sections) == 1:
+            return sections[0]
+        (atom,) = self.fresh(sum(self.product(section) for section in sections))
+        self.parts[atom] = tuple(sections)
+        return (atom,)
+
+    def expand(self, dim: Dim) -> Dim:
+        """The same dim in leaves and rows of sections."""
+        found: list[int] = []
+        stack = list(reversed(dim))
+        while stack:
+            atom = stack.pop()
+            parts = self.parts[atom]
+            if parts is not None and len(parts) == 1:
+                stack.extend(reversed(parts[0]))
+            else:
+                found.append(atom)
+        return tuple(found)
+
+    def sections(self, atom: int) -> tuple[Dim, ...] | None:
+        parts = self.parts[atom]
+        return parts if parts is not None and len(parts) > 1 else None
+
+    def divide(self, dim: Dim, sizes: Sequence[int]) -> list[Dim] | None:
+        """Cut a product into groups of the given sizes, refining leaves; None where that can't be."""
+        atoms = list(reversed(self.expand(dim)))
+        groups: list[Dim] = []
+        for size in sizes:
+            group: list[int] = []
+            while size > 1:
+                if not atoms:
+                    return None
+                atom = atoms.pop()
+                held = self.size[atom]
+                if size % held == 0:
+                    group.append(atom)
+                    size //= held
+                elif held % size == 0 and self.parts[atom] is None:
+                    head, tail = self._split_leaf(atom, size)
+                    group.append(head)
+                    atoms.append(tail)
+                    size = 1
+                else:
+                    return None
+            groups.append(tuple(group))
+        return groups if not atoms else None
+
+    def _split_leaf(self, atom: int, outer: int) -> tuple[int, int]:
+        (head,), (tail,) = self.fresh(outer), self.fresh(self.size[atom] // outer)
+        self.parts[atom] = ((head, tail),)
+        return head, tail
+
+    def divide_row(self, dim: Dim, sizes: Sequence[int]) -> list[Dim] | None:
+        """Cut a dim into sections of the given sizes; None where that can't be."""
+        atoms = self.expand(dim)
+        if len(atoms) != 1:
+            return None
+        sections = self.sections(atoms[0])
+        if sections is None:
+            if self.parts[atoms[0]] is not None:
+                return None
+            sections = tuple(self.fresh(size) for size in sizes)
+            if len(sections) > 1:
+                self.parts[atoms[0]] = sections
+            return list(sections)
+        held = [self.product(section) for section in sections]
+        return list(sections) if held == list(sizes) else None
+
+    def unify(self, a: Dim, b: Dim) -> bool:
+        """Make two dims one, from the outermost factor on; False if something is left that differs."""
+        left, right = list(reversed(self.expand(a))), list(reversed(self.expand(b)))
+        while left and right:
+            x, y = left.pop(), right.pop()
+            if x == y:
+                continue
+            if self.size[x] == self.size[y]:
+                if not self._unify_equal(x, y):
+                    return False
+            elif self.size[y] % self.size[x] == 0 and self.parts[y] is None:
+                head, tail = self._split_leaf(y, self.size[x])
+                self._unify_equal(x, head)
+                right.append(tail)
+            elif self.size[x] % self.size[y] == 0 and self.parts[x] is None:
+                head, tail = self._split_leaf(x, self.size[y])
+                self._unify_equal(head, y)
+                left.append(tail)
+            else:
+                return False
+        return not left and not right
+
+    def _unify_equal(self, x: int, y: int) -> bool:
+        one, other = self.sections(x), self.sections(y)
+        if one is None and self.parts[x] is None:
+            self.parts[x] = ((y,),)
+            return True
+        if other is None and self.parts[y] is None:
+            self.parts[y] = ((x,),)
+            return True
+        if one is None or other is None or [self.product(s) for s in one] != [self.product(s) for s in other]:
+            return False
+        return all([self.unify(s, t) for s, t in zip(one, other, strict=True)])
+
+    def splittable(self, dim: Dim) -> Iterator[int]:
+        """The atoms that an axis may take: leaves, what all sections of a row share, or else the row itself."""
+        for atom in dict.fromkeys(self.expand(dim)):
+            sections = self.sections(atom)
+            if sections is None:
+                yield atom
+                continue
+            shared = [set(self.splittable(section)) for section in sections]
+            common = [inner for inner in self.splittable(sections[0]) if all(inner in held for held in shared)]
+            yield from common or [atom]
+
+    def blocks(self, dim: Dim, atom: int) -> tuple[int, tuple[Block, ...]] | None:
+        """(repeat, blocks) for taking `atom` in `dim`; None if the dim does not have it."""
+        atoms = self.expand(dim)
+        for at, held in enumerate(atoms):
+            outer, inner = self.product(atoms[:at]), self.product(atoms[at + 1 :])
+            if held == atom:
+                return 1, (Block(outer, self.size[atom], inner),)
+            sections = self.sections(held)
+            if sections is None:
+                continue
+            found = [self.blocks(section, atom) for section in sections]
+            if all(part is not None and part[0] == 1 and len(part[1]) == 1 for part in found):
+                rows = [part[1][0] for part in found if part is not None]
+                return outer, tuple(Block(row.outer, row.size, row.inner * inner) for row in rows)
+        return None
+
+    def cut(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Cut | None:
+        """The cut that `axis` makes by taking `atom` of `dim`, after others have `taken` (atom, parts)."""
+        found = self.blocks(dim, atom)
+        if found is None:
+            return None
+        repeat, blocks = found
+        for other, parts in taken:
+            where = self.blocks(dim, other)
+            if where is None or repeat != 1 or where[0] != 1 or len(blocks) != 1 or len(where[1]) != 1:
+                return None
+            (block,), (held,) = blocks, where[1]
+            if held.size % parts:
+                return None
+            if other == atom:
+                blocks = (Block(block.outer, block.size // parts, block.inner),)
+            elif held.outer * held.size <= block.outer:
+                blocks = (Block(block.outer // parts, block.size, block.inner),)
+            else:
+                blocks = (Block(block.outer, block.size, block.inner // parts),)
+        return make_cut(axis, blocks, repeat)

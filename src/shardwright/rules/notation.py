@@ -1,0 +1,185 @@
+"""The rule notation: what people write to say how an op may be split.
+
+    b m k+, n k+ -> b m n      k is summed: splitting it gives partial sums
+    (h d) k -> h d k           a dim that is a product of labels
+    (q | k | v) -> q, k, v     a dim that is a row of sections
+    n c h^ -> n c h^           ^ may not be split
+    * d^ -> * d^               any number of leading dims, each splittable
+    *~1, *~1 -> *              linear in both inputs jointly;  mul is *~1, *~2 -> *
+    b m k+, n k+, n& -> b m n  & an input that is added once where a label was summed
+    v=rows+ d, s -> s d        v is split by the algorithm "rows", whose result is a partial sum
+    b s, ? -> b s              ? anything, replicated
+    3 h -> h                   a number is a dim (or factor) that may not be split
+
+Parsed once, here, into `Rule`. What the labels are bound to is `signature.py`'s business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import cast
+
+from ..errors import RuleError
+from ..layout import Reduction
+
+Section = tuple[str, ...]
+"""Labels multiplied, outermost first."""
+
+Dim = tuple[Section, ...]
+"""Sections side by side; nearly always one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """An own implementation of one split; `partial` says whether it leaves a sum to be done."""
+
+    name: str
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One tensor of a rule."""
+
+    dims: tuple[Dim, ...] = ()
+    star: bool = False  # any number of leading dims stand before `dims`
+    linear: int | None = None
+    bias: bool = False
+    anything: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A parsed rule. `sizes` are those of labels that shapes alone don't tell."""
+
+    inputs: tuple[Term, ...]
+    outputs: tuple[Term, ...]
+    sums: Mapping[str, Reduction] = field(default_factory=dict)
+    blocked: frozenset[str] = frozenset()
+    algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("sums", "algorithms", "sizes"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Rule:
+        return Rule(
+            inputs=self.inputs, outputs=self.outputs, sums=self.sums, blocked=self.blocked,
+            algorithms=self.algorithms, sizes={**self.sizes, **sizes}, text=self.text,
+        )  # fmt: skip
+
+
+_TOKEN = re.compile(r"\s*(\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*)(=[a-z_]+)?(\+(?:max|min)?(?![a-z]))?(\^)?")
+_TAIL = re.compile(r"\s*(~\d+|&)\s*$")
+
+
+class _Parser:
+    """Reads one rule; collects what the labels say about themselves as it goes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sums: dict[str, Reduction] = {}
+        self.blocked: set[str] = set()
+        self.algorithms: dict[str, Algorithm] = {}
+        self.numbers: dict[str, int] = {}
+
+    def fail(self, why: str) -> RuleError:
+        return RuleError(f"the rule {self.text!r} can't be read: {why}")
+
+    def rule(self) -> Rule:
+        if self.text.count("->") != 1:
+            raise self.fail("it needs exactly one '->' between inputs and outputs")
+        left, right = self.text.split("->")
+        inputs = tuple(self.term(part) for part in left.split(",")) if left.strip() else ()
+        outputs = tuple(self.term(part) for part in right.split(","))
+        return Rule(
+            inputs=inputs, outputs=outputs, sums=self.sums, blocked=frozenset(self.blocked),
+            algorithms=self.algorithms, sizes=self.numbers, text=self.text,
+        )  # fmt: skip
+
+    def term(self, text: str) -> Term:
+        if text.strip() == "?":
+            return Term(anything=True)
+        linear, bias = None, False
+        while found := _TAIL.search(text):
+            if found[1] == "&":
+                bias = True
+            else:
+                linear = int(found[1][1:])
+            text = text[: found.start()]
+        star, dims, sections, section = False, [], [], []
+        depth, at = 0, 0
+        text = text.strip()
+        while at < len(text):
+            token = _TOKEN.match(text, at)
+            if token is None:
+                raise self.fail(f"{text[at:]!r} is not a label")
+            at = token.end()
+            word = token[1]
+            if word == "*":
+                if dims or depth:
+                    raise self.fail("'*' stands only before the other dims")
+                star = True
+            elif word == "(":
+                depth, sections, section = depth + 1, [], []
+                if depth > 1:
+                    raise self.fail("brackets don't nest")
+            elif word == "|":
+                if not depth:
+                    raise self.fail("'|' stands only inside brackets")
+                sections.append(tuple(section))
+                section = []
+            elif word == ")":
+                depth -= 1
+                if depth:
+                    raise self.fail("a bracket closes that was not open")
+                dims.append((*sections, tuple(section)))
+            else:
+                label = self.label(token)
+                if depth:
+                    section.append(label)
+                else:
+                    dims.append(((label,),))
+        if depth:
+            raise self.fail("a bracket stays open")
+        return Term(dims=tuple(dims), star=star, linear=linear, bias=bias)
+
+    def label(self, token: re.Match[str]) -> str:
+        word = token[1]
+        if word.isdigit():
+            name = f"_{len(self.numbers)}"
+            self.numbers[name] = int(word)
+            self.blocked.add(name)
+            return name
+        if token[2]:
+            self.algorithms[word] = Algorithm(name=token[2][1:], partial=bool(token[3]))
+        elif token[3]:
+            self.sums[word] = cast(Reduction, token[3][1:] or "sum")
+        if token[4]:
+            self.blocked.add(word)
+        return word
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Rule:
+    """Read a rule, or raise a RuleError that says what is wrong with it."""
+    rule = _Parser(text).rule()
+    inside = {label for term in rule.inputs for dim in term.dims for section in dim for label in section}
+    outside = {label for term in rule.outputs for dim in term.dims for section in dim for label in section}
+    for label in rule.sums:
+        if label in outside:
+            raise RuleError(f"the rule {text!r} sums {label} away and still has it in an output")
+    for label in inside - outside - set(rule.sums) - rule.blocked - set(rule.algorithms):
+        raise RuleError(
+            f"the rule {text!r} loses {label}: an input has it, no output does; write {label}+ if it is summed, "
+            f"{label}^ if it can't be split"
+        )
+    if any(term.star for term in rule.outputs) and not any(term.star for term in rule.inputs):
+        raise RuleError(f"the rule {text!r} has '*' in an output but in no input")
+    return rule

@@ -1,0 +1,97 @@
+"""Which rule belongs to which op: one table, filled by the family files and by users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from string import ascii_lowercase
+
+from ..errors import RuleError
+from ..ir import Op, Value
+from .notation import Rule, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op with the values it reads and makes: what a rule may look at."""
+
+    op: Op
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first input."""
+        return self.inputs[0].shape
+
+    def tensor(self, name: str) -> Value | None:
+        """The value given for an argument, or None."""
+        held = self.op.tensor(name)
+        return next((value for value in self.inputs if value.name == held), None) if held else None
+
+    def dim(self, name: str = "dim", default: int = 0, rank: int | None = None) -> int:
+        """A dim argument, counted from the front."""
+        value: int = self.op.argument(name, default)
+        return value % max(rank if rank is not None else len(self.shape), 1)
+
+    def dims(self, name: str = "dim", rank: int | None = None) -> tuple[int, ...]:
+        """A list of dims, counted from the front; all of them where none is given."""
+        rank = len(self.shape) if rank is None else rank
+        value = self.op.argument(name)
+        if value is None or value == ():
+            return tuple(range(rank))
+        return tuple(dim % max(rank, 1) for dim in (value if isinstance(value, tuple) else (value,)))
+
+
+RuleFunction = Callable[[Call], "Rule | str | None"]
+
+_TABLE: dict[str, RuleFunction] = {}
+
+
+def rule(*targets: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a function of the call that returns the rule, as text or parsed, for some aten ops."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for target in targets:
+            name = target if "." in target else f"aten.{target}.default"
+            if name in _TABLE:
+                raise RuleError(f"{name} has a rule already")
+            _TABLE[name] = function
+        return function
+
+    return register
+
+
+def fixed(text: str, *targets: str) -> None:
+    """Register one rule for ops whose arguments don't matter."""
+    parsed = parse(text)
+    rule(*targets)(lambda call: parsed)
+
+
+def register(target: str, text: str | RuleFunction) -> None:
+    """Set or replace the rule of an op that is not one of torch's own."""
+    if isinstance(text, str):
+        parsed = parse(text)
+        _TABLE[target] = lambda call: parsed
+    else:
+        _TABLE[target] = text
+
+
+def find_rule(call: Call) -> Rule | None:
+    """The rule for a call, or None if the op has none (it then runs replicated)."""
+    function = _TABLE.get(call.op.target)
+    found = function(call) if function is not None else None
+    return parse(found) if isinstance(found, str) else found
+
+
+def known_targets() -> frozenset[str]:
+    return frozenset(_TABLE)
+
+
+def letters(count: int, prefix: str = "") -> list[str]:
+    """Labels for dims that have no better name."""
+    return [prefix + (ascii_lowercase[index] if index < 26 else f"x{index}") for index in range(count)]
+
+
+def words(labels: Iterable[str]) -> str:
+    return " ".join(labels)

@@ -1,0 +1,313 @@
+"""A rule bound to a call: which atoms every label stands for, and what a choice does to each tensor.
+
+`analyse` goes over a graph once, forward, and gives every dim of every value its atoms and
+every op its `Signature`. From then on an op's possible splits are its **roles**: a label
+and one atom in it. A choice of roles, one for each axis, fixes the layouts of all inputs
+and outputs (the two tables of docs/design.md, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..errors import PlanError
+from ..ir import Graph, Op
+from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, make_layout, whole
+from . import notation
+from .atoms import Atoms, Dim
+from .notation import Rule, Term
+from .registry import Call, find_rule
+
+FAN = "fan"
+"""The choice of an op that runs whole and hands gradients back in parts."""
+
+ROWS = "partial:"
+"""Prefix of the choice that lets a partial sum through a group of linear inputs ("partial:1")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One way to split an op: a label, and the atom of it that an axis takes."""
+
+    name: str
+    label: str
+    atom: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A tensor of an op with the labels of its dims."""
+
+    value: str
+    dims: tuple[notation.Dim, ...]
+    linear: int | None = None
+    bias: bool = False
+
+    def dim_of(self, label: str) -> int | None:
+        for at, sections in enumerate(self.dims):
+            if all(label in section for section in sections) or any(label in section for section in sections):
+                return at
+        return None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How one op may be split."""
+
+    op: Op
+    rule: Rule | None
+    inputs: tuple[Bound, ...]
+    outputs: tuple[Bound, ...]
+    labels: Mapping[str, Dim]
+    blocked: frozenset[str]
+    facts: Analysis = field(repr=False, compare=False)
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """The legal splits, labels in the order of the rule."""
+        found: list[Role] = []
+        atoms = self.facts.atoms
+        for label, dim in self.labels.items():
+            if label in self.blocked:
+                continue
+            held = [atom for atom in atoms.splittable(dim) if self._fits(label, atom)]
+            for index, atom in enumerate(held):
+                name = label if len(held) == 1 else f"{label}.{index}"
+                found.append(Role(name=name, label=label, atom=atom, size=atoms.size[atom]))
+        return tuple(found)
+
+    def _fits(self, label: str, atom: int) -> bool:
+        """Whether every tensor that has the label has the atom there, once."""
+        atoms = self.facts.atoms
+        for bound in (*self.inputs, *self.outputs):
+            at = bound.dim_of(label)
+            if at is None:
+                continue
+            dim = self.facts.dims[bound.value][at]
+            if atoms.blocks(dim, atom) is None or atoms.expand(dim).count(atom) > 1:
+                return False
+        return True
+
+    def role(self, name: str) -> Role:
+        for role in self.roles:
+            if role.name == name:
+                return role
+        known = ", ".join(role.name for role in self.roles) or "none"
+        raise PlanError(f"{self.op} can't be split on {name!r}; it can be split on: {known}")
+
+    def role_of(self, atom: int) -> Role | None:
+        """The first role that takes an atom."""
+        return next((role for role in self.roles if role.atom == atom), None)
+
+    def linear_groups(self) -> tuple[int, ...]:
+        return tuple(sorted({bound.linear for bound in self.inputs if bound.linear is not None}))
+
+    def layouts(self, choice: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """The layouts of all inputs and of all outputs under a choice {axis: role}."""
+        picked = {axis.name: choice[axis.name] for axis in mesh.axes if axis.name in choice}
+        values = self.facts.graph.values
+        inputs = tuple(self._layout(bound, picked, mesh, True, values[bound.value].gradient) for bound in self.inputs)
+        outputs = tuple(self._layout(bound, picked, mesh, False, values[bound.value].gradient) for bound in self.outputs)
+        return inputs, outputs
+
+    def _layout(self, bound: Bound, choice: Mapping[str, str], mesh: Mesh, is_input: bool, gradient: bool) -> Layout:
+        if not choice:
+            return whole(len(bound.dims))
+        cuts: list[list[Cut]] = [[] for _ in bound.dims]
+        taken: list[list[tuple[int, int]]] = [[] for _ in bound.dims]
+        rest: dict[str, Placement] = {}
+        for name, picked in choice.items():
+            if picked == FAN or picked.startswith(ROWS):
+                rest[name] = self._unsplit(bound, picked, is_input)
+                continue
+            role = self.role(picked)
+            at = bound.dim_of(role.label)
+            if at is None:
+                rest[name] = self._absent(bound, role, is_input)
+                continue
+            axis = mesh.axis(name)
+            dim = self.facts.dims[bound.value][at]
+            cut = self.facts.atoms.cut(dim, role.atom, axis, taken[at])
+            if cut is None:
+                raise PlanError(
+                    f"{self.op}: {name}={axis.size} can't take {role.name} of {bound.value}, dim {at} of size "
+                    f"{self.facts.graph.values[bound.value].shape[at]}, after {', '.join(c.axis for c in cuts[at])}; "
+                    "the sizes do not divide"
+                )
+            cuts[at].append(cut)
+            taken[at].append((role.atom, axis.size))
+        if not gradient:
+            rest = {name: held for name, held in rest.items() if held != FANNED}
+        return make_layout(cuts, rest)
+
+    def _unsplit(self, bound: Bound, picked: str, is_input: bool) -> Placement:
+        if picked == FAN:
+            return FANNED
+        if not is_input or bound.linear == int(picked.removeprefix(ROWS)):
+            return SUMMED
+        return FANNED
+
+    def _absent(self, bound: Bound, role: Role, is_input: bool) -> Placement:
+        assert self.rule is not None
+        algorithm = self.rule.algorithms.get(role.label)
+        if is_input:
+            return SUMMED if bound.bias and role.label in self.rule.sums else FANNED
+        if algorithm is not None:
+            return SUMMED if algorithm.partial else WHOLE
+        if role.label in self.rule.sums:
+            return Partial(self.rule.sums[role.label])
+        raise PlanError(f"{self.op} can't be split on {role.name}: {bound.value} neither has it nor sums it")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A graph with atoms for every dim and a signature for every op."""
+
+    graph: Graph
+    atoms: Atoms
+    dims: dict[str, tuple[Dim, ...]]
+    signatures: dict[str, Signature]
+    batch_dim: Dim
+    constants: frozenset[str]
+
+    @cached_property
+    def batch(self) -> frozenset[int]:
+        """The atom that data parallelism splits: the outermost factor of the batch dim."""
+        return frozenset(self.atoms.expand(self.batch_dim)[:1])
+
+    @cached_property
+    def by_atom(self) -> dict[int, tuple[tuple[Op, Role], ...]]:
+        """For each atom the ops that can be split on it (each op once)."""
+        found: dict[int, list[tuple[Op, Role]]] = {}
+        for op in self.graph.ops:
+            seen: set[int] = set()
+            for role in self.signatures[op.name].roles:
+                if role.atom not in seen:
+                    seen.add(role.atom)
+                    found.setdefault(role.atom, []).append((op, role))
+        return {atom: tuple(uses) for atom, uses in found.items()}
+
+
+RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson")
+
+
+def constants_of(graph: Graph) -> frozenset[str]:
+    """Values that depend on no input, no parameter and no changing buffer, and on no chance."""
+    fixed = {buffer.value for buffer in graph.buffers if buffer.update is None}
+    for op in graph.ops:
+        random = any(word in op.target for word in RANDOM)
+        if not random and not op.target.startswith("call.") and all(name in fixed for name in op.inputs):
+            fixed.update(op.outputs)
+    return frozenset(fixed)
+
+
+def analyse(graph: Graph) -> Analysis:
+    """Give every dim its atoms and every op its signature."""
+    atoms = Atoms()
+    dims: dict[str, tuple[Dim, ...]] = {}
+    batch: Dim = atoms.fresh(graph.batch) if graph.batch else ()
+    for held in graph.inputs:
+        shape = graph.values[held.value].shape
+        lead = [batch] if shape and graph.batch and shape[0] == graph.batch else []
+        dims[held.value] = (*lead, *(atoms.fresh(size) for size in shape[len(lead) :]))
+    for name in (*(p.value for p in graph.parameters), *(b.value for b in graph.buffers)):
+        dims[name] = tuple(atoms.fresh(size) for size in graph.values[name].shape)
+    signatures: dict[str, Signature] = {}
+    facts = Analysis(graph, atoms, dims, signatures, batch, constants_of(graph))
+    for op in graph.ops:
+        signatures[op.name] = _bind(op, facts)
+    return facts
+
+
+def _bind(op: Op, facts: Analysis) -> Signature:
+    graph = facts.graph
+    inputs = tuple(graph.values[name] for name in op.inputs)
+    outputs = tuple(graph.values[name] for name in op.outputs)
+    rule = find_rule(Call(op, inputs, outputs))
+    labels: dict[str, Dim] = {}
+    blocked: set[str] = set(rule.blocked) if rule else set()
+    bound_in: list[Bound] = []
+    bound_out: list[Bound] = []
+    if rule is not None and (len(rule.inputs), len(rule.outputs)) != (len(inputs), len(outputs)):
+        raise PlanError(
+            f"the rule {rule.text!r} of {op} has {len(rule.inputs)} inputs and {len(rule.outputs)} outputs, "
+            f"the call has {len(inputs)} and {len(outputs)}"
+        )
+    terms = rule.inputs if rule else (Term(anything=True),) * len(inputs)
+    for term, value in zip(terms, inputs, strict=True):
+        patterns = tuple(_patterns(term, len(value.shape), op))
+        bound_in.append(Bound(value.name, patterns, term.linear, term.bias))
+        for pattern, dim, size in zip(patterns, facts.dims[value.name], value.shape, strict=True):
+            _bind_input(pattern, dim, size, rule, labels, blocked, facts.atoms)
+    terms = rule.outputs if rule else (Term(anything=True),) * len(outputs)
+    for term, value in zip(terms, outputs, strict=True):
+        patterns = tuple(_patterns(term, len(value.shape), op))
+        bound_out.append(Bound(value.name, patterns))
+        facts.dims[value.name] = tuple(
+            _bind_output(pattern, size, rule, labels, facts.atoms)
+            for pattern, size in zip(patterns, value.shape, strict=True)
+        )
+    return Signature(op, rule, tuple(bound_in), tuple(bound_out), labels, frozenset(blocked), facts)
+
+
+def _patterns(term: Term, rank: int, op: Op) -> Iterator[notation.Dim]:
+    """The pattern of each dim; a '*' stands for the dims in front, numbered from the right."""
+    if term.anything:
+        yield from (((),) for _ in range(rank))
+        return
+    lead = rank - len(term.dims)
+    if lead < 0 or (lead and not term.star):
+        raise PlanError(f"a rule of {op} has {len(term.dims)} dims where the tensor has {rank}")
+    for at in range(lead):
+        yield ((f"*{lead - at}",),)
+    yield from term.dims
+
+
+def _bind_input(
+    pattern: notation.Dim, dim: Dim, size: int, rule: Rule | None, labels: dict[str, Dim], blocked: set[str], atoms: Atoms
+) -> None:
+    names = [label for section in pattern for label in section]
+    if not names or rule is None:
+        return
+    if len(names) == 1:
+        groups: list[Dim] | None = [dim]
+    elif len(pattern) == 1:
+        groups = atoms.divide(dim, _sizes(names, size, rule, labels, atoms))
+    else:
+        groups = atoms.divide_row(dim, [_sizes(list(section), 0, rule, labels, atoms)[0] for section in pattern])
+    if groups is None:  # this op can't be split there; what comes out is made of new atoms
+        blocked.update(names)
+        sizes = _sizes(names, size, rule, labels, atoms)
+        groups = [atoms.fresh(held) for held in sizes]
+    for label, group in zip(names, groups, strict=True):
+        if label in labels:
+            atoms.unify(labels[label], group)
+        else:
+            labels[label] = group
+
+
+def _sizes(names: list[str], size: int, rule: Rule, labels: dict[str, Dim], atoms: Atoms) -> list[int]:
+    """Sizes of the labels of a product; at most one is inferred from the dim."""
+    found: list[int | None] = []
+    for name in names:
+        found.append(rule.sizes[name] if name in rule.sizes else atoms.product(labels[name]) if name in labels else None)
+    known = 1
+    for held in found:
+        known *= held or 1
+    return [held if held is not None else size // known for held in found]
+
+
+def _bind_output(pattern: notation.Dim, size: int, rule: Rule | None, labels: dict[str, Dim], atoms: Atoms) -> Dim:
+    if rule is None or not any(pattern):
+        return atoms.fresh(size)
+    sections: list[Dim] = []
+    for section in pattern:
+        for label in section:
+            if label not in labels:
+                labels[label] = atoms.fresh(_sizes(list(section), size, rule, labels, atoms)[section.index(label)])
+        sections.append(tuple(atom for label in section for atom in labels[label]))
+    dim = atoms.row(sections)
+    return dim if atoms.product(dim) == size else atoms.fresh(size)
