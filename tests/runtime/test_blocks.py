@@ -77,3 +77,22 @@ def test_one_run_is_a_view() -> None:
 def test_a_size_that_does_not_fit_the_cut_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"shape \(5, 2\) should have 6 elements"):
         blocks.take(torch.zeros(5, 2), 0, blocks.plain(6), 2, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cuts, st.integers(1, 5))
+def test_positions_are_located_in_the_piece_that_holds_them(cut: Cut, parts: int) -> None:
+    x = torch.arange(cut.elements)
+    for index in range(parts):
+        piece = blocks.take(x, 0, cut, parts, index)
+
+        place, own = blocks.locate(x, cut, parts, index)
+
+        assert torch.equal(x[own], piece[place[own]].sort().values)
+        assert int(own.sum()) == len(piece)
+        assert not place[~own].any()
+
+
+def test_positions_outside_of_the_dim_are_nowhere() -> None:
+    _, own = blocks.locate(torch.tensor([-100, -1, 6, 7]), blocks.plain(6), 1, 0)
+    assert not own.any()

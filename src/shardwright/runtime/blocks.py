@@ -123,6 +123,27 @@ def fill(piece: Tensor, dim: int, cut: Cut, parts: int, index: int) -> Tensor:
     return out
 
 
+def locate(ids: Tensor, cut: Cut, parts: int, index: int) -> tuple[Tensor, Tensor]:
+    """Where positions of the whole dim are in the piece of `index` (0 where they are not), and which are."""
+    row = cut.elements // cut.repeat
+    local_row = sum(block.local(parts, index) for block in cut.blocks)
+    turn, within = (ids // row, ids % row) if cut.repeat > 1 else (None, ids)
+    place = torch.zeros_like(ids)
+    own = torch.zeros_like(ids, dtype=torch.bool)
+    at = local_at = 0
+    for block in cut.blocks:
+        start, length = share(block.size, parts, index)
+        run, inside = block.size * block.inner, within - at
+        offset = inside % run - start * block.inner
+        here = (inside >= 0) & (inside < block.elements) & (offset >= 0) & (offset < length * block.inner)
+        found = inside.div(run, rounding_mode="floor") * (length * block.inner) + offset + local_at
+        place = torch.where(here, found if turn is None else found + turn * local_row, place)
+        own |= here
+        at += block.elements
+        local_at += block.local(parts, index)
+    return place, own
+
+
 def _whole_views(x: Tensor, dim: int, cut: Cut, parts: int, index: int) -> Iterator[Tensor]:
     """For each section of a whole tensor, what `index` takes, as [.., repeat, outer, u, inner, ..]."""
     rows = torch.unflatten(x, dim, (cut.repeat, cut.elements // cut.repeat if cut.repeat else 0))
