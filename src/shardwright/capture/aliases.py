@@ -1,0 +1,113 @@
+"""In-place writes made functional.
+
+An exported graph still writes in place (`x[:, 1:] = y`, `buffer.add_(1)`). Each exported
+tensor is a `Handle`: a root, or a view of another handle. A write to a view becomes a new
+value of its root, and other views of that root are taken again when they are next read.
+
+    w = zeros;  v = w[1:];  v.copy_(y);  w.sum()
+    w0 = zeros; v0 = w0[1:]; w1 = slice_scatter(w0, y, 1:);  w1.sum()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .draft import Draft, Place, Ref
+from .failure import unsupported
+from .normal import slice_bounds
+
+SHAPERS = {
+    f"aten.{kind}"
+    for kind in "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as alias detach".split()
+}
+SELF_INVERSE = {"aten.transpose", "aten.t", "aten.swapaxes", "aten.swapdims", "aten.numpy_T", "aten.mT"}
+
+
+@dataclass(slots=True)
+class View:
+    """How a handle is taken from its parent: the call, and which of its outputs."""
+
+    take: Callable[[str], list[str]]
+    target: str
+    arguments: dict[str, Any]
+    index: int = 0
+
+
+@dataclass(slots=True)
+class Handle:
+    name: str
+    parent: Handle | None = None
+    view: View | None = None
+    version: int = 0
+    seen: int = 0
+    storage: int = 0  # of the traced tensor: tells whether a reshape shared memory
+
+    def root(self) -> Handle:
+        return self if self.parent is None else self.parent.root()
+
+    def read(self) -> str:
+        """The value that this tensor has now."""
+        if self.parent is None or self.view is None:
+            return self.name
+        now = self.root().version
+        if self.seen != now:
+            self.name = self.view.take(self.parent.read())[self.view.index]
+            self.seen = now
+        return self.name
+
+    def write(self, draft: Draft, name: str, place: Place) -> None:
+        """Give this tensor, and everything that shares its memory, a new value."""
+        if self.parent is None or self.view is None:
+            self.version += 1
+        else:
+            before = self.parent.read()
+            self.parent.write(draft, _scatter(draft, self.view, before, name, place), place)
+            self.seen = self.root().version
+        self.name = name
+
+
+def _scatter(draft: Draft, view: View, parent: str, new: str, place: Place) -> str:
+    """The parent with the part that `view` takes from it replaced by `new`."""
+    fact = draft.facts[parent]
+    kind = view.target.rsplit(".", 1)[0]
+    held = {name: value for name, value in view.arguments.items() if name not in ("self", "input")}
+    both = {"self": Ref(parent), "src": Ref(new)}
+    if kind in SHAPERS:
+        if draft.facts[new].shape == fact.shape:
+            return new
+        return draft.emit_one("aten.reshape.default", {"self": Ref(new), "shape": fact.shape}, fact, place)
+    if kind in SELF_INVERSE:
+        return draft.emit_one(view.target, {"self": Ref(new), **held}, fact, place)
+    if kind == "aten.permute":
+        dims = [dim % len(fact.shape) for dim in held["dims"]]
+        inverse = tuple(dims.index(dim) for dim in range(len(dims)))
+        return draft.emit_one("aten.permute.default", {"self": Ref(new), "dims": inverse}, fact, place)
+    if kind in ("aten.slice", "aten.select", "aten.diagonal", "aten.as_strided"):
+        if kind == "aten.slice":
+            held = slice_bounds(held, fact.shape)
+        return draft.emit_one(f"{kind}_scatter.default", {**both, **held}, fact, place)
+    if kind == "aten.unbind":
+        where = {"dim": held.get("dim", 0), "index": view.index}
+        return draft.emit_one("aten.select_scatter.default", {**both, **where}, fact, place)
+    if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.narrow"):
+        return draft.emit_one("aten.slice_scatter.default", {**both, **_span(draft, view, held, new)}, fact, place)
+    raise unsupported(
+        f"it writes in place through a view made by {view.target}",
+        place.source,
+        "Write out of place instead (x = x.index_put(...), torch.where, torch.cat).",
+    )
+
+
+def _span(draft: Draft, view: View, held: dict[str, Any], new: str) -> dict[str, int]:
+    """Which slice of its parent an output of split, or a narrow, is."""
+    dim = held.get("dim", 0)
+    length = draft.facts[new].shape[dim]
+    if "start" in held:
+        start = held["start"]
+    elif isinstance(sizes := held.get("split_sizes", held.get("split_size")), int):
+        start = sizes * view.index
+    else:
+        start = sum(sizes[: view.index])
+    return {"dim": dim, "start": start, "end": start + length}

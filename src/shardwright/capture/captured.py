@@ -1,0 +1,80 @@
+"""What capture hands on: the graph, and how a call of the user's model maps onto it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from ..ir import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A function that the graph calls by name and that generated code has to import."""
+
+    call: Callable[..., Any]
+    module: str
+    qualname: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputLeaf:
+    """A leaf of the call's arguments: a tensor that is a graph input, or a literal that was fixed."""
+
+    path: str
+    value: str | None = None  # the graph input, for a tensor
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    literal: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A graph with everything that is needed to call it as the module was called."""
+
+    graph: Graph
+    in_spec: pytree.TreeSpec  # of (args, kwargs)
+    out_spec: pytree.TreeSpec
+    input_leaves: tuple[InputLeaf, ...]
+    constants: Mapping[str, torch.Tensor]
+    functions: Mapping[str, Function]
+    keywords: tuple[str, ...] = ()  # the keyword arguments, in the order of in_spec
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors for graph.inputs, in order; an InputError if this call needs a capture of its own."""
+        if set(kwargs) != set(self.keywords):
+            raise InputError(
+                f"the model was captured with keyword arguments {sorted(self.keywords)} and is called with "
+                f"{sorted(kwargs)}; capture it again with these"
+            )
+        ordered = {name: kwargs[name] for name in self.keywords}
+        leaves, spec = pytree.tree_flatten((tuple(args), ordered))
+        if spec != self.in_spec:
+            raise InputError("the arguments are nested in another way than when the model was captured; capture again")
+        tensors = []
+        for leaf, known in zip(leaves, self.input_leaves, strict=True):
+            if known.value is not None and isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+            elif known.value is not None or not same_literal(leaf, known.literal):
+                raise InputError(
+                    f"{known.path} was {'a tensor' if known.value else repr(known.literal)} when the model was "
+                    f"captured and is {leaf!r} now; capture it again with this value"
+                )
+        return tensors
+
+    def unflatten(self, outputs: Sequence[torch.Tensor | None]) -> Any:
+        """The model's return value from one entry per graph output (literals are filled in)."""
+        leaves = [
+            tensor if output.value is not None else output.literal
+            for tensor, output in zip(outputs, self.graph.outputs, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+def same_literal(one: object, other: object) -> bool:
+    return type(one) is type(other) and bool(one == other)

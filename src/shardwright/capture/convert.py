@@ -1,0 +1,226 @@
+"""From exported nodes to the draft: one walk, no_grad and autocast regions inlined.
+
+The exported graph is not functional and nests regions as submodules. The walk gives every
+node a handle (aliases.py), reads arguments through the handles, turns writes into new
+values, and hands each call to normal.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import Dtype
+from .aliases import Handle, View
+from .autocast import Autocast
+from .captured import Function
+from .draft import Draft, Fact, Place, Ref
+from .failure import unsupported
+from .keep import MARKER, Kept, Position
+from .normal import Call, write
+from .places import place_of
+from .schema import fact_of, literal, named_arguments, target_name
+
+ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain", "_functional_assert")
+
+
+MAYBE_VIEWS = frozenset({"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "detach_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    no_grad: bool = False
+    autocast: str | None = None
+
+
+@dataclass(slots=True)
+class Conversion:
+    draft: Draft
+    kept: Kept
+    functions: dict[str, Function] = field(default_factory=dict)
+    autocast: Autocast = field(default_factory=Autocast)
+    _casts: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def run(self, graph: fx.GraphModule, arguments: Sequence[Any], modes: Modes) -> Any:
+        """Walk a graph with handles (or literals) for its placeholders; what it returns."""
+        env: dict[fx.Node, Any] = {}
+        given = iter(arguments)
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(given)
+            elif node.op == "get_attr":
+                env[node] = getattr(graph, node.target)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], env.__getitem__)
+            elif node.target is operator.getitem:
+                env[node] = env[node.args[0]][node.args[1]]
+            else:
+                env[node] = self._node(node, env, modes)
+        raise AssertionError("a graph without output")
+
+    def _node(self, node: fx.Node, env: dict[fx.Node, Any], modes: Modes) -> Any:
+        args = fx.node.map_arg(node.args, env.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
+        op: Any = node.target
+        if isinstance(op, torch._ops.HigherOrderOperator):
+            return self._region(node, op.name(), args, modes)
+        place = place_of(node.meta, no_grad=modes.no_grad, autocast=modes.autocast)
+        if not isinstance(op, torch._ops.OpOverload):
+            raise unsupported(f"it calls {op}, which is no tensor operation", place.source, "Use torch functions.")
+        if any(word in op._opname for word in ASSERTIONS):
+            return None
+        if target_name(op) == MARKER:
+            return self._call(args, node.meta["val"], place)
+        if modes.autocast:
+            args, kwargs, place = self._cast(node, args, kwargs, place)
+        return self._op(op, args, kwargs, node.meta.get("val"), place)
+
+    def _region(self, node: fx.Node, name: str, args: Sequence[Any], modes: Modes) -> Any:
+        if name == "wrap_with_set_grad_enabled":
+            return self.run(args[1], args[2:], replace(modes, no_grad=not args[0]))
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, _, inner, *rest = args
+            dtype = dtype or torch.get_autocast_dtype(device)
+            self._casts.clear()
+            region = f"{device}:{str(dtype).removeprefix('torch.')}" if enabled else None
+            return self.run(inner, rest, replace(modes, autocast=region))
+        source = place_of(node.meta, no_grad=False, autocast=None).source
+        remedy = "Write it with plain tensor operations (torch.where for a choice)."
+        raise unsupported(f"the graph has no way to say {name}", source, remedy)
+
+    def _op(self, op: Any, args: Any, kwargs: Any, value: Any, place: Place) -> Any:
+        target = target_name(op)
+        raw = {a.name: held for a, held in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+        arguments = named_arguments(op, args, kwargs, lambda held: _read(held, place))
+        if op.namespace not in ("aten", "prims"):
+            self.functions[target] = Function(call=op, module="torch.ops", qualname=target)
+        written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if written and target != "aten.detach_.default":
+            return self._write(op, arguments, raw, written, value, place)
+        names = write(Call(self.draft, target, arguments, _facts(value, place), place))
+        if target == "aten.batch_norm.default" and len(names) == 5:
+            raw["running_mean"].write(self.draft, names[3], place)
+            raw["running_var"].write(self.draft, names[4], place)
+            names = names[:1]
+        return self._handles(op, arguments, raw, names, value, place)
+
+    def _handles(
+        self, op: Any, arguments: dict[str, Any], raw: dict[str, Any], names: list[str], value: Any, place: Place
+    ) -> Any:
+        """Handles for the outputs, as views of an input where they share its memory."""
+        target = target_name(op)
+        many = isinstance(value, tuple | list)
+        values = list(value) if many else [value]
+        shared = [a.name for a in op._schema.arguments if a.alias_info is not None]
+        argument = shared[0] if shared else ""
+        base = raw.get(argument)
+        facts = _facts(value, place)
+
+        def take(parent: str) -> list[str]:
+            return write(Call(self.draft, target, {**arguments, argument: Ref(parent)}, facts, place))
+
+        found: list[Handle] = []
+        for index, (name, held) in enumerate(zip(names, values, strict=False)):
+            handle = Handle(name, storage=_storage(held))
+            if isinstance(base, Handle) and (op._opname not in MAYBE_VIEWS or handle.storage == base.storage):
+                handle.parent, handle.view = base, View(take, target, arguments, index)
+                handle.seen = base.root().version
+            found.append(handle)
+        if many:
+            return found
+        return found[0] if found else None
+
+    def _write(
+        self, op: Any, arguments: dict[str, Any], raw: dict[str, Any], written: list[str], value: Any, place: Place
+    ) -> Any:
+        """An op that writes in place: its functional twin, and new values for what it wrote to."""
+        twin = _functional_twin(op)
+        if twin is None or len(written) != 1:
+            remedy = "Write it out of place, or keep the submodule out with sw.opaque(submodule)."
+            raise unsupported(f"{target_name(op)} writes in place and has no functional form", place.source, remedy)
+        handle: Handle = raw[written[0]]
+        fact = self.draft.facts[handle.read()]
+        name = write(Call(self.draft, twin, arguments, [Fact(fact.shape, fact.dtype)], place))[0]
+        handle.write(self.draft, name, place)
+        self.draft.loose.update((name, handle.root().name))
+        return handle
+
+    def _cast(self, node: fx.Node, args: Any, kwargs: Any, place: Place) -> tuple[Any, Any, Place]:
+        """The arguments of an op inside autocast, cast as autocast would."""
+        assert place.autocast is not None
+        op: Any = node.target
+        values = fx.node.map_arg((node.args, node.kwargs), lambda held: held.meta["val"])
+        casts = self.autocast.casts(place.autocast, op, *values)
+        if casts is None:
+            return args, kwargs, place
+        place = replace(place, autocast=None)
+        numbers = iter(range(len(node.all_input_nodes) * 64))
+
+        def change(held: Any) -> Any:
+            if isinstance(held, list | tuple):
+                return type(held)(change(inner) for inner in held)
+            if isinstance(held, dict):
+                return {name: change(inner) for name, inner in held.items()}
+            if not isinstance(held, Handle):
+                return held
+            dtype = casts.get(next(numbers))
+            return held if dtype is None else self._cast_once(held, str(dtype).removeprefix("torch."), place)
+
+        return change(tuple(args)), change(dict(kwargs)), place
+
+    def _cast_once(self, handle: Handle, dtype: str, place: Place) -> Handle:
+        """A cast that the region has made already is used again, as autocast's cache does."""
+        name = handle.read()
+        if (name, dtype) not in self._casts:
+            fact = Fact(self.draft.facts[name].shape, dtype)
+            self._casts[name, dtype] = write(
+                Call(self.draft, "aten._to_copy.default", {"self": Ref(name), "dtype": Dtype(dtype)}, [fact], place)
+            )[0]
+        return Handle(self._casts[name, dtype])
+
+    def _call(self, args: Sequence[Any], values: Sequence[torch.Tensor], place: Place) -> list[Handle]:
+        """The marker of an autograd function as a call of that function."""
+        call = self.kept.calls[args[0]]
+        tensors = [Ref(handle.read()) for handle in args[1]]
+        cls = call.function
+        target = f"call.{cls.__module__}.{cls.__qualname__}"
+        arguments: dict[str, Any] = {}
+        for index, held in enumerate(call.arguments):
+            at = isinstance(held, Position)
+            arguments[f"arg{index}"] = tensors[held.index] if at else literal(held, place.source)
+        self.functions[target] = Function(call=cls.apply, module=cls.__module__, qualname=f"{cls.__qualname__}.apply")
+        names = self.draft.emit(target, arguments, _facts(values, place), place)
+        return [Handle(name) for name in names]
+
+
+def _read(held: Any, place: Place) -> Any:
+    if isinstance(held, Handle):
+        return Ref(held.read())
+    if isinstance(held, list | tuple):
+        return tuple(_read(inner, place) for inner in held)
+    return literal(held, place.source)
+
+
+def _facts(value: Any, place: Place) -> list[Fact]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [fact_of(held, place.source) for held in values if isinstance(held, torch.Tensor)]
+
+
+def _storage(value: Any) -> int:
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
+
+
+def _functional_twin(op: Any) -> str | None:
+    """"aten.add_.Tensor" -> "aten.add.Tensor", if there is such an op."""
+    name = op._opname.removesuffix("_")
+    special = {"normal_": "aten.normal_functional.default", "zero_": "aten.zero.default"}
+    if op._opname in special:
+        return special[op._opname]
+    packet = getattr(torch.ops.aten, name, None) if op.namespace == "aten" and name != op._opname else None
+    overload = getattr(packet, op._overloadname, None) if packet is not None else None
+    return target_name(overload) if overload is not None else None

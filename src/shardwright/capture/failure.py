@@ -1,0 +1,62 @@
+"""Why a model could not be captured, in words that name the user's line and a way out."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from torch import nn
+
+from ..errors import CaptureError
+from ..ir import Source
+from .places import source_of
+
+_BRANCH = ("guardondatadependent", "data-dependent", "could not guard", "cannot evaluate", "dynamic control flow")
+_ITEM = ("_local_scalar_dense", ".item()", "aten.item", "unbacked")
+
+
+def explain(module: nn.Module, error: BaseException) -> CaptureError:
+    """The error to raise for a failed trace."""
+    reason = str(error).strip().split("\n\n")[0]
+    where = _user_line(error) or source_of(_quoted_trace(str(error)))
+    at = f" at {where.file}:{where.line}\n    {where.code}" if where else ""
+    return CaptureError(f"can't capture {type(module).__name__}{at}\n{_advice(str(error), type(error).__name__, reason)}")
+
+
+def unsupported(what: str, source: Source | None, remedy: str) -> CaptureError:
+    """The error for something that traced but that a graph can't say."""
+    at = f" at {source.file}:{source.line}\n    {source.code}\n" if source else ": "
+    return CaptureError(f"can't capture the model{at}{what}. {remedy}")
+
+
+def _advice(text: str, kind: str, reason: str) -> str:
+    low = f"{kind} {text}".lower()
+    if any(word in low for word in _BRANCH):
+        return (
+            "The line decides by the values of a tensor (a branch, a loop, or a shape that depends on data), and a\n"
+            "graph has no values to decide by. Either write the branch with torch.cond(predicate, one, other, inputs)\n"
+            "or torch.where, or keep the submodule out of the graph with sw.opaque(submodule)."
+        )
+    if any(word in low for word in _ITEM):
+        return (
+            "The line takes a number out of a tensor (.item(), .tolist(), int(tensor)), and a graph has no numbers in\n"
+            "its tensors. Keep it a tensor, compute it outside of the model and pass it, or keep the submodule out of\n"
+            "the graph with sw.opaque(submodule)."
+        )
+    return f"{kind}: {reason}\nIf this part can't be written in another way, keep it out with sw.opaque(submodule)."
+
+
+def _user_line(error: BaseException) -> Source | None:
+    """The innermost frame of the user's in the traceback of an error, or of what caused it."""
+    found: Source | None = None
+    seen: BaseException | None = error
+    while seen is not None:
+        text = "".join(traceback.format_tb(seen.__traceback__))
+        found = source_of(text) or found
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return found
+
+
+def _quoted_trace(text: str) -> str:
+    """Some errors of torch carry the user's frames only in their text."""
+    return "\n".join(re.findall(r'File "[^"]+", line \d+, in [^\n]*(?:\n[^\n]*)?', text))

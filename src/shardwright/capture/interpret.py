@@ -1,0 +1,100 @@
+"""Run a graph op by op with torch: the reference that everything compiled is compared with.
+
+Slow and plain on purpose. Autograd works through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ..errors import GraphError, InputError
+from ..ir import Dtype, Graph, Op, Slot
+from .captured import Captured, Function
+
+Callback = Callable[[Op, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], None]
+
+
+def run(
+    captured: Captured | Graph,
+    inputs: Sequence[torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    functions: Mapping[str, Function] | None = None,
+    *,
+    callback: Callback | None = None,
+) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(one entry per output, None for a literal; new values of buffers by key; every value by name)."""
+    graph = captured.graph if isinstance(captured, Captured) else captured
+    constants = captured.constants if isinstance(captured, Captured) else {}
+    known = {**(captured.functions if isinstance(captured, Captured) else {}), **(functions or {})}
+    values = _start(graph, inputs, parameters, buffers, constants)
+    for op in graph.ops:
+        given = tuple(values[name] for name in op.inputs)
+        made = _run_op(op, given, known)
+        if len(made) != len(op.outputs):
+            raise GraphError(f"{op} gave {len(made)} values, the graph says {len(op.outputs)}")
+        values.update(zip(op.outputs, made, strict=True))
+        if callback is not None:
+            callback(op, given, made)
+    outputs = [None if output.value is None else values[output.value] for output in graph.outputs]
+    updates = {buffer.key: values[buffer.update] for buffer in graph.buffers if buffer.update is not None}
+    return outputs, updates, values
+
+
+def _start(
+    graph: Graph,
+    inputs: Sequence[torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    constants: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    if len(inputs) != len(graph.inputs):
+        raise InputError(f"{graph.name} takes {len(graph.inputs)} tensors, got {len(inputs)}")
+    values = {held.value: tensor for held, tensor in zip(graph.inputs, inputs, strict=True)}
+    for parameter in graph.parameters:
+        values[parameter.value] = _first(parameter.keys, parameters)
+    for buffer in graph.buffers:
+        values[buffer.value] = constants[buffer.value] if buffer.value in constants else _first((buffer.key,), buffers)
+    return values
+
+
+def _first(keys: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    for key in keys:
+        if key in tensors:
+            return tensors[key]
+    raise InputError(f"no tensor was given for {keys[0]}")
+
+
+def _run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> tuple[torch.Tensor, ...]:
+    arguments = {name: _argument(value, given) for name, value in op.arguments}
+    with ExitStack() as stack:
+        if op.no_grad:
+            stack.enter_context(torch.no_grad())
+        if op.autocast:
+            device, dtype = op.autocast.split(":")
+            stack.enter_context(torch.autocast(device, getattr(torch, dtype)))
+        if op.target.startswith("call."):
+            result = functions[op.target].call(*arguments.values())
+        else:
+            result = _overload(op)(**arguments)
+    made = result if isinstance(result, tuple | list) else (result,)
+    return tuple(held for held in made if isinstance(held, torch.Tensor))
+
+
+def _overload(op: Op) -> Any:
+    space, name, overload = op.target.split(".")
+    return getattr(getattr(getattr(torch.ops, space), name), overload)
+
+
+def _argument(value: Any, given: Sequence[torch.Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return given[value.index]
+    if isinstance(value, Dtype):
+        return getattr(torch, value)
+    if isinstance(value, tuple):
+        return [_argument(held, given) for held in value]
+    return value

@@ -1,0 +1,63 @@
+"""Where a traced node comes from: the module path, the user's source line, the region."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..ir import Source
+from .draft import Place
+from .keep import REGION
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n(?!\s*File ")\s*([^\n]*))?')
+_HOUSE = re.compile(r"/transformers/(modeling_utils|utils/|integrations/|modeling_layers|masking_utils|activations)")
+
+
+def place_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> Place:
+    """The place of an exported node, from the metadata that export left on it."""
+    stack = list((meta.get("nn_module_stack") or {}).items())
+    path = module = owner = ""
+    if stack:
+        path, module = _call_path(stack[-1][0]), _clean(stack[-1][1][0])
+    for key, (_, kind) in stack:
+        name = kind if isinstance(kind, str) else kind.__module__
+        if not name.startswith("torch.nn."):
+            owner = _call_path(key)
+    region = (meta.get("custom") or {}).get(REGION)
+    source = source_of(meta.get("stack_trace"))
+    return Place(
+        path=path, module=module, owner=owner, source=source, region=region, autocast=autocast, no_grad=no_grad
+    )
+
+
+def _call_path(key: str) -> str:
+    """"L__self__blocks.0.attn@1" -> "blocks.0.attn@1"."""
+    for prefix in ("L__self___", "L__self__", "L['self']."):
+        if key.startswith(prefix):
+            key = key[len(prefix) :]
+    return _clean(key)
+
+
+def _clean(path: str) -> str:
+    path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path.removeprefix("L['self']"))
+    return ".".join(part for part in path.split(".") if part and part != "_orig_mod")
+
+
+@lru_cache(maxsize=4096)
+def source_of(trace: str | None) -> Source | None:
+    """The innermost line of a stack trace that is not torch's or ours."""
+    best: Source | None = None
+    for file, line, code in _FRAME.findall(trace or ""):
+        if file.startswith((_TORCH, _OURS)) or file.startswith("<"):
+            continue
+        if _HOUSE.search(file) and best is not None and "modeling_" in best.file:
+            continue
+        best = Source(file=file, line=int(line), code=code.strip() or linecache.getline(file, int(line)).strip())
+    return best

@@ -1,0 +1,73 @@
+"""The arguments of a call by name, as literals that a graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ir import Dtype, Source
+from .draft import Fact
+from .failure import unsupported
+
+DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "generator"})
+
+
+def target_name(op: torch._ops.OpOverload[..., Any]) -> str:
+    """"aten.linear.default"."""
+    return f"{op.namespace}.{op._opname}.{op._overloadname}"
+
+
+def named_arguments(
+    op: torch._ops.OpOverload[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    convert: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """The arguments of a call under their schema names, defaults left out."""
+    found: dict[str, Any] = {}
+    for index, argument in enumerate(op._schema.arguments):
+        if index < len(args):
+            given = args[index]
+        elif argument.name in kwargs:
+            given = kwargs[argument.name]
+        else:
+            continue
+        if argument.name in DROPPED and op.namespace == "aten":
+            continue
+        value = convert(given)
+        if argument.has_default_value() and _same(value, argument.default_value):
+            continue
+        found[argument.name] = value
+    return found
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(default, list):
+        default = tuple(default)
+    return type(value) is type(default) and bool(value == default)
+
+
+def literal(value: Any, source: Source | None) -> Any:
+    """A literal argument in the form that graphs use."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return Dtype(str(value).removeprefix("torch."))
+    if isinstance(value, list | tuple):
+        return tuple(literal(held, source) for held in value)
+    if isinstance(value, complex | torch.device | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise unsupported(
+            "a size or a number there depends on the values of a tensor (nonzero, boolean mask, .item())",
+            source,
+            "Keep shapes fixed (torch.where instead of a mask), or keep the submodule out with sw.opaque(submodule).",
+        )
+    raise unsupported(f"an argument of type {type(value).__name__} can't be put in a graph", source, "Pass a tensor.")
+
+
+def fact_of(tensor: torch.Tensor, source: Source | None = None) -> Fact:
+    shape = tuple(literal(size, source) for size in tensor.shape)
+    return Fact(shape, str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)

@@ -1,0 +1,109 @@
+"""The arguments and results of a call as paths that people know ("input_ids", "batch['x']")."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+def input_paths(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """A path for every leaf of (args, kwargs), in the order in which they are flattened."""
+    names = _positional_names(module, len(args))
+    found = []
+    for keys, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        side, first, rest = keys[0], keys[1], keys[2:]
+        head = names[first.idx] if side.idx == 0 else str(first.key)
+        found.append(head + pytree.keystr(rest))
+    return found
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    names: list[str] = []
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{index}]" for index in range(count - len(names))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return [*names, *(f"args[{index}]" for index in range(len(names), count))][:count]
+
+
+def output_paths(spec: pytree.TreeSpec) -> list[str]:
+    """A path for every leaf of the result; a single tensor is "output"."""
+    mark = torch.empty(0, device="meta")  # containers may look at what they hold
+    leaves = pytree.tree_unflatten([mark] * spec.num_leaves, spec)
+    found = []
+    for keys, _ in pytree.tree_flatten_with_path(leaves)[0]:
+        text = pytree.keystr(keys)
+        first = keys[0] if keys else None
+        if isinstance(first, pytree.MappingKey) and isinstance(first.key, str):
+            text = first.key + pytree.keystr(keys[1:])
+        elif isinstance(first, pytree.GetAttrKey):
+            text = first.name + pytree.keystr(keys[1:])
+        found.append(text or "output")
+    return found
+
+
+def register_containers(tree: Any) -> None:
+    """Teach torch's pytrees every plain dataclass and HF cache in a tree of arguments or results."""
+    kind = type(tree)
+    if isinstance(tree, Mapping):
+        held = list(tree.values())
+    elif isinstance(tree, tuple | list):
+        held = list(tree)
+    elif kind.__module__ == "transformers.cache_utils":
+        held = list(vars(tree).values())
+        if kind not in pytree.SUPPORTED_NODES:
+            _register_by_attributes(kind)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        held = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+        if kind not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(kind)
+    else:
+        return
+    for inner in held:
+        register_containers(inner)
+
+
+def _register_by_attributes(kind: type) -> None:
+    """An object whose attributes are its children; what holds no tensors is fixed."""
+
+    def split(tree: Any) -> tuple[list[str], list[tuple[str, Any]]]:
+        names, fixed = [], []
+        for name, value in sorted(vars(tree).items()):
+            if isinstance(value, torch.Tensor | list | tuple | dict) or type(value) in pytree.SUPPORTED_NODES:
+                names.append(name)
+            else:
+                fixed.append((name, value))
+        return names, fixed
+
+    def flatten(tree: Any) -> tuple[list[Any], Any]:
+        names, fixed = split(tree)
+        return [getattr(tree, name) for name in names], (tuple(names), tuple(fixed))
+
+    def flatten_with_keys(tree: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        children, context = flatten(tree)
+        return [(pytree.GetAttrKey(name), held) for name, held in zip(context[0], children, strict=True)], context
+
+    def unflatten(children: Any, context: Any) -> Any:
+        made = kind.__new__(kind)
+        made.__dict__.update(dict(context[1]))
+        made.__dict__.update(zip(context[0], children, strict=True))
+        return made
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )

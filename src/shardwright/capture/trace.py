@@ -1,0 +1,71 @@
+"""One call of `torch.export`, made safe for the user's module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from .failure import explain
+from .keep import Kept, keeping
+from .signature import register_containers
+from .stand_in import StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The exported program (not functional, at global shape) and what export would have dropped."""
+
+    program: ExportedProgram
+    kept: Kept
+    stand_in: StandIn
+
+
+def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace:
+    """Export a module on fakes; the module is afterwards as it was before."""
+    register_containers((tuple(args), dict(kwargs)))
+    first: BaseException | None = None
+    for strict in (False, True):
+        stand_in = StandIn()
+        with _quiet(), stand_in.in_place_of(module), keeping() as kept, _containers_known(module, strict):
+            fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
+            try:
+                program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
+            except Exception as error:
+                first = first or error
+                continue
+        if strict and (kept.calls or kept.regions):
+            break  # dynamo has no notion of our markers: better no graph than a wrong one
+        return Trace(program, kept, stand_in)
+    assert first is not None
+    raise explain(module, first) from first
+
+
+@contextmanager
+def _containers_known(module: nn.Module, strict: bool) -> Iterator[None]:
+    """Register the dataclasses that the module returns, at the moment it returns them."""
+    if strict:
+        yield
+        return
+    hook = module.register_forward_hook(lambda _module, _args, result: register_containers(result))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch says about its own insides while it exports."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|copyreg)(\.|$)")
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|copyreg)(\.|$)")
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(export|_export|fx|_dynamo)(\.|$)")
+        yield
