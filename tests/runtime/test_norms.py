@@ -1,0 +1,89 @@
+"""Batch norm over split rows against torch's on the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.layout import Axis, Mesh, share
+from shardwright.runtime import comm
+from shardwright.runtime.norms import batch_norm
+from shardwright.runtime.world import Groups
+from tests.runtime.ranks import run_ranks
+
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def on_rank(rank: int, n: int, x: Tensor, affine: bool, training: bool) -> tuple[Found, list[str]]:
+    dp = Groups(Mesh(axes=(Axis(name="dp", size=n),)))["dp"]
+    mine = x.narrow(0, *share(x.shape[0], n, rank)).clone().requires_grad_()
+    weight, bias, mean, var = parameters(x.dtype, affine)
+    before = mean.clone(), var.clone()
+    with comm.recording() as issued:
+        y, new_mean, new_var = batch_norm(mine, weight, bias, mean, var, training, 0.3, 1e-5, dp)
+        (y.sin() * y).sum().backward()
+    assert torch.equal(mean, before[0])
+    assert torch.equal(var, before[1])
+    assert mine.grad is not None
+    assert new_mean is not None
+    assert new_var is not None
+    zero = torch.zeros(3, dtype=x.dtype)
+    dweight = zero if weight is None or weight.grad is None else weight.grad
+    dbias = zero if bias is None or bias.grad is None else bias.grad
+    return (y.detach(), mine.grad, dweight, dbias, new_mean, new_var), [kind for kind, _, _ in issued]
+
+
+def parameters(dtype: torch.dtype, affine: bool) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    weight = torch.tensor([0.5, -1.0, 2.0], dtype=dtype, requires_grad=True) if affine else None
+    bias = torch.tensor([0.1, 0.2, 0.3], dtype=dtype, requires_grad=True) if affine else None
+    return weight, bias, torch.full((3,), 0.2, dtype=dtype), torch.full((3,), 1.5, dtype=dtype)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("n", "shape"), [(2, (6, 3)), (3, (7, 3, 2, 2)), (4, (5, 3, 4))])
+def test_batch_norm_is_the_one_of_the_whole_batch(n: int, shape: tuple[int, ...], affine: bool, training: bool) -> None:
+    x = torch.randn(shape, dtype=torch.float64) * 3 + 100
+
+    results = run_ranks(n, on_rank, n, x, affine, training)
+
+    whole = x.clone().requires_grad_()
+    weight, bias, mean, var = parameters(x.dtype, affine)
+    y, _, _, new_mean, new_var = torch.ops.aten._native_batch_norm_legit_functional(
+        whole, weight, bias, mean, var, training, 0.3, 1e-5
+    )
+    (y.sin() * y).sum().backward()
+    zero = torch.zeros(3, dtype=x.dtype)
+    found = [result for result, _ in results]
+    close(torch.cat([one[0] for one in found]), y)
+    close(torch.cat([one[1] for one in found]), whole.grad)
+    close(sum(one[2] for one in found), weight.grad if weight is not None else zero)
+    close(sum(one[3] for one in found), bias.grad if bias is not None else zero)
+    for one in found:
+        close(one[4], new_mean)
+        close(one[5], new_var)
+    assert all(issued == (["all_gather", "all_reduce"] if training else []) for _, issued in results)
+
+
+def close(found: Tensor | int, expected: Tensor | None) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_one_device_and_no_buffers() -> None:
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    y, mean, var = batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+
+    close(y, torch.nn.functional.batch_norm(x, None, None, training=True))
+    assert mean is None
+    assert var is None
+
+
+def test_half_precision_keeps_its_dtype() -> None:
+    x = torch.randn(50, 3)
+    y, _, _ = batch_norm(x.bfloat16(), None, None, None, None, True, 0.1, 1e-5)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(
+        y.float(), torch.nn.functional.batch_norm(x, None, None, training=True), rtol=0, atol=0.05
+    )
