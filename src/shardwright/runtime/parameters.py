@@ -1,0 +1,338 @@
+"""Parameters that know they are pieces, so that norms in the user's own loop are global.
+
+`clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A
+`ShardParameter` is a plain leaf tensor, and reading its `.grad` gives a `ShardGradient`;
+the norm of either is a `ShardNorm`, a local number that still has to be added up over the
+axes that cut the piece. Only when someone looks at it does it become a plain tensor, and
+`torch.stack`, which `get_total_norm` calls on all norms, settles all of them together,
+with one small collective for each axis that cuts anything. A piece that is the same on
+several ranks counts once, since nothing is summed over the axes it is whole on.
+
+ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view
+on the rows that this rank owns. At level 1 `shard.grad` is a view on the parameter's
+gradient. At level 2 only the share exists, and both `.grad`s read it; its shape is then
+the shard's, not the parameter's.
+
+Norms over the whole tensor are global (`vector_norm`, `norm`, `_foreach_norm`); anything
+else done to a piece is local. A forward pass should not pay for the interception: run it
+under `torch._C.DisableTorchFunctionSubclass()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import RankError
+from shardwright.layout import Layout
+
+from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
+from .packing import Slot, make_slot
+from .world import Groups
+
+Untouched = torch._C.DisableTorchFunctionSubclass
+"""Inside this guard our subclasses behave as plain tensors."""
+
+_GRAD: Any = torch.Tensor.grad  # on the class this is the descriptor, not a gradient
+_READ, _WRITE, _DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_ZERO = torch.Tensor.zero_
+
+
+class ShardParameter(torch.nn.Parameter):
+    """A piece of a parameter: `held` says of what, `spread` how this tensor lies on the mesh of `groups`."""
+
+    held: Held
+    spread: Layout
+    groups: Groups | None
+    shard: ShardParameter | None
+    owner: ShardParameter | None
+    slot: Slot | None
+
+    def __new__(
+        cls, data: Tensor, held: Held, groups: Groups | None, layout: Layout | None = None, requires_grad: bool = True
+    ) -> ShardParameter:
+        made = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
+        made.held = held
+        made.spread = layout if layout is not None else held.layout
+        made.groups = groups
+        made.shard = made.owner = made.slot = None
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with Untouched():
+            if func == _READ:
+                return _read(args[0])
+            if func in (_WRITE, _DELETE):
+                return _write(args[0], args[1] if func == _WRITE else None)
+            if func in _NORMS:
+                return _NORMS[func](*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
+        """A copy of the piece in the same place of the same mesh; groups are shared, never copied."""
+        if id(self) not in memo:
+            with Untouched():
+                data, needs = self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
+            copied = ShardParameter(data, self.held, self.groups, self.spread, needs)
+            memo[id(self)] = copied
+            if self.shard is not None:
+                _attach_shard(copied)
+        return cast(ShardParameter, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the piece it is, without its groups; `full_state_dict` is the way to whole tensors."""
+        with Untouched():
+            return _rebuild, (self.detach(), self.held, self.spread, self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with Untouched():
+            return f"ShardParameter({self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.spread})"
+
+
+def _rebuild(data: Tensor, held: Held, layout: Layout, requires_grad: bool) -> ShardParameter:
+    return ShardParameter(data, held, None, layout, requires_grad)
+
+
+def make_parameter(local: Tensor, held: Held, groups: Groups) -> ShardParameter:
+    """The parameter for a piece that `scatter` cut, with a shard for the optimizer where ZeRO wants one."""
+    layout = kept_layout(held, groups.mesh.sizes)
+    made = ShardParameter(local, held, groups, layout, requires_grad=held.trainable)
+    if held.level in (1, 2) and held.trainable:
+        _attach_shard(made)
+    return made
+
+
+def _attach_shard(parameter: ShardParameter) -> None:
+    held, groups = parameter.held, parameter.groups
+    if groups is None:
+        raise RankError(f"{held.name} has lost its groups (it was unpickled), so it can't be split again")
+    sizes = groups.mesh.sizes
+    axes = zero_axes(held, sizes)
+    if not axes:
+        return
+    slot = make_slot(held, axes, sizes, coordinates(groups))
+    with Untouched():
+        rows = slot.owned(parameter.detach(), groups[axes].index)
+    shard = ShardParameter(rows, held, groups, storage_layout(held, sizes), requires_grad=True)
+    shard.owner, shard.slot = parameter, slot
+    parameter.shard, parameter.slot = shard, slot
+
+
+# -- gradients ---------------------------------------------------------------------------
+
+
+class ShardGradient(Tensor):
+    """The gradient of a piece: `spread` is how it lies on the mesh, `mine` what of it counts in a norm."""
+
+    spread: Layout
+    groups: Groups | None
+    mine: Tensor | None  # level 1: the share whose norm is summed over the zero axis too
+    whole: Tensor | None  # of a share at level 1: the gradient that it is a view on
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with Untouched():
+            if func in _NORMS:
+                return _NORMS[func](*args, **(kwargs or {}))
+            if func is _ZERO and getattr(args[0], "whole", None) is not None:
+                args[0].whole.zero_()
+            return func(*args, **(kwargs or {}))
+
+
+def raw_gradient(parameter: Tensor) -> Tensor | None:
+    """The `.grad` that autograd sees."""
+    with Untouched():
+        return parameter.grad
+
+
+def set_raw_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    with Untouched():
+        parameter.grad = gradient
+
+
+def _read(parameter: Any) -> Tensor | None:
+    if not isinstance(parameter, ShardParameter):
+        return cast("Tensor | None", parameter.grad)
+    if parameter.shard is not None and parameter.held.level == 2:
+        share = _dressed(parameter.shard, parameter.shard.grad)
+        return share if share is not None else parameter.grad
+    if parameter.owner is not None and parameter.held.level == 1:
+        return _share_of_owner(parameter, parameter.owner)
+    return _dressed(parameter, parameter.grad)
+
+
+def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | None:
+    """The same memory as a `ShardGradient`, kept as `.grad` so that reading twice gives one object."""
+    if gradient is None or isinstance(gradient, ShardGradient):
+        return gradient
+    split = parameter.groups is not None and cutting_axes(parameter.spread, parameter.groups.mesh)
+    if not split and parameter.shard is None:
+        return gradient
+    made = _as_gradient(gradient, parameter)
+    if parameter.shard is not None and parameter.slot is not None:
+        made.spread = parameter.shard.spread
+        made.mine = parameter.slot.owned(gradient, _index(parameter))
+    parameter.grad = made
+    return made
+
+
+def _share_of_owner(shard: ShardParameter, owner: ShardParameter) -> Tensor | None:
+    if owner.grad is None or shard.slot is None:
+        return None
+    made = _as_gradient(shard.slot.owned(owner.grad, _index(shard)), shard)
+    made.whole = owner.grad
+    return made
+
+
+def _as_gradient(gradient: Tensor, parameter: ShardParameter) -> ShardGradient:
+    made = gradient.detach().as_subclass(ShardGradient)
+    made.spread, made.groups = parameter.spread, parameter.groups
+    made.mine = made.whole = None
+    return made
+
+
+def _index(parameter: ShardParameter) -> int:
+    assert parameter.groups is not None
+    return parameter.groups[zero_axes(parameter.held, parameter.groups.mesh.sizes)].index
+
+
+def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
+    """Setting a gradient; a parameter and its shard are cleared together."""
+    if parameter.owner is not None and parameter.held.level == 1:
+        if gradient is None:
+            parameter.owner.grad = None
+        else:
+            current = _share_of_owner(parameter, parameter.owner)
+            if current is None:
+                raise RankError(f"{parameter.held.name} has no gradient; set the gradient of the model's parameter")
+            current.copy_(gradient)
+        return
+    other = parameter.shard if parameter.held.level == 2 else None
+    other = parameter.owner if parameter.owner is not None else other
+    if other is not None and gradient is None:
+        other.grad = None
+    if parameter.shard is not None and other is not None and gradient is not None:
+        parameter = parameter.shard if gradient.shape == parameter.shard.shape else parameter
+    parameter.grad = gradient
+
+
+# -- norms -------------------------------------------------------------------------------
+
+
+class ShardNorm(Tensor):
+    """The norm of the local piece; becomes the norm of the whole when it is used."""
+
+    axes: tuple[str, ...]
+    groups: Groups
+    order: float
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with Untouched():
+            if func is torch.Tensor.to and not kwargs and args[1:] == (args[0].device,):
+                return args[0]
+            if func is torch.stack and isinstance(args[0], (list, tuple)):
+                return torch.stack(_settle(args[0]), *args[1:], **(kwargs or {}))
+            plain = torch.utils._pytree.tree_map_only(ShardNorm, lambda norm: _settle([norm])[0], (args, kwargs or {}))
+            return func(*plain[0], **plain[1])
+
+
+def _norm_of(x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """`torch.linalg.vector_norm` of a piece: lazily global if it is over everything."""
+    if dim is not None or keepdim:
+        return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)
+    return _norms([x], order, dtype=dtype)[0]
+
+
+def _old_norm(
+    x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Any:
+    """`torch.norm` and `Tensor.norm`; over everything, the Frobenius norm is the 2-norm."""
+    if dim is not None or keepdim or out is not None or p == "nuc":
+        return torch.norm(x, p, dim, keepdim, out, dtype)
+    return _norm_of(x, 2 if p in ("fro", None) else p, dtype=dtype)
+
+
+def _new_norm(x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
+    """`torch.linalg.norm`, whose order means a matrix norm if it is given for a matrix."""
+    if ord is None and dim is None and not keepdim and others.get("out") is None:
+        return _norm_of(x, 2, dtype=others.get("dtype"))
+    return torch.linalg.norm(x, ord, dim, keepdim, **others)
+
+
+def _norms(tensors: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> list[Tensor]:
+    """`torch._foreach_norm`, for pieces and plain tensors mixed."""
+    own = [getattr(x, "mine", None) for x in tensors]
+    counted = [x if mine is None else mine for x, mine in zip(tensors, own, strict=True)]
+    found: list[Tensor] = [x.new_zeros((), dtype=dtype) for x in counted]
+    full = [at for at, x in enumerate(counted) if x.numel()]
+    if full:
+        for at, norm in zip(full, torch._foreach_norm([counted[at] for at in full], order, dtype), strict=True):
+            found[at] = norm
+    return [_lazy(x, norm, float(order)) for x, norm in zip(tensors, found, strict=True)]
+
+
+def _lazy(x: Tensor, norm: Tensor, order: float) -> Tensor:
+    groups: Groups | None = getattr(x, "groups", None)
+    if not isinstance(x, (ShardParameter, ShardGradient)):
+        return norm
+    if groups is None:
+        raise RankError("a piece that was unpickled does not know its other ranks, so its norm is unknown")
+    axes = cutting_axes(x.spread, groups.mesh)
+    if not axes:
+        return norm
+    made = norm.as_subclass(ShardNorm)
+    made.axes, made.groups, made.order = axes, groups, order
+    return made
+
+
+def _settle(norms: Sequence[Tensor]) -> list[Tensor]:
+    """Plain global norms, with one collective for each axis that cuts any of them."""
+    lazy = [norm for norm in norms if isinstance(norm, ShardNorm)]
+    if not lazy:
+        return list(norms)
+    groups, order = lazy[0].groups, lazy[0].order
+    most = order in (float("inf"), float("-inf"))
+    local = torch.stack([norm.as_subclass(Tensor).double() for norm in lazy])
+    values = local if most or order == 0 else local.pow(order)
+    for name in groups.mesh.names:
+        cut = [at for at, norm in enumerate(lazy) if name in norm.axes]
+        if cut:
+            part = _extreme(values[cut], order, groups, name) if most else _summed(values[cut], groups, name)
+            values[cut] = part
+    settled = iter(values if most or order == 0 else values.pow(1.0 / order))
+    return [next(settled).to(norm.dtype) if isinstance(norm, ShardNorm) else norm for norm in norms]
+
+
+def _summed(values: Tensor, groups: Groups, axis: str) -> Tensor:
+    dist.all_reduce(values, group=groups[axis].process_group)
+    return values
+
+
+def _extreme(values: Tensor, order: float, groups: Groups, axis: str) -> Tensor:
+    """Max or min over the axis. A NaN anywhere must win, which a backend's max does not promise."""
+    sign = 1.0 if order > 0 else -1.0
+    lost = values.isnan()
+    both = torch.stack([torch.where(lost, -torch.inf, values * sign), lost.double()])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=groups[axis].process_group)
+    return torch.where(both[1] > 0, torch.nan, both[0] * sign)
+
+
+_NORMS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.vector_norm: _norm_of,
+    torch.linalg.norm: _new_norm,
+    torch.norm: _old_norm,
+    torch.Tensor.norm: _old_norm,
+    torch._foreach_norm: _norms,
+}

@@ -1,0 +1,204 @@
+"""Norms in the user's own loop are global and exact."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from shardwright.errors import RankError
+from shardwright.layout import FANNED, Axis, Block, Mesh, make_cut, make_layout, plain_cut
+from shardwright.runtime.holding import Held, coordinates, gather, scatter, wanted_groups
+from shardwright.runtime.parameters import ShardParameter, make_parameter, set_raw_gradient
+from shardwright.runtime.world import Groups
+from tests.runtime.ranks import run_processes, run_ranks
+
+DP, TP = Axis(name="dp", size=2), Axis(name="tp", size=2)
+MESH = Mesh(axes=(DP, TP))
+
+
+def held(key, shape, cuts, sums=("dp",), zero=(), dtype=torch.float64):
+    layout = make_layout(cuts, dict.fromkeys(sums, FANNED))
+    return Held(keys=(key,), shape=shape, dtype=dtype, layout=layout, zero=zero)
+
+
+def helds(level, dtype=torch.float64):
+    zero = (("dp", level),) if level else ()
+    fused = make_cut(TP, [Block(3, 4, 1)])
+    return [
+        held("qkv", (12, 3), [[fused], []], zero=zero, dtype=dtype),
+        held("proj", (3, 5), [[], [plain_cut(TP, 5)]], zero=zero, dtype=dtype),
+        held("norm", (3,), [[]], sums=("dp", "tp"), zero=zero, dtype=dtype),
+        held("tiny", (1, 1), [[plain_cut(TP, 1)], []], dtype=dtype),  # empty on tp rank 1
+        held("scale", (), [], sums=("dp", "tp"), zero=zero, dtype=dtype),
+    ]
+
+
+def whole_gradients(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return {it.name: torch.randn(it.shape, generator=generator, dtype=dtype) for it in helds(0)}
+
+
+def parameters(level, full, dtype=torch.float64):
+    """Parameters whose synced gradients are pieces of `full`."""
+    groups = Groups(MESH, wanted_groups(helds(level), MESH))
+    made = []
+    for it in helds(level, dtype):
+        parameter = make_parameter(scatter(full[it.name] * 0, it, MESH.sizes, coordinates(groups)), it, groups)
+        gradient = scatter(full[it.name], it, MESH.sizes, coordinates(groups))
+        if level == 2 and parameter.shard is not None:
+            share = scatter(full[it.name], it, MESH.sizes, coordinates(groups), parameter.shard.spread)
+            set_raw_gradient(parameter.shard, share)
+        else:
+            set_raw_gradient(parameter, gradient)
+        made.append(parameter)
+    return made, groups
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, float("inf")])
+def test_clip_grad_norm_is_exact(level, foreach, order):
+    full = whole_gradients()
+    plain = [torch.nn.Parameter(torch.zeros_like(g)) for g in full.values()]
+    for parameter, gradient in zip(plain, full.values(), strict=True):
+        parameter.grad = gradient.clone()
+    expected = clip_grad_norm_(plain, 0.5, order)
+
+    def body(rank):
+        made, groups = parameters(level, full)
+        norm = clip_grad_norm_(made, 0.5, order, foreach=foreach)
+        grads = []
+        for parameter in made:
+            owned = parameter.shard if level == 2 and parameter.shard is not None else parameter
+            grads.append(gather(owned.grad, parameter.held, groups, owned.spread))
+        return norm, grads
+
+    for norm, grads in run_ranks(4, body):
+        assert type(norm) is torch.Tensor
+        assert abs(norm - expected) <= 1e-12 * expected
+        for got, want in zip(grads, plain, strict=True):
+            assert torch.allclose(got, want.grad, rtol=0, atol=1e-14)
+
+
+def test_the_optimizers_shards_have_the_same_norm():
+    full = whole_gradients()
+    expected = get_total_norm(list(full.values()))
+
+    def body(rank, level):
+        made, _ = parameters(level, full)
+        return get_total_norm([(p.shard if p.shard is not None else p).grad for p in made])
+
+    for level in (1, 2):
+        for norm in run_ranks(4, body, level):
+            assert abs(norm - expected) <= 1e-12 * expected
+
+
+def test_one_collective_for_each_axis(monkeypatch):
+    full = whole_gradients()
+    calls = []
+    real = torch.distributed.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        calls.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", counted)
+
+    def body(rank):
+        made, _ = parameters(3, full)
+        clip_grad_norm_(made, 1.0)
+
+    run_ranks(4, body)
+    assert len(calls) == 4 * 2
+
+
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_number_on_one_rank_shows_on_all(order, bad):
+    full = whole_gradients()
+    full["proj"][2, 4] = bad  # on tp rank 1 only
+
+    def body(rank):
+        made, _ = parameters(0, full)
+        norm = get_total_norm([p.grad for p in made], order)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(made, 1.0, order, error_if_nonfinite=True)
+        return norm.item()
+
+    found = run_ranks(4, body)
+    assert all(str(norm) == str(bad) for norm in found)
+
+
+@pytest.mark.parametrize("measure", [torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm])
+def test_every_way_to_ask_for_a_norm(measure):
+    full = whole_gradients()
+
+    def body(rank):
+        made, _ = parameters(3, full)
+        return [float(measure(p.grad)) for p in made], [float(measure(p.grad) ** 2 + 1) for p in made]
+
+    for norms, squares in run_ranks(4, body):
+        for norm, square, gradient in zip(norms, squares, full.values(), strict=True):
+            assert norm == pytest.approx(float(gradient.norm()), rel=1e-12)
+            assert square == pytest.approx(float(gradient.norm() ** 2 + 1), rel=1e-12)
+
+
+def test_reading_the_gradient_twice_gives_one_object():
+    def body(rank):
+        made, _ = parameters(0, whole_gradients())
+        assert made[0].grad is made[0].grad
+        made[0].grad.mul_(2)
+        return made[0].grad.sum()
+
+    run_ranks(4, body)
+
+
+def test_a_parameter_and_its_shard_are_cleared_together():
+    def body(rank, level):
+        for clear in ("parameter", "shard"):
+            made, _ = parameters(level, whole_gradients())
+            (made[0] if clear == "parameter" else made[0].shard).grad = None
+            assert made[0].grad is None
+            assert made[0].shard.grad is None
+        made, _ = parameters(1, whole_gradients())
+        made[0].shard.grad.zero_()
+        assert not made[0].grad.any()
+
+    run_ranks(4, body, 1)
+    run_ranks(4, body, 2)
+
+
+def test_copies_keep_their_place():
+    def body(rank):
+        made, groups = parameters(1, whole_gradients())
+        copied = copy.deepcopy(made)
+        assert all(type(p) is ShardParameter and p.groups is groups for p in copied)
+        copied[0].data.fill_(7)
+        assert (copied[0].shard == 7).all()
+        assert not (made[0] == 7).any()
+
+        file = io.BytesIO()
+        torch.save(made[0], file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded.data, made[0].data)
+        assert loaded.held == made[0].held
+        with pytest.raises(RankError, match="unpickled"):
+            loaded.norm()
+
+    run_ranks(4, body)
+
+
+def _clip_in_a_process(rank):
+    made, _ = parameters(3, whole_gradients())
+    return float(clip_grad_norm_(made, 0.5))
+
+
+def test_clip_on_gloo():
+    expected = float(get_total_norm(list(whole_gradients().values())))
+    for norm in run_processes(4, _clip_in_a_process):
+        assert norm == pytest.approx(expected, rel=1e-12)
