@@ -19,9 +19,9 @@ from .failure import unsupported
 from .normal import slice_bounds
 
 SHAPERS = {
-    f"aten.{kind}"
-    for kind in "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as alias detach".split()
-}
+    "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.squeeze",
+    "aten.unsqueeze", "aten.view_as", "aten.reshape_as", "aten.alias", "aten.detach", "aten.detach_",
+}  # fmt: skip
 SELF_INVERSE = {"aten.transpose", "aten.t", "aten.swapaxes", "aten.swapdims", "aten.numpy_T", "aten.mT"}
 
 
@@ -92,7 +92,8 @@ def _scatter(draft: Draft, view: View, parent: str, new: str, place: Place) -> s
         where = {"dim": held.get("dim", 0), "index": view.index}
         return draft.emit_one("aten.select_scatter.default", {**both, **where}, fact, place)
     if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.narrow"):
-        return draft.emit_one("aten.slice_scatter.default", {**both, **_span(draft, view, held, new)}, fact, place)
+        span = _span(draft, view, held, parent, new)
+        return draft.emit_one("aten.slice_scatter.default", {**both, **span}, fact, place)
     raise unsupported(
         f"it writes in place through a view made by {view.target}",
         place.source,
@@ -100,14 +101,15 @@ def _scatter(draft: Draft, view: View, parent: str, new: str, place: Place) -> s
     )
 
 
-def _span(draft: Draft, view: View, held: dict[str, Any], new: str) -> dict[str, int]:
+def _span(draft: Draft, view: View, held: dict[str, Any], parent: str, new: str) -> dict[str, int]:
     """Which slice of its parent an output of split, or a narrow, is."""
     dim = held.get("dim", 0)
     length = draft.facts[new].shape[dim]
     if "start" in held:
         start = held["start"]
-    elif isinstance(sizes := held.get("split_sizes", held.get("split_size")), int):
-        start = sizes * view.index
+    elif view.target.startswith("aten.chunk"):
+        start = -(-draft.facts[parent].shape[dim] // held["chunks"]) * view.index
     else:
-        start = sum(sizes[: view.index])
+        sizes: Any = held.get("split_sizes", held.get("split_size"))
+        start = sizes * view.index if isinstance(sizes, int) else sum(sizes[: view.index])
     return {"dim": dim, "start": start, "end": start + length}

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Casts = dict[int, torch.dtype]  # number of the tensor input -> what it is cast to
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which of the given tensors are cast, and to what."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.casts: Casts = {}
 

@@ -68,7 +68,7 @@ class Conversion:
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
         op: Any = node.target
         if isinstance(op, torch._ops.HigherOrderOperator):
-            return self._region(node, op.name(), args, modes)
+            return self._region(node, str(op), args, modes)
         place = place_of(node.meta, no_grad=modes.no_grad, autocast=modes.autocast)
         if not isinstance(op, torch._ops.OpOverload):
             raise unsupported(f"it calls {op}, which is no tensor operation", place.source, "Use torch functions.")
@@ -216,7 +216,7 @@ def _storage(value: Any) -> int:
 
 
 def _functional_twin(op: Any) -> str | None:
-    """"aten.add_.Tensor" -> "aten.add.Tensor", if there is such an op."""
+    """The op "aten.add.Tensor" for "aten.add_.Tensor", if there is such an op."""
     name = op._opname.removesuffix("_")
     special = {"normal_": "aten.normal_functional.default", "zero_": "aten.zero.default"}
     if op._opname in special:

@@ -13,14 +13,16 @@ from typing import Any
 
 from ..ir import Source
 
-NO_GRADIENT = frozenset(
-    f"aten.{kind}"
-    for kind in "detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like".split()
-)
+NO_GRADIENT = frozenset({
+    "aten.detach", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.rand_like",
+    "aten.randn_like", "aten.randint_like",
+})  # fmt: skip
 
 
 # Ops whose result is laid out anew, whatever the strides of their inputs.
-DENSE = frozenset(f"aten.{kind}" for kind in "linear mm bmm matmul conv1d conv2d layer_norm embedding".split())
+DENSE = frozenset({
+    "aten.linear", "aten.mm", "aten.bmm", "aten.matmul", "aten.conv1d", "aten.layer_norm", "aten.embedding",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Draft:
 
 
 def base_name(target: str) -> str:
-    """"aten.linear.default" -> "linear", "call.my.module.Fn" -> "Fn"."""
+    """The kind of op: "linear" of "aten.linear.default", "Fn" of "call.my.module.Fn"."""
     parts = target.split(".")
     return parts[-1] if parts[0] == "call" else parts[1]
 

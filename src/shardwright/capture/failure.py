@@ -20,7 +20,8 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
     reason = str(error).strip().split("\n\n")[0]
     where = _user_line(error) or source_of(_quoted_trace(str(error)))
     at = f" at {where.file}:{where.line}\n    {where.code}" if where else ""
-    return CaptureError(f"can't capture {type(module).__name__}{at}\n{_advice(str(error), type(error).__name__, reason)}")
+    advice = _advice(str(error), type(error).__name__, reason)
+    return CaptureError(f"can't capture {type(module).__name__}{at}\n{advice}")
 
 
 def unsupported(what: str, source: Source | None, remedy: str) -> CaptureError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keyword
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ..ir import Dtype, Op, Slot, Value
@@ -59,7 +59,7 @@ def drop_dead(draft: Draft, wanted: Iterable[str]) -> None:
     draft.steps = kept[::-1]
 
 
-def promote(draft: Draft) -> None:
+def promote_floats(draft: Draft) -> None:
     """Every float a float64, casts and creations included."""
 
     def up(held: Any) -> Any:
@@ -74,11 +74,11 @@ def promote(draft: Draft) -> None:
     for step in draft.steps:
         step.arguments = map_refs(step.arguments, lambda ref: Ref(same.get(ref.name, ref.name)))
         step.arguments = {name: up(value) for name, value in step.arguments.items()}
-        given = step.arguments.get("self")
-        if step.target == "aten._to_copy.default" and isinstance(given, Ref):
-            if draft.facts[given.name].dtype == draft.facts[step.outputs[0]].dtype:
-                same[step.outputs[0]] = given.name
-                continue
+        given: Any = step.arguments.get("self")
+        cast = step.target == "aten._to_copy.default" and isinstance(given, Ref)
+        if cast and draft.facts[given.name].dtype == draft.facts[step.outputs[0]].dtype:
+            same[step.outputs[0]] = given.name
+            continue
         step.place = replace(step.place, autocast=None)
         kept.append(step)
     draft.steps = kept
@@ -86,7 +86,7 @@ def promote(draft: Draft) -> None:
 
 
 def op_names(steps: Sequence[Step]) -> list[str]:
-    """"module.path / kind", a second one of a kind in a module " / kind.1"."""
+    """The names "module.path / kind", a second one of a kind in a module " / kind.1"."""
     count: Counter[str] = Counter()
     found = []
     for step in steps:
@@ -156,8 +156,8 @@ def ops_of(draft: Draft, names: Mapping[str, str]) -> tuple[Op, ...]:
     found = []
     for step, name in zip(draft.steps, op_names(draft.steps), strict=True):
         inputs = [ref.name for ref in refs(step.arguments)]  # a tensor given twice has two slots
-        numbers = iter(range(len(inputs)))
-        arguments = map_refs(step.arguments, lambda _, numbers=numbers: Slot(next(numbers)))
+        slots = iter([Slot(index) for index in range(len(inputs))])
+        arguments = map_refs(step.arguments, partial(_next_slot, slots))
         place = step.place
         found.append(
             Op(
@@ -168,6 +168,10 @@ def ops_of(draft: Draft, names: Mapping[str, str]) -> tuple[Op, ...]:
             )
         )  # fmt: skip
     return tuple(found)
+
+
+def _next_slot(slots: Iterator[Slot], _: Ref) -> Slot:
+    return next(slots)
 
 
 def values_of(draft: Draft, names: Mapping[str, str]) -> dict[str, Value]:

@@ -21,7 +21,7 @@ import torch.utils.checkpoint as checkpointing
 REGION = "shardwright_region"
 MARKER = "shardwright_capture.call.default"
 
-_library = torch.library.Library("shardwright_capture", "DEF")
+_library: Any = torch.library.Library("shardwright_capture", "DEF")  # type: ignore[no-untyped-call]
 _library.define("call(str key, Tensor[] tensors) -> Tensor[]")
 
 
@@ -63,7 +63,6 @@ class _Context(torch.autograd.function.FunctionCtx):
         self.materialize_grads = value
 
 
-@torch.library.register_fake("shardwright_capture::call", lib=_library)
 def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     kept = _current.get()
     if kept is None:
@@ -81,6 +80,9 @@ def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if isinstance(leaf, torch.Tensor):
             found.append(torch.empty_like(leaf))
     return found
+
+
+torch.library.register_fake("shardwright_capture::call", _call_shapes, lib=_library)
 
 
 def _forward(function: type[torch.autograd.Function], arguments: list[Any]) -> Any:

@@ -8,7 +8,7 @@ nothing is left of a cast to the same dtype, a dropout that does nothing, a clon
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ir import Dtype
@@ -41,6 +41,9 @@ class Call:
 
     def emit(self, target: str | None = None, kind: str | None = None, /, **arguments: Any) -> list[str]:
         return self.draft.emit(target or self.target, arguments, self.facts, self.place, kind)
+
+    def grads(self, ref: Ref) -> bool:
+        return self.draft.facts[ref.name].gradient
 
     def keep(self) -> list[str]:
         return self.emit(**self.arguments)
@@ -113,6 +116,30 @@ def _expand(call: Call) -> list[str]:
     if call.given.shape == call.fact.shape:
         return [call.first.name]
     return call.emit("aten.expand.default", self=call.first, size=call.fact.shape)
+
+
+@_for("cat", "concat", "concatenate")
+def _cat(call: Call) -> list[str]:
+    """Torch lets an empty tensor of one dim pass in a cat (an HF cache starts as one)."""
+    tensors = tuple(ref for ref in call.arguments["tensors"] if call.draft.facts[ref.name].shape != (0,))
+    if len(tensors) == 1 and call.draft.facts[tensors[0].name] == replace(call.fact, gradient=call.grads(tensors[0])):
+        return [tensors[0].name]
+    return call.emit("aten.cat.default", tensors=tensors or call.arguments["tensors"], dim=call.arguments.get("dim", 0))
+
+
+@_for("mul.Tensor", "div.Tensor", "add.Tensor", "sub.Tensor")
+def _arithmetic(call: Call) -> list[str]:
+    """Times one and plus zero, where they also leave dtype and shape alone."""
+    other = call.arguments.get("other")
+    neutral = 1 if call.target in ("aten.mul.Tensor", "aten.div.Tensor") else 0
+    same = isinstance(call.arguments["self"], Ref) and (call.given.shape, call.given.dtype) == (
+        call.fact.shape,
+        call.fact.dtype,
+    )
+    exact = neutral == 1 or not call.fact.floating
+    if same and exact and not isinstance(other, Ref | bool) and other == neutral:
+        return [call.first.name]
+    return call.keep()
 
 
 @_for("squeeze")

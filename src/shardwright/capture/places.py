@@ -28,7 +28,7 @@ def place_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> Pl
         path, module = _call_path(stack[-1][0]), _clean(stack[-1][1][0])
     for key, (_, kind) in stack:
         name = kind if isinstance(kind, str) else kind.__module__
-        if not name.startswith("torch.nn."):
+        if not name.startswith(("torch.nn.", "transformers.activations.")):
             owner = _call_path(key)
     region = (meta.get("custom") or {}).get(REGION)
     source = source_of(meta.get("stack_trace"))
@@ -38,7 +38,7 @@ def place_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> Pl
 
 
 def _call_path(key: str) -> str:
-    """"L__self__blocks.0.attn@1" -> "blocks.0.attn@1"."""
+    """The path "blocks.0.attn@1" of the key "L__self__blocks.0.attn@1"."""
     for prefix in ("L__self___", "L__self__", "L['self']."):
         if key.startswith(prefix):
             key = key[len(prefix) :]
@@ -55,7 +55,7 @@ def source_of(trace: str | None) -> Source | None:
     """The innermost line of a stack trace that is not torch's or ours."""
     best: Source | None = None
     for file, line, code in _FRAME.findall(trace or ""):
-        if file.startswith((_TORCH, _OURS)) or file.startswith("<"):
+        if file.startswith((_TORCH, _OURS, "<")):
             continue
         if _HOUSE.search(file) and best is not None and "modeling_" in best.file:
             continue

@@ -15,7 +15,7 @@ DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blo
 
 
 def target_name(op: torch._ops.OpOverload[..., Any]) -> str:
-    """"aten.linear.default"."""
+    """The name of an op in a graph, such as "aten.linear.default"."""
     return f"{op.namespace}.{op._opname}.{op._overloadname}"
 
 

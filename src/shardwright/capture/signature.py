@@ -17,7 +17,9 @@ def input_paths(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     names = _positional_names(module, len(args))
     found = []
     for keys, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
-        side, first, rest = keys[0], keys[1], keys[2:]
+        side: Any = keys[0]
+        first: Any = keys[1]
+        rest = keys[2:]
         head = names[first.idx] if side.idx == 0 else str(first.key)
         found.append(head + pytree.keystr(rest))
     return found
@@ -95,7 +97,7 @@ def _register_by_attributes(kind: type) -> None:
         return [(pytree.GetAttrKey(name), held) for name, held in zip(context[0], children, strict=True)], context
 
     def unflatten(children: Any, context: Any) -> Any:
-        made = kind.__new__(kind)
+        made: Any = object.__new__(kind)
         made.__dict__.update(dict(context[1]))
         made.__dict__.update(zip(context[0], children, strict=True))
         return made

@@ -25,7 +25,6 @@ class StandIn:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self._memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.buffers: dict[int, str] = {}  # storage of a fake buffer -> its key
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -51,14 +50,11 @@ class StandIn:
         modes = [(held, held.training) for held in module.modules()]
         random_state = torch.get_rng_state()
         try:
-            for path, held in module.named_modules(remove_duplicate=False):
-                for slots in (held._parameters, held._buffers):
+            for held in module.modules():
+                both: list[dict[str, Any]] = [held._parameters, held._buffers]
+                for slots in both:
                     undo.append((slots, dict(slots)))
                     slots.update({key: self.same(t) for key, t in slots.items() if t is not None})
-                for key, tensor in held._buffers.items():
-                    if tensor is not None:
-                        name = f"{path}.{key}" if path else key
-                        self.buffers.setdefault(tensor.untyped_storage()._cdata, name)
                 plain = {k: v for k, v in held.__dict__.items() if isinstance(v, torch.Tensor) and v.is_meta}
                 undo.append((held.__dict__, plain))
                 held.__dict__.update({key: self.same(tensor) for key, tensor in plain.items()})

@@ -1,0 +1,133 @@
+"""What a graph starts from: parameters, buffers, constants and inputs, each tensor object once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import InputKind, InputSpec
+
+from ..errors import CaptureError
+from .aliases import Handle, View
+from .captured import InputLeaf
+from .draft import Draft, Place, Ref
+from .finish import identifier
+from .normal import Call, write
+from .schema import fact_of
+from .trace import Trace
+
+
+@dataclass(slots=True)
+class Leaves:
+    """What the graph starts from: parameters, buffers, constants, inputs."""
+
+    module: nn.Module
+    traced: Trace
+    draft: Draft
+    parameters: dict[str, list[str]] = field(default_factory=dict)  # value -> keys
+    trainable: dict[str, bool] = field(default_factory=dict)
+    buffers: dict[str, Handle] = field(default_factory=dict)  # key -> handle
+    buffer_start: dict[str, str] = field(default_factory=dict)  # key -> value at the start
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)  # by value
+    owned_parameters: dict[str, Handle] = field(default_factory=dict)  # by key
+    input_handles: list[Handle] = field(default_factory=list)
+    inputs: list[InputLeaf] = field(default_factory=list)
+    wishes: dict[str, str] = field(default_factory=dict)
+
+    def placeholders(self, given: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+        """A handle or a literal for each placeholder of the exported program."""
+        owned = self._module_tensors()
+        user = iter(zip(given, paths, strict=True))
+        specs = self.traced.program.graph_signature.input_specs
+        nodes = [node for node in self.traced.program.graph.nodes if node.op == "placeholder"]
+        found: list[Any] = [None] * len(specs)
+        by_storage: dict[int, Handle] = {}
+        for index, (spec, node) in enumerate(zip(specs, nodes, strict=True)):
+            if spec.kind is InputKind.USER_INPUT:
+                found[index] = self._input(*next(user))
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                found[index] = owned[str(spec.target)]
+            elif spec.kind is not InputKind.CONSTANT_TENSOR:
+                kind = spec.kind.name.lower().replace("_", " ")
+                raise CaptureError(f"the model holds a {kind} ({spec.target}), which a graph can't say")
+            if isinstance(found[index], Handle):
+                found[index].storage = node.meta["val"].untyped_storage()._cdata
+                by_storage[found[index].storage] = found[index]
+        for index, spec in enumerate(specs):
+            if spec.kind is InputKind.CONSTANT_TENSOR:
+                found[index] = self._constant(spec, by_storage)
+        return found
+
+    def check_writes(self) -> None:
+        """Buffers may change in a step; parameters may not, and a caller's tensors are left alone."""
+        for key, handle in self.owned_parameters.items():
+            if handle.version:
+                raise CaptureError(
+                    f"the forward of {type(self.module).__name__} writes to the parameter {key}; make it a buffer "
+                    "(register_buffer) if the forward has to change it, or change it in the training loop"
+                )
+        for leaf, handle in zip([leaf for leaf in self.inputs if leaf.value], self.input_handles, strict=True):
+            if handle.version:
+                self.draft.notes.append(
+                    f"the model changes its argument {leaf.path} in place; the graph leaves it alone"
+                )
+
+    def _module_tensors(self) -> dict[str, Handle]:
+        """A handle under every key of the module, one for each tensor object."""
+        handles: dict[int, Handle] = {}
+        owned: dict[str, Handle] = {}
+        for key, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in handles:
+                handle = handles[id(parameter)] = Handle(self.draft.value(fact_of(parameter)))
+                self.wishes[handle.name] = identifier(key)
+                self.trainable[handle.name] = parameter.requires_grad
+            owned[key] = self.owned_parameters[key] = handles[id(parameter)]
+            self.parameters.setdefault(owned[key].name, []).append(key)
+        for key, buffer in self.module.named_buffers(remove_duplicate=False):
+            if id(buffer) not in handles:
+                handle = handles[id(buffer)] = Handle(self.draft.value(fact_of(buffer)))
+                self.wishes[handle.name] = identifier(key)
+            owned[key] = handles[id(buffer)]
+            self.buffers[key] = owned[key]
+            self.buffer_start[key] = owned[key].name
+        return owned
+
+    def _constant(self, spec: InputSpec, by_storage: Mapping[int, Handle]) -> Handle:
+        tensor = self.traced.program.constants[str(spec.target)]
+        base = by_storage.get(tensor.untyped_storage()._cdata)
+        if base is not None:
+            return self._data_of(base)
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                f"the model reads a tensor ({spec.target}) that has no values and is no parameter or buffer; "
+                "register it as a buffer, or build the model on a real device"
+            )
+        handle = Handle(self.draft.value(fact_of(tensor)))
+        self.wishes[handle.name] = identifier(str(spec.target))
+        self.constants[handle.name] = tensor
+        return handle
+
+    def _data_of(self, base: Handle) -> Handle:
+        """What `tensor.data` is: the same memory, without gradient."""
+
+        def take(parent: str) -> list[str]:
+            arguments = {"self": Ref(parent)}
+            fact = self.draft.facts[parent]
+            return write(Call(self.draft, "aten.detach.default", arguments, [fact], Place()))
+
+        return Handle(take(base.read())[0], base, View(take, "aten.detach.default", {}), storage=base.storage)
+
+    def _input(self, leaf: Any, path: str) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            self.inputs.append(InputLeaf(path=path, literal=leaf))
+            return leaf
+        fact = fact_of(leaf)
+        handle = Handle(self.draft.value(fact))
+        self.wishes[handle.name] = identifier(path)
+        self.input_handles.append(handle)
+        self.inputs.append(InputLeaf(path=path, value=handle.name, shape=fact.shape, dtype=fact.dtype))
+        return handle
