@@ -85,10 +85,11 @@ def stack(x: Tensor, dim: int, cut: Cut, parts: int) -> Tensor:
     _expect(x, dim, cut.elements, cut)
     if dim == 0 and cut.simple(parts) and cut.even(parts):
         return torch.unflatten(x.contiguous(), 0, (parts, cut.local(parts, 0)))
+    if cut.even(parts):
+        return _stack_even(x, dim, cut, parts)
     shape = list(x.shape)
     shape[dim] = cut.local(parts, 0)
-    even = cut.even(parts)
-    out = x.new_empty((parts, *shape)) if even else x.new_zeros((parts, *shape))
+    out = x.new_zeros((parts, *shape))
     for index in range(parts):
         length = cut.local(parts, index)
         slot = out[index].narrow(dim, 0, length)
@@ -98,6 +99,19 @@ def stack(x: Tensor, dim: int, cut: Cut, parts: int) -> Tensor:
     return out
 
 
+def _stack_even(x: Tensor, dim: int, cut: Cut, parts: int) -> Tensor:
+    """Equal pieces are one more dim: [.., repeat, outer, parts, width, ..], no loop over parts."""
+    rows = torch.unflatten(x, dim, (cut.repeat, cut.elements // cut.repeat))
+    sections, at = [], 0
+    for block in cut.blocks:
+        section = rows.narrow(dim + 1, at, block.elements) if len(cut.blocks) > 1 else rows
+        runs = torch.unflatten(section, dim + 1, (block.outer, parts, block.size // parts * block.inner))
+        sections.append(runs.movedim(dim + 2, 0).flatten(dim + 2, dim + 3))
+        at += block.elements
+    row = sections[0] if len(sections) == 1 else torch.cat(sections, dim + 2)
+    return row.flatten(dim + 1, dim + 2).contiguous()
+
+
 def unstack(stacked: Tensor, dim: int, cut: Cut) -> Tensor:
     """The whole tensor from [parts, *piece] with padded pieces: the inverse of `stack`."""
     parts = stacked.shape[0]
@@ -105,6 +119,10 @@ def unstack(stacked: Tensor, dim: int, cut: Cut) -> Tensor:
     if dim == 0 and cut.simple(parts):
         # pieces follow each other, and only the last ones are short
         return stacked.flatten(0, 1).narrow(0, 0, cut.elements)
+    if len(cut.blocks) == 1 and cut.even(parts):
+        block = cut.blocks[0]
+        runs = torch.unflatten(stacked, dim + 1, (cut.repeat * block.outer, block.size // parts * block.inner))
+        return runs.movedim(0, dim + 1).flatten(dim, dim + 2)
     pieces = [piece.narrow(dim, 0, cut.local(parts, index)) for index, piece in enumerate(stacked.unbind(0))]
     return join(pieces, dim, cut)
 

@@ -170,7 +170,6 @@ class _SplitClasses(torch.autograd.Function):
         known = target.masked_fill(~valid, 0)
         torch._assert_async(((known >= 0) & (known < cut.elements)).all(), f"a target is not in {cut.elements} classes")
         place, own = blocks.locate(known, cut, group.size, group.index)
-        own &= valid
         top = x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
         top = all_reduce(top, group, "max")
         z = x - top.unsqueeze(-1)
