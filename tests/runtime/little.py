@@ -37,7 +37,7 @@ def helds_of(mesh: Mesh, level: int = 0) -> list[Held]:
             shape=shape,
             dtype=torch.float64,
             layout=layout,
-            zero=zero if trainable else (),
+            zero=zero if trainable or level == 3 else (),
             trainable=trainable,
         )
 
@@ -108,7 +108,7 @@ class Pieces:
             y = comm.fan_in(h @ p["w2"].t(), tp) + p["bias"] * p["frozen"]
             loss = F.cross_entropy(y @ p["embed"].t(), target, reduction="sum") / BATCH
             # the decay is whole on dp, and its gradient must enter the sum over dp once
-            return loss + DECAY * (p["bias"].square().sum() if dp.index == 0 else p["bias"].sum() * 0)
+            return loss + DECAY * comm.gradient_on_first(p["bias"], dp).square().sum()
 
     def whole(self, parameter) -> torch.Tensor:
         return gather(parameter.data, parameter.held, self.groups)
