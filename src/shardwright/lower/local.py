@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
-from ..layout import Layout
+from ..layout import Cut, Layout
 from .program import Program, sizes_of
 
 Localizer = Callable[[Program, Op], "Op | tuple[Op, ...]"]
@@ -207,10 +207,19 @@ def batch_norm(program: Program, op: Op) -> Op:
 
 @local("native_dropout", "dropout")
 def dropout(program: Program, op: Op) -> Op:
-    layout = program.layouts[op.outputs[0]]
-    axes = _in_mesh_order(program, cut_axes(layout))
-    return replace(op, target="runtime.dropout").with_arguments(
-        key=op.name, axes=axes, shape=program.values[op.outputs[0]].shape, cuts=layout.cuts
-    )
+    """Masks are drawn by the op's key and the coordinates on the axes that split the value."""
+    splits = _splits(program.layouts[op.outputs[0]])
+    return replace(op, target="runtime.dropout").with_arguments(op_key=op.name, splits=splits)
 
 
+@local("scaled_dot_product_attention")
+def attention(program: Program, op: Op) -> Op:
+    if not op.argument("dropout_p", 0.0):
+        return op
+    splits = _splits(program.layouts[op.outputs[0]])
+    return replace(op, target="runtime.attention").with_arguments(op_key=op.name, splits=splits)
+
+
+def _splits(layout: Layout) -> tuple[tuple[int, Cut], ...]:
+    """(dim, cut) for every cut, major to minor."""
+    return tuple((dim, cut) for dim, cuts in enumerate(layout.cuts) for cut in cuts)

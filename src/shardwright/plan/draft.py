@@ -142,13 +142,10 @@ class Draft:
     def _fan(self, axis: Axis) -> None:
         """Ops that depend on parameters only may hand gradients back in parts: the parameter's own sync sums them."""
         values = self.graph.values
-        lean = {p.value for p in self.graph.parameters}
-        lean |= {b.value for b in self.graph.buffers} | {i.value for i in self.graph.inputs}
-        lean = {name for name in lean if self.graph.parameter_of(name) or not values[name].gradient}
+        lean = {p.value for p in self.graph.parameters} | set(self.facts.constants)
         able: list[Op] = []
         for op in self.graph.ops:
-            fed = all(name in lean or not values[name].gradient for name in op.inputs)
-            if fed and any(values[name].gradient for name in op.outputs):
+            if all(name in lean for name in op.inputs) and any(values[name].gradient for name in op.outputs):
                 lean.update(op.outputs)
                 able.append(op)
         sinks = set(self.graph.sinks())

@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from ..cost import flops
+from ..cost import flops, is_product
 from ..errors import PlanError
 from ..ir import Graph
 from ..layout import Axis
@@ -38,8 +38,8 @@ def tp(draft: Draft, axis: Axis) -> None:
     taken: set[str] = set()
     for atom in rank_atoms(draft, axis):
         fresh = [(op, role) for op, role in draft.facts.by_atom[atom] if op.name not in taken]
-        if sum(flops(draft.signature(op)) for op, _ in fresh) < 0.5 * _work(draft, atom):
-            continue
+        if sum(flops(draft.signature(op)) for op, _ in fresh) < 0.3 * _work(draft, atom):
+            continue  # what is left of this atom's ops is not worth its communication
         for op, role in fresh:
             if all(name in draft.facts.constants for name in op.outputs):
                 continue
@@ -54,7 +54,8 @@ def sp(draft: Draft, axis: Axis) -> None:
     tp(draft, axis)
     sequence = sequence_atoms(draft, axis)
     for op in draft.ops:
-        role = draft.role_among(op, axis, sequence) if draft.chosen(op, axis) is None else None
+        free = draft.chosen(op, axis) is None and any(draft.graph.values[name].gradient for name in op.outputs)
+        role = draft.role_among(op, axis, sequence) if free else None
         if role is not None:
             draft.split(op, axis, role)
 
@@ -105,12 +106,16 @@ def _work(draft: Draft, atom: int) -> float:
 def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
     """Atoms of trainable or frozen weights that the axis can share, best arithmetic per byte moved first."""
     facts, values = draft.facts, draft.graph.values
-    owned: set[int] = set()
+    owned: dict[int, int] = {}
     for parameter in draft.graph.parameters:
         for dim in facts.dims[parameter.value]:
-            owned.update(facts.atoms.splittable(dim))
+            for atom in facts.atoms.splittable(dim):
+                owned[atom] = owned.get(atom, 0) + values[parameter.value].elements
+    everything = sum(values[parameter.value].elements for parameter in draft.graph.parameters)
+    multiplied = {atom for atom in owned if any(is_product(draft.signature(op)) for op, _ in facts.by_atom.get(atom, ()))}
+    worth = {atom for atom, held in owned.items() if atom in multiplied or held > 0.1 * everything}
     found: list[tuple[float, int, int]] = []
-    for order, atom in enumerate(sorted(owned & set(facts.by_atom))):
+    for order, atom in enumerate(sorted(worth & set(facts.by_atom))):
         if facts.atoms.size[atom] < axis.size or atom in facts.batch:
             continue
         split = {op.name for op, _ in facts.by_atom[atom]}

@@ -223,3 +223,13 @@ def triangle(call: Call) -> Rule:
     return parse(f"{' '.join(names)} ~1 -> {' '.join(names)}")
 
 
+
+
+@rule("broadcast_tensors")
+def broadcast_tensors(call: Call) -> Rule:
+    names = named(call.outputs[0].shape)
+    terms = []
+    for value in call.inputs:
+        shown = names[len(names) - len(value.shape) :]
+        terms.append(" ".join(n if s != 1 else "1" for n, s in zip(shown, value.shape, strict=True)))
+    return parse(f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(call.outputs))}")

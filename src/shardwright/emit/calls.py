@@ -1,0 +1,340 @@
+"""How each op prints: as the function or operator that people know, else as `torch.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..ir import Dtype, Op, Slot
+from ..layout import Cut
+from ..lower import Size
+from .sizes import SizeNames
+
+Printer = Callable[["Printing"], str]
+
+OPERATORS = {
+    "add.Tensor": "+", "add.Scalar": "+", "sub.Tensor": "-", "sub.Scalar": "-", "mul.Tensor": "*", "mul.Scalar": "*",
+    "div.Tensor": "/", "div.Scalar": "/", "pow.Tensor_Scalar": "**", "pow.Tensor_Tensor": "**", "matmul.default": "@",
+    "mm.default": "@", "eq.Scalar": "==", "eq.Tensor": "==", "ne.Scalar": "!=", "ne.Tensor": "!=", "lt.Scalar": "<",
+    "lt.Tensor": "<", "le.Scalar": "<=", "le.Tensor": "<=", "gt.Scalar": ">", "gt.Tensor": ">", "ge.Scalar": ">=",
+    "ge.Tensor": ">=", "bitwise_and.Tensor": "&", "bitwise_or.Tensor": "|", "logical_and.default": "&",
+    "__and__.Tensor": "&", "__or__.Tensor": "|", "bmm.default": "@",
+}  # fmt: skip
+METHODS = (
+    "relu tanh sigmoid exp log sqrt rsqrt neg abs cos sin erf contiguous detach t reciprocal square "
+    "floor ceil round sign clone"
+).split()
+
+
+class Printing:
+    """An op with the names of its inputs, ready to be printed."""
+
+    def __init__(self, op: Op, names: Mapping[int, str], sizes: SizeNames) -> None:
+        self.op, self.names, self.sizes = op, names, sizes
+
+    def __getitem__(self, name: str) -> str:
+        return self.show(self.op.argument(name))
+
+    def has(self, name: str) -> bool:
+        return self.op.argument(name) is not None
+
+    def literal(self, name: str, default: Any = None) -> Any:
+        return self.op.argument(name, default)
+
+    def show(self, value: Any) -> str:
+        if isinstance(value, Slot):
+            return self.names[value.index]
+        if isinstance(value, Size):
+            return self.sizes.text(value)
+        if isinstance(value, Dtype):
+            return f"torch.{value}"
+        if isinstance(value, Cut):
+            return show_cut(value)
+        if isinstance(value, tuple):
+            inner = ", ".join(self.show(held) for held in value)
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, float) and value in (float("inf"), float("-inf")):
+            return f'float("{value}")'
+        if isinstance(value, float) and value != value:
+            return 'float("nan")'
+        return repr(value)
+
+    def listed(self, name: str) -> str:
+        """A list argument without its brackets."""
+        value = self.op.argument(name)
+        return ", ".join(self.show(held) for held in value) if isinstance(value, tuple) else self.show(value)
+
+    def options(self, *names: str) -> str:
+        """Keyword arguments that were given, each after a comma."""
+        return "".join(f", {name}={self[name]}" for name in names if self.has(name))
+
+    def first(self) -> str:
+        return self.show(self.op.arguments[0][1])
+
+
+def show_cut(cut: Cut) -> str:
+    """A cut as generated code says it: cut("tp"), cut("tp", 3, 8, 32), cut("tp", (1, 4, 8), (1, 2, 8))."""
+    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in cut.blocks]
+    if len(cut.blocks) == 1:
+        (block,) = cut.blocks
+        blocks = [str(block.outer), str(block.size), str(block.inner)]
+    repeat = f", repeat={cut.repeat}" if cut.repeat != 1 else ""
+    return f'cut("{cut.axis}", {", ".join(blocks)}{repeat})'
+
+
+def plain(cut: Cut | None, parts: int) -> bool:
+    """Whether a cut is the even contiguous one, which needs no words."""
+    return cut is None or (cut.simple(parts) and cut.blocks[0].size == parts)
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    return "self." + "_".join(axes)
+
+
+def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> str:
+    """The right-hand side of an op's line."""
+    printing = Printing(op, names, sizes)
+    if op.target.startswith("comm."):
+        return _converter(printing, parts)
+    if op.target.startswith("call."):
+        return f"{op.target.removeprefix('call.').replace('.', '_')}({', '.join(printing.show(v) for _, v in op.arguments)})"
+    name = op.target.removeprefix("aten.")
+    if name in OPERATORS:
+        return _operator(printing, OPERATORS[name])
+    base = name.rsplit(".", 1)[0]
+    if op.target in PRINTERS or base in PRINTERS:
+        return PRINTERS.get(op.target, PRINTERS.get(base, _fallback))(printing)
+    if base in METHODS and len(op.arguments) == 1:
+        return f"{bracketed(printing.first())}.{base}()"
+    return _fallback(printing)
+
+
+def bracketed(text: str) -> str:
+    return f"({text})" if " " in text and not text.endswith(")") else text
+
+
+def _operator(p: Printing, sign: str) -> str:
+    left = p.first()
+    right = p["other"] if p.has("other") else p["exponent"] if p.has("exponent") else p["mat2"]
+    alpha = p.literal("alpha", 1)
+    if alpha != 1:
+        right = f"{alpha} * {right}"
+    return f"{left} {sign} {right}"
+
+
+def _fallback(p: Printing) -> str:
+    arguments = list(p.op.arguments)
+    shown = [p.show(arguments[0][1])] if arguments else []
+    shown += [f"{name}={p.show(value)}" for name, value in arguments[1:]]
+    return f"torch.ops.{p.op.target}({', '.join(shown)})"
+
+
+def _converter(p: Printing, parts: Mapping[str, int]) -> str:
+    kind = p.op.target.removeprefix("comm.")
+    axes: tuple[str, ...] = p.literal("axes")
+    group, x = axes_text(axes), p.names[0]
+    if kind == "exchange":
+        cuts = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
+        extra = "".join(f", {key}={show_cut(cut)}" for key, cut in cuts if not plain(cut, parts[axes[0]]))
+        return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
+    if kind == "reduce":
+        return f"comm.reduce({x}, {group}, {p['op']})"
+    if p.literal("dim") is None:
+        return f"comm.{kind}({x}, {group})"
+    cut = p.literal("cut")
+    extra = "" if plain(cut, parts[axes[0]]) else f", {show_cut(cut)}"
+    return f"comm.{kind}({x}, {p['dim']}, {group}{extra})"
+
+
+def _view(p: Printing) -> str:
+    key = "size" if p.has("size") else "shape"
+    method = {"_unsafe_view": "view"}.get(p.op.target.split(".")[1], p.op.target.split(".")[1])
+    return f"{p.first()}.{method}({p.listed(key) or '()'})"
+
+
+def _dims_method(name: str, *keys: str) -> Printer:
+    def show(p: Printing) -> str:
+        shown = [p.listed(key) for key in keys if p.has(key)]
+        return f"{p.first()}.{name}({', '.join(shown)})"
+
+    return show
+
+
+def _reduction(name: str) -> Printer:
+    def show(p: Printing) -> str:
+        dims = p.literal("dim")
+        shown = [] if dims in (None, ()) else [p.show(dims if not isinstance(dims, tuple) or len(dims) > 1 else dims[0])]
+        shown += [f"keepdim={p['keepdim']}"] if p.literal("keepdim") else []
+        shown += [f"dtype={p['dtype']}"] if p.has("dtype") else []
+        return f"{bracketed(p.first())}.{name}({', '.join(shown)})"
+
+    return show
+
+
+def _functional(name: str, *keys: str, options: tuple[str, ...] = ()) -> Printer:
+    def show(p: Printing) -> str:
+        shown = [p[key] for key in keys if p.has(key)]
+        return f"F.{name}({', '.join(shown)}{p.options(*options)})"
+
+    return show
+
+
+REDUCTIONS = {0: '"none"', 1: '"mean"', 2: '"sum"'}
+
+
+def _loss(name: str, *options: str) -> Printer:
+    def show(p: Printing) -> str:
+        reduction = p.literal("reduction", 1)
+        extra = f", reduction={REDUCTIONS[reduction]}" if reduction != 1 else ""
+        return f"F.{name}({p['self']}, {p['target']}{p.options(*options)}{extra})"
+
+    return show
+
+
+def _cross_entropy(p: Printing) -> str:
+    reduction = p.literal("reduction", 1)
+    rows, classes = p.literal("rows"), p.literal("classes")
+    shown = [p["self"], p["target"]]
+    if rows:
+        shown.append(f"rows={axes_text(rows)}")
+    if classes:
+        shown += [f"classes={axes_text(classes)}", f"cut={p['cut']}", f"size={p['size']}"]
+    if p.has("weight"):
+        shown.append(f"weight={p['weight']}")
+    if p.literal("ignore_index", -100) != -100:
+        shown.append(f"ignore_index={p['ignore_index']}")
+    if reduction != 1:
+        shown.append(f"reduction={REDUCTIONS[reduction]}")
+    if p.literal("label_smoothing", 0.0):
+        shown.append(f"label_smoothing={p['label_smoothing']}")
+    where = "runtime" if p.op.target.startswith("runtime.") else "F"
+    return f"{where}.{'nll_loss' if 'nll' in p.op.target else 'cross_entropy'}({', '.join(shown)})"
+
+
+def _attention(p: Printing) -> str:
+    causal = ", is_causal=True" if p.literal("is_causal") else ""
+    gqa = ", enable_gqa=True" if p.literal("enable_gqa") else ""
+    drop = f", dropout_p={p['dropout_p']}" if p.literal("dropout_p") else ""
+    return (
+        f"F.scaled_dot_product_attention({p['query']}, {p['key']}, {p['value']}"
+        f"{p.options('attn_mask', 'scale')}{drop}{causal}{gqa})"
+    )
+
+
+def _slice(p: Printing) -> str:
+    dim = p.literal("dim", 0)
+    step = p.literal("step", 1)
+    start, end = p.literal("start"), p.literal("end")
+    low = "" if start in (None, 0) else p.show(start)
+    high = "" if end is None or (isinstance(end, int) and end > 1 << 60) else p.show(end)
+    span = f"{low}:{high}" + (f":{step}" if step != 1 else "")
+    if dim < 0:
+        return f"{p.first()}[..., {span}{', :' * (-dim - 1)}]"
+    return f"{p.first()}[{':, ' * dim}{span}]"
+
+
+def _select(p: Printing) -> str:
+    dim, index = p.literal("dim", 0), p["index"]
+    if isinstance(dim, int) and dim >= 0:
+        return f"{p.first()}[{':, ' * dim}{index}]"
+    return f"{p.first()}.select({dim}, {index})"
+
+
+def _split(p: Printing) -> str:
+    key = "split_size" if p.has("split_size") else "split_sizes"
+    size = p[key] if key == "split_size" else f"({p.listed(key)})"
+    return f"{p.first()}.split({size}, {p.literal('dim', 0)})"
+
+
+def _conv(p: Printing) -> str:
+    stride = p.literal("stride", ())
+    dims = len(stride) if isinstance(stride, tuple) and stride else 2
+    transposed = "transpose" in p.op.target or p.literal("transposed", False)
+    name = f"conv{'_transpose' if transposed else ''}{dims}d"
+    if p.op.target.startswith("aten.conv") and p.op.target.split(".")[1] != "convolution":
+        name = p.op.target.split(".")[1]
+    bias = f", {p['bias']}" if p.has("bias") else ""
+    extra = p.options("stride", "padding", "dilation", "groups")
+    if transposed and p.has("output_padding"):
+        extra += p.options("output_padding")
+    return f"F.{name}({p['input']}, {p['weight']}{bias}{extra})"
+
+
+def _embedding(p: Printing) -> str:
+    padding = p.literal("padding_idx", -1)
+    extra = f", padding_idx={padding}" if padding is not None and padding >= 0 else ""
+    if p.op.target.startswith("runtime."):
+        return (
+            f"runtime.embedding_rows({p['indices']}, {p['weight']}, {axes_text(p.literal('axes'))}, {p['cut']}, "
+            f"rows={p['rows']}{extra})"
+        )
+    return f"F.embedding({p['indices']}, {p['weight']}{extra})"
+
+
+def _batch_norm(p: Printing) -> str:
+    axes = p.literal("axes")
+    group = axes_text(axes) if axes else "None"
+    return (
+        f"runtime.batch_norm({p['input']}, {p['weight']}, {p['bias']}, {p['running_mean']}, {p['running_var']}, "
+        f"momentum={p['momentum']}, eps={p['eps']}, group={group})"
+    )
+
+
+def _splits(p: Printing) -> str:
+    splits: tuple[tuple[int, Cut], ...] = p.literal("splits")
+    shown = ", ".join(f"({dim}, {axes_text((cut.axis,))}, {show_cut(cut)})" for dim, cut in splits)
+    return f", splits=[{shown}]" if splits else ""
+
+
+def _dropout(p: Printing) -> str:
+    return f"self.random.dropout({p.first()}, {p['p']}, {p['op_key']}{_splits(p)})"
+
+
+def _keyed_attention(p: Printing) -> str:
+    mask = p["attn_mask"] if p.has("attn_mask") else "None"
+    return (
+        f"self.random.attention({p['query']}, {p['key']}, {p['value']}, {mask}, {p['dropout_p']}, "
+        f"{bool(p.literal('is_causal'))}, {p['scale']}, {bool(p.literal('enable_gqa'))}, op={p['op_key']}{_splits(p)})"
+    )
+
+
+def _cast(p: Printing) -> str:
+    return f"{bracketed(p.first())}.to({p['dtype']})"
+
+
+def _where(p: Printing) -> str:
+    return f"torch.where({p['condition']}, {p['self']}, {p['other']})"
+
+
+def _layer_norm(p: Printing) -> str:
+    shown = [p["input"], p["normalized_shape"]] + [p[key] for key in ("weight", "bias") if p.has(key)]
+    return f"F.layer_norm({', '.join(shown)}{p.options('eps')})"
+
+
+def _listed_call(name: str) -> Printer:
+    def show(p: Printing) -> str:
+        return f"torch.{name}([{p.listed('tensors')}], {p.literal('dim', 0)})"
+
+    return show
+
+
+PRINTERS: dict[str, Printer] = {
+    "view": _view, "reshape": _view, "_unsafe_view": _view, "expand": _view,
+    "transpose": _dims_method("transpose", "dim0", "dim1"), "permute": _dims_method("permute", "dims"),
+    "unsqueeze": _dims_method("unsqueeze", "dim"), "squeeze": _dims_method("squeeze", "dim"),
+    "unbind": _dims_method("unbind", "dim"), "chunk": _dims_method("chunk", "chunks", "dim"),
+    "sum": _reduction("sum"), "mean": _reduction("mean"), "linear": _functional("linear", "input", "weight", "bias"),
+    "addmm": lambda p: f"torch.addmm({p['self']}, {p['mat1']}, {p['mat2']}{p.options('beta', 'alpha')})",
+    "gelu": _functional("gelu", "self", options=("approximate",)), "silu": _functional("silu", "self"),
+    "softmax": _functional("softmax", "self", "dim", options=("dtype",)), "_softmax": _functional("softmax", "self", "dim"),
+    "log_softmax": _functional("log_softmax", "self", "dim", options=("dtype",)),
+    "layer_norm": _layer_norm, "embedding": _embedding, "runtime.embedding_rows": _embedding,
+    "cross_entropy_loss": _cross_entropy, "runtime.cross_entropy": _cross_entropy, "runtime.nll_loss": _cross_entropy,
+    "mse_loss": _loss("mse_loss"), "l1_loss": _loss("l1_loss"), "scaled_dot_product_attention": _attention,
+    "slice": _slice, "select": _select, "split": _split, "split_with_sizes": _split, "convolution": _conv,
+    "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
+    "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention, "_to_copy": _cast, "where": _where,
+    "cat": _listed_call("cat"), "stack": _listed_call("stack"),
+    "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",
+}  # fmt: skip
+

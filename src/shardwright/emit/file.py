@@ -1,0 +1,444 @@
+"""The generated file: head, sizes, pieces, and a class whose methods are the model's layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..ir import Op
+from ..layout import FANNED
+from ..lower import Holding, Program
+from ..lower.program import sizes_of
+from .calls import call_text, plain, show_cut
+from .layers import Folder, Invoke, Item, Loop, Method, layer_of
+from .names import Names
+from .sizes import SizeNames
+
+SAID = {
+    "fan_in": "sums {x} over {axes}",
+    "fan_out": "backward sums d{x} over {axes}",
+    "fan_in_out": "sums {x} over {axes}, and d{x} in backward",
+    "gather": "all of {x} over {axes}",
+    "gather_sum": "all of {x} over {axes}; backward sums d{x} and keeps this rank's share",
+    "take": "this rank's share over {axes}",
+    "take_pad": "this rank's share over {axes}",
+    "reduce_scatter": "sums {x} over {axes} and keeps this rank's share",
+    "pad": "zeros where other ranks of {axes} have their share",
+    "exchange": "all_to_all over {axes}",
+    "on_first": "counted once over {axes}",
+    "gradient_on_first": "its gradient is counted once over {axes}",
+    "reduce": "over {axes}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """A generated file, before it is written."""
+
+    name: str
+    text: str
+    class_name: str
+    inputs: tuple[str, ...]
+
+
+def emit(program: Program) -> Emitted:
+    """The text of the program; the same for every rank."""
+    writer = Writer(program)
+    text = "\n".join(writer.file()) + "\n"
+    return Emitted(name=f"{program.graph.entry}.py", text=text, class_name=writer.class_name, inputs=writer.inputs)
+
+
+def unit_of(key: str) -> str:
+    """The gather unit of a parameter: the layer it is in, or "" outside of layers."""
+    found = layer_of(key)
+    return "" if found is None else f"{found[0]}.{found[1]}" if found[0] else str(found[1])
+
+
+class Writer:
+    """Writes one file."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.sizes = SizeNames(program)
+        self.parts = program.mesh.sizes
+        self.class_name = re.sub(r"\W", "", program.graph.name) or "Model"
+        self.paths: dict[str, str] = {holding.value: holding.key for holding in program.holdings}
+        self.paths |= {buffer.value: buffer.key for buffer in program.graph.buffers}
+        self.holdings = {holding.value: holding for holding in program.holdings}
+        self.fixed: dict[str, str] = {}  # constants: value -> attribute
+        self.inputs = tuple(f"in_{at}" for at in range(len(program.graph.inputs)))
+        self.zero3 = any(level == 3 for holding in program.holdings for _, level in holding.zero)
+        self.units: dict[str, None] = {}
+
+    def file(self) -> Iterator[str]:
+        folder = Folder(self.program, self.sizes)
+        items = folder.fold()
+        for op in self.program.body:  # name sizes in the order in which a reader meets them
+            for name in op.outputs[:1]:
+                self.shape(name)
+        constants = list(self.constants())
+        forward = list(self.forward(items))
+        methods = [list(self.method(method)) for method in folder.methods]
+        ragged = list(self.sizes.ragged_definitions())
+        yield from self.head()
+        yield from self.pieces()
+        yield ""
+        yield ""
+        yield f"class {self.class_name}(Stage):"
+        if ragged:
+            yield "    def sizes(self):  # that differ between ranks"
+            yield from (f"        self.{name} = {text}" for name, text in ragged)
+            yield ""
+        if constants:
+            yield from constants
+            yield ""
+        for lines in methods:
+            yield from lines
+            yield ""
+        yield from forward
+
+    def head(self) -> Iterator[str]:
+        program, graph = self.program, self.program.graph
+        held = sum(_local_elements(h, self.parts) * _bytes(h.dtype) for h in program.holdings)
+        kind = {"train": "training"}.get(graph.entry, graph.entry)
+        yield f'"""{graph.name}, {kind}. Generated from plan {program.plan_name}: edit the plan, not this file.'
+        yield ""
+        yield f"mesh       {program.mesh}"
+        yield f"plan       {program.plan_policy}"
+        yield f"holds      {held / 2**20:.1f} MiB of parameters a rank"
+        yield '"""'
+        yield ""
+        yield "import torch"
+        yield "import torch.nn.functional as F"
+        yield ""
+        yield "from shardwright import runtime"
+        yield "from shardwright.runtime import Piece, Stage, comm, cut, share"
+        yield from self.imports()
+        yield ""
+        yield f"MESH = {{{', '.join(f'{a.name!r}: {a.size}' for a in program.mesh.axes)}}}".replace("'", '"')
+        yield f"GROUPS = [{', '.join(repr('_'.join(axes)) for axes in self.groups())}]".replace("'", '"')
+        yield ""
+        definitions = list(self.sizes.definitions())
+        if definitions:
+            yield "# Sizes. Capital: whole; small: this rank's share."
+            yield from definitions
+            yield ""
+
+    def imports(self) -> Iterator[str]:
+        calls = sorted({op.target.removeprefix("call.") for op in self.program.body if op.target.startswith("call.")})
+        for path in calls:
+            yield f'{path.replace(".", "_")} = runtime.find("{path}")'
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The sets of axes that the program talks over."""
+        found: set[tuple[str, ...]] = {(axis.name,) for axis in self.program.mesh.axes}
+        for op in self.program.ops:
+            for key in ("axes", "rows", "classes"):
+                axes = op.argument(key)
+                if isinstance(axes, tuple) and axes:
+                    found.add(axes)
+        for holding in self.program.holdings:
+            sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == FANNED)
+            if sums:
+                found.add(sums)
+        return sorted(found)
+
+    def pieces(self) -> Iterator[str]:
+        yield f"PIECES = {{  # key in {self.class_name}.state_dict() -> how it is held"
+        rows: dict[str, str] = {}
+        for holding in self.program.holdings:
+            for key in holding.keys:
+                rows[key] = self.piece(holding)
+        for key, text in _starred(rows).items():
+            yield f'    "{key}": {text},'
+        yield "}"
+        if self.zero3:
+            yield f"UNITS = [{', '.join(_ranges(list(self.units)))}]  # in the order in which they are gathered"
+
+    def piece(self, holding: Holding) -> str:
+        shown = [f"shape={_tuple(holding.shape)}"]
+        cuts = []
+        for dim, held in enumerate(holding.layout.cuts):
+            said = [f'cut("{c.axis}")' if plain(c, self.parts[c.axis]) else show_cut(c) for c in held]
+            if said:
+                cuts.append(f"{dim}: {said[0] if len(said) == 1 else '(' + ', '.join(said) + ')'}")
+        if cuts:
+            shown.append(f"cuts={{{', '.join(cuts)}}}")
+        sums = [name for name in self.program.mesh.names if holding.layout.placement(name) == FANNED]
+        if sums:
+            shown.append(f"sums=({', '.join(repr(name) for name in sums)},)".replace("'", '"'))
+        if holding.zero:
+            shown.append(f"zero={{{', '.join(f'{axis!r}: {level}' for axis, level in holding.zero)}}}".replace("'", '"'))
+        if not holding.trainable:
+            shown.append("frozen=True")
+        if len(holding.keys) > 1:
+            shown.append(f'tied="{holding.keys[0]}"')
+        return f"Piece({', '.join(shown)})"
+
+    def constants(self) -> Iterator[str]:
+        """Constants are computed when the file is loaded; those that the body reads become attributes."""
+        program = self.program
+        if not program.constants:
+            return
+        read = {name for op in program.body for name in op.inputs} | program.needed()
+        outputs = [name for op in program.constants for name in op.outputs if name in read]
+        names = Names(program.constants, outputs, self.sizes.used)
+        lines: list[str] = []
+        for at, op in enumerate(program.constants):
+            lines.append("        " + self.line(op, names, at, None))
+        yield "    def constants(self):  # what depends on no input and no parameter, computed once"
+        yield from lines
+        used: set[str] = set()
+        for name in outputs:
+            word = names.words[name]
+            while word in used or word in self.sizes.used or word in self.program.mesh.names:
+                word += "_"
+            used.add(word)
+            self.fixed[name] = f"self.fixed.{word}"
+            yield f"        self.fixed.{word} = {names.words[name]}"
+
+    def forward(self, items: Sequence[Item]) -> Iterator[str]:
+        program, graph = self.program, self.program.graph
+        outputs = [name for name in (*program.outputs, *(name for _, name in program.updates)) if name is not None]
+        names = Names(items, outputs, self.sizes.used)
+        words = []
+        for held in graph.inputs:
+            words.append(names.bind(held.value, -1))
+        self.inputs = tuple(words)
+        yield f"    def forward(self{''.join(', ' + word for word in words)}):{self.said_inputs()}"
+        yield from self.body(items, names, None)
+        for key, name in program.updates:
+            yield f'        self.update("{key}", {self.ref(name, names, None)})'
+        shown = [self.ref(name, names, None) for name in program.outputs if name is not None]
+        yield f"        return {', '.join(shown)}{',' if len(shown) == 1 else ''}" if shown else "        return ()"
+
+    def said_inputs(self) -> str:
+        shapes = [f"{held.path} {self.shape(held.value)}" for held in self.program.graph.inputs]
+        return f"  # {', '.join(shapes)}" if shapes else ""
+
+    def method(self, method: Method) -> Iterator[str]:
+        names = Names(method.items, method.outputs, self.sizes.used)
+        words = [names.bind(name, -1) for name in method.inputs]
+        at = ", at" if method.lead is not None else ""
+        said = ", ".join(f"{word} {self.shape(name)}" for word, name in zip(words, method.inputs, strict=True))
+        yield f"    def {method.name}(self{at}{''.join(', ' + word for word in words)}):" + (f"  # {said}" if said else "")
+        yield from self.body(method.items, names, method.lead)
+        yield f"        return {', '.join(names.words[name] for name in method.outputs)}"
+
+    def body(self, items: Sequence[Item], names: Names, lead: str | None) -> Iterator[str]:
+        opened: dict[str, int] = self.last_units(items) if self.zero3 else {}
+        is_open: set[str] = set()
+        context, source = "", ""
+        for at, item in enumerate(items):
+            for unit in self.units_of(item):
+                if unit in opened and unit not in is_open:
+                    is_open.add(unit)
+                    self.units.setdefault(unit)
+                    yield f"        self.open({self.unit_text(unit, lead)})"
+            if isinstance(item, Op):
+                wanted = self.context(item)
+                if wanted and wanted != context:
+                    yield f"        with {wanted}:"
+                context = wanted
+                said = str(item.source) if item.source else ""
+                pad = "            " if wanted else "        "
+                yield pad + self.line(item, names, at, lead, "" if said == source else said)
+                source = said
+            elif isinstance(item, Invoke):
+                context, source = "", ""
+                yield "        " + self.invoke(item, names, at, lead)
+            else:
+                context, source = "", ""
+                yield from self.loop(item, names, at)
+            for unit in [unit for unit, final in opened.items() if final == at and unit in is_open and unit]:
+                yield f"        self.close({self.unit_text(unit, lead)})"
+
+    def units_of(self, item: Item) -> list[str]:
+        if not self.zero3 or isinstance(item, Loop):
+            return []
+        ops = [op for op in item.method.items if isinstance(op, Op)] if isinstance(item, Invoke) else [item]
+        if isinstance(item, Invoke):
+            return []
+        held = [self.holdings[name] for op in ops for name in op.inputs if name in self.holdings]
+        return list(dict.fromkeys(unit_of(h.key) for h in held if any(level == 3 for _, level in h.zero)))
+
+    def last_units(self, items: Sequence[Item]) -> dict[str, int]:
+        return {unit: at for at, item in enumerate(items) for unit in self.units_of(item)}
+
+    def unit_text(self, unit: str, lead: str | None) -> str:
+        return "at" if unit == lead else f'"{unit}"'
+
+    def context(self, op: Op) -> str:
+        if op.no_grad:
+            return "torch.no_grad()"
+        if op.autocast:
+            device, dtype = op.autocast.split(":")
+            return f'torch.autocast("{device}", torch.{dtype})'
+        return ""
+
+    def line(self, op: Op, names: Names, at: int, lead: str | None, source: str = "") -> str:
+        inputs = {index: self.ref(name, names, lead) for index, name in enumerate(op.inputs)}
+        text = call_text(self.relative(op, lead), inputs, self.sizes, self.parts)
+        words: list[str] = []
+        for name in op.outputs:
+            words.append(names.bind(name, at, words) if name in names.last else "_")
+        comment = self.comment(op, inputs, source)
+        return f"{', '.join(words)} = {text}" + (f"  # {comment}" if comment else "")
+
+    def relative(self, op: Op, lead: str | None) -> Op:
+        """In a layer's method the key of a random op is said relative to the layer."""
+        key = op.argument("op_key")
+        if lead is None or not isinstance(key, str) or not key.startswith(lead):
+            return op
+        return op.with_arguments(op_key=_Raw(f'f"{{at}}{key[len(lead) :]}"'))
+
+    def comment(self, op: Op, inputs: Mapping[int, str], source: str) -> str:
+        if op.target.startswith("comm."):
+            kind = op.target.removeprefix("comm.")
+            return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
+        shape = self.shape(op.outputs[0])
+        partial = [name for name, held in self.program.layouts[op.outputs[0]].rest if str(held).startswith("partial")]
+        return f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"
+
+    def shape(self, name: str) -> str:
+        if name.endswith("@sum"):
+            return "[]"
+        return f"[{', '.join(self.sizes.text(size).replace(' ', '') for size in sizes_of(self.program, name))}]"
+
+    def ref(self, name: str, names: Names, lead: str | None) -> str:
+        if name in self.fixed:
+            return self.fixed[name]
+        if name in self.paths:
+            key = self.paths[name]
+            if lead is not None and key.startswith(lead + "."):
+                return "at" + _path(key[len(lead) + 1 :])
+            return "self" + _path(key)
+        return names.words[name]
+
+    def invoke(self, item: Invoke, names: Names, at: int, lead: str | None) -> str:
+        inputs = [self.ref(name, names, lead) for name in item.inputs]
+        head = ["at"] if item.method.lead is not None and lead is not None else []
+        if item.method.lead is not None and lead is None:
+            head = ["self" + _path(item.method.lead)]
+        words: list[str] = []
+        for name in item.outputs:
+            words.append(names.bind(name, at, words))
+        return f"{', '.join(words)} = runtime.recompute({', '.join([f'self.{item.method.name}', *head, *inputs])})"
+
+    def loop(self, loop: Loop, names: Names, at: int) -> Iterator[str]:
+        carried = dict(loop.carried)
+        words = [self.ref(name, names, None) for name in loop.inputs]
+        finals = dict(loop.finals)
+        kept: list[str] = []
+        for place, name in enumerate(loop.inputs):
+            if place in carried:
+                value = finals.get(carried[place], loop.method.outputs[carried[place]])
+                held = words[place]
+                alive = names.last.get(name, -1) > at or not held.isidentifier()
+                word = names.bind(value, at, kept) if alive else held
+                names.use(value, word)
+                kept.append(word)
+                if word != held:
+                    yield f"        {word} = {held}"
+                words[place] = word
+        results: list[str] = []
+        by_output = {out: words[place] for place, out in loop.carried}
+        lists = {place: self._list_name(loop, place, names) for place, _ in loop.collected}
+        for word in lists.values():
+            yield f"        {word} = []"
+        for place, value in enumerate(loop.method.outputs):
+            if place in by_output:
+                results.append(by_output[place])
+            else:
+                results.append(names.bind(finals.get(place, value), at, [*results, *kept]))
+        span = "" if (loop.first, loop.last + 1) == (0, loop.total) else f"[{loop.first}:{loop.last + 1}]"
+        yield f"        for at in self{_path(loop.path)}{span}:"
+        if self.zero3:
+            for index in range(loop.first, loop.last + 1):
+                self.units.setdefault(f"{loop.path}.{index}" if loop.path else str(index))
+        call = f"self.{loop.method.name}({', '.join(['at', *words])})"
+        if loop.method.recompute:
+            call = f"runtime.recompute({', '.join([f'self.{loop.method.name}', 'at', *words])})"
+        yield f"            {', '.join(results)} = {call}"
+        for place, values in loop.collected:
+            yield f"            {lists[place]}.append({results[place]})"
+            for number, value in enumerate(values):
+                names.words[value] = f"{lists[place]}[{number}]"
+
+    def _list_name(self, loop: Loop, place: int, names: Names) -> str:
+        word = f"every_{names.bind(loop.method.outputs[place], -1)}"
+        while word in names.held or word in names.taken:
+            word += "_"
+        names.taken.add(word)
+        return word
+
+
+class _Raw(str):
+    """Text that prints as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _path(key: str) -> str:
+    """A state-dict key as attribute access."""
+    found = ""
+    for part in key.split("."):
+        if not part:
+            continue
+        found += f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else f'["{part}"]'
+    return found
+
+
+def _tuple(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _local_elements(holding: Holding, sizes: Mapping[str, int]) -> int:
+    local = holding.layout.local_shape(holding.shape, sizes, dict.fromkeys(sizes, 0))
+    total = 1
+    for size in local:
+        total *= size
+    for axis, level in holding.zero:
+        total = -(-total // sizes[axis]) if level == 3 else total
+    return total
+
+
+def _bytes(dtype: str) -> int:
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
+
+
+def _starred(rows: Mapping[str, str]) -> dict[str, str]:
+    """Keys that differ only in the layer's number and are held alike, said once."""
+    def star(key: str) -> str:
+        found = layer_of(key)
+        if found is None:
+            return key
+        lead = f"{found[0]}." if found[0] else ""
+        return f"{lead}*{key[len(lead) + len(str(found[1])) :]}"
+
+    held: dict[str, set[str]] = {}
+    for key, text in rows.items():
+        held.setdefault(star(key), set()).add(text)
+    return {star(key) if len(held[star(key)]) == 1 and 'tied="' not in text else key: text for key, text in rows.items()}
+
+
+def _ranges(units: list[str]) -> Iterator[str]:
+    """Unit names, runs of layers said with a range."""
+    at = 0
+    while at < len(units):
+        found = layer_of(units[at])
+        end = at + 1
+        while found and end < len(units) and layer_of(units[end]) == (found[0], found[1] + end - at):
+            end += 1
+        if found and end - at > 2:
+            lead = f"{found[0]}." if found[0] else ""
+            yield f'*(f"{lead}{{i}}" for i in range({found[1]}, {found[1] + end - at}))'
+        else:
+            yield from (f'"{unit}"' for unit in units[at:end])
+        at = end
+
+

@@ -1,0 +1,295 @@
+"""Layers whose text is the same become one method and a loop; recompute regions become methods.
+
+    Item   = Op | Invoke(method, ...) | Loop(method, ...)
+    Method = a run of items with the values that go in and out
+
+A run of ops belongs to a layer by the first number in its module path ("blocks.3.attn").
+Two runs are alike if they do the same, on values and parameters that stand in the same
+places. What a run gets from the run before it is carried, what all runs share is passed,
+what only the outside reads is collected in a list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..ir import Op
+from ..lower import Program, Size
+from .sizes import SizeNames
+
+_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A method of the generated class. `lead` is the layer that its text is written for."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    items: tuple[Item, ...]
+    lead: str | None = None
+    recompute: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Invoke:
+    """A call of a method."""
+
+    method: Method
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A method called for layers `first` to `last` of a list."""
+
+    method: Method
+    path: str
+    first: int
+    last: int
+    total: int
+    inputs: tuple[str, ...]  # of the first call
+    carried: tuple[tuple[int, int], ...]  # (input, output) of the method
+    finals: tuple[tuple[int, str], ...]  # (output, value) that is read after the loop
+    collected: tuple[tuple[int, tuple[str, ...]], ...] = ()  # (output, the value of each layer)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (*(name for _, name in self.finals), *(name for _, names in self.collected for name in names))
+
+
+Item = Op | Invoke | Loop
+
+
+def layer_of(module_path: str) -> tuple[str, int] | None:
+    found = _LAYER.match(module_path)
+    return (found[1] or "", int(found[2])) if found else None
+
+
+@dataclass
+class _Run:
+    path: str
+    index: int
+    ops: list[Op]
+    externals: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    key: Any = None
+    numbers: range = range(0)
+
+    @property
+    def lead(self) -> str:
+        return f"{self.path}.{self.index}" if self.path else str(self.index)
+
+
+class Folder:
+    """Finds the loops of a program."""
+
+    def __init__(self, program: Program, sizes: SizeNames) -> None:
+        self.program, self.sizes = program, sizes
+        self.keys = {holding.value: holding.key for holding in program.holdings}
+        self.keys |= {buffer.value: buffer.key for buffer in program.graph.buffers}
+        self.held = set(self.keys) | {name for op in program.constants for name in op.outputs}
+        self.readers: dict[str, list[int]] = {}
+        for number, op in enumerate(program.body):
+            for name in op.inputs:
+                self.readers.setdefault(name, []).append(number)
+        self.needed = program.needed()
+        self.maker: dict[str, range] = {}  # the numbers of the ops of the run that makes a value
+        self.methods: list[Method] = []
+        self.names: set[str] = {"forward", "constants"}
+        self.totals: dict[str, int] = {}
+        for op in program.body:
+            found = layer_of(op.module_path)
+            if found:
+                self.totals[found[0]] = max(self.totals.get(found[0], 0), found[1] + 1)
+
+    def fold(self) -> tuple[Item, ...]:
+        """The items of `forward`; the methods they call are in `self.methods`, in order."""
+        runs = self._runs()
+        items: list[Item] = []
+        at = 0
+        while at < len(runs):
+            run = runs[at]
+            group = [run]
+            while at + len(group) < len(runs) and self._follows(group[-1], runs[at + len(group)]):
+                group.append(runs[at + len(group)])
+            loop = self._loop(group) if len(group) > 1 else None
+            while loop is None and len(group) > 2:
+                group.pop()
+                loop = self._loop(group)
+            if loop is None:
+                items += self._regions(run.ops, run.lead if run.index >= 0 else None)
+                at += 1
+            else:
+                items.append(loop)
+                at += len(group)
+        return tuple(items)
+
+    def _runs(self) -> list[_Run]:
+        runs: list[_Run] = []
+        for op in self.program.body:
+            path, index = layer_of(op.module_path) or ("", -1)
+            if not runs or (runs[-1].path, runs[-1].index) != (path, index):
+                runs.append(_Run(path, index, []))
+            runs[-1].ops.append(op)
+        number = 0
+        for run in runs:
+            run.numbers = range(number, number + len(run.ops))
+            self.maker.update(dict.fromkeys(self._made(run), run.numbers))
+            self._describe(run, number)
+            number += len(run.ops)
+        return runs
+
+    def _describe(self, run: _Run, start: int) -> None:
+        if run.index < 0:
+            return
+        inside: dict[str, tuple[int, int]] = {}
+        key: list[Any] = []
+        regions: dict[str | None, int] = {}
+        for number, op in enumerate(run.ops):
+            refs: list[Any] = []
+            for name in op.inputs:
+                if name in inside:
+                    refs.append(inside[name])
+                elif name in self.keys and self.keys[name].startswith(run.lead + "."):
+                    refs.append(("at", self.keys[name][len(run.lead) :]))
+                elif name in self.held:
+                    refs.append(("held", name))
+                else:
+                    if name not in run.externals:
+                        run.externals.append(name)
+                    refs.append(("in", run.externals.index(name)))
+            arguments = tuple((k, self._argument(k, v, run)) for k, v in op.arguments)
+            shapes = tuple(
+                (self.program.values[name].shape, self.program.values[name].dtype, self.program.layouts[name])
+                for name in op.outputs
+            )
+            region = regions.setdefault(op.region, len(regions)) if op.region else None
+            key.append((op.target, arguments, tuple(refs), shapes, op.no_grad, op.autocast, region))
+            for index, name in enumerate(op.outputs):
+                inside[name] = (number, index)
+        end = start + len(run.ops)
+        for name in inside:
+            if name in self.needed or any(not start <= reader < end for reader in self.readers.get(name, ())):
+                run.outputs.append(name)
+        run.key = tuple(key)
+
+    def _argument(self, name: str, value: Any, run: _Run) -> Any:
+        if name == "op_key" and isinstance(value, str):
+            return value.removeprefix(run.lead)
+        if isinstance(value, Size):
+            return self.sizes.text(value)
+        if isinstance(value, tuple):
+            return tuple(self._argument("", held, run) for held in value)
+        return value
+
+    def _follows(self, a: _Run, b: _Run) -> bool:
+        return a.path == b.path and a.index >= 0 and b.index == a.index + 1 and a.key == b.key
+
+    def _loop(self, runs: list[_Run]) -> Loop | None:
+        first, last = runs[0], runs[-1]
+        places = [{name: at for at, name in enumerate(self._made(run))} for run in runs]
+        used = sorted({place[name] for run, place in zip(runs, places, strict=True) for name in run.outputs})
+        made = [self._made(run) for run in runs]
+        carried: list[tuple[int, int]] = []
+        for at in range(len(first.externals)):
+            column = [run.externals[at] for run in runs]
+            if len(set(column)) == 1:
+                continue
+            froms = {places[i].get(column[i + 1]) for i in range(len(runs) - 1)}
+            if len(froms) != 1 or None in froms or any(column[i + 1] not in runs[i].outputs for i in range(len(runs) - 1)):
+                return None
+            (place,) = froms
+            assert place is not None
+            carried.append((at, place))
+        finals: list[tuple[int, str]] = []
+        collected: list[tuple[int, tuple[str, ...]]] = []
+        moved = {place for _, place in carried}
+        for place in used:
+            column = [names[place] for names in made]
+            outside = [self._read_outside(name, runs[i + 1] if i + 1 < len(runs) else None) for i, name in enumerate(column)]
+            if any(outside[:-1]):
+                collected.append((place, tuple(column)))
+            elif outside[-1]:
+                finals.append((place, column[-1]))
+        returned = sorted({*moved, *(place for place, _ in finals), *(place for place, _ in collected)})
+        rank = {place: at for at, place in enumerate(returned)}
+        method = self._method(first, tuple(made[0][place] for place in returned))
+        return Loop(
+            method=method, path=first.path, first=first.index, last=last.index, total=self.totals[first.path],
+            inputs=tuple(first.externals), carried=tuple((at, rank[place]) for at, place in carried),
+            finals=tuple((rank[place], name) for place, name in finals),
+            collected=tuple((rank[place], names) for place, names in collected),
+        )  # fmt: skip
+
+    def _made(self, run: _Run) -> list[str]:
+        return [name for op in run.ops for name in op.outputs]
+
+    def _read_outside(self, name: str, following: _Run | None) -> bool:
+        """Whether something other than the next run reads a value."""
+        if name in self.needed:
+            return True
+        made = self.maker[name]
+        for reader in self.readers.get(name, ()):
+            if reader in made or (following is not None and reader in following.numbers):
+                continue
+            return True
+        return False
+
+    def _method(self, run: _Run, outputs: tuple[str, ...]) -> Method:
+        word = run.path.rsplit(".", 1)[-1] or "layer"
+        name = self._free(word[:-1] if word.endswith("s") and len(word) > 2 else f"{word}_layer")
+        regions = {op.region for op in run.ops}
+        whole = len(regions) == 1 and None not in regions
+        items: Sequence[Item] = run.ops if whole else self._regions(run.ops, run.lead)
+        method = Method(
+            name=name, inputs=tuple(run.externals), outputs=outputs, items=tuple(items), lead=run.lead, recompute=whole
+        )
+        self.methods.append(method)
+        return method
+
+    def _free(self, wish: str) -> str:
+        name, number = wish, 2
+        while name in self.names:
+            name, number = f"{wish}_{number}", number + 1
+        self.names.add(name)
+        return name
+
+    def _regions(self, ops: Iterable[Op], lead: str | None) -> list[Item]:
+        """Runs of ops that the user's model recomputes become methods of their own."""
+        items: list[Item] = []
+        pending: list[Op] = []
+        for op in [*ops, None]:
+            if op is not None and op.region is not None and (not pending or pending[0].region == op.region):
+                pending.append(op)
+                continue
+            if pending:
+                items.append(self._region(pending, lead))
+                pending = []
+            if op is not None and op.region is not None:
+                pending = [op]
+            elif op is not None:
+                items.append(op)
+        return items
+
+    def _region(self, ops: list[Op], lead: str | None) -> Invoke:
+        inside = {name for op in ops for name in op.outputs}
+        inputs = dict.fromkeys(n for op in ops for n in op.inputs if n not in inside and n not in self.held)
+        own = {op.name for op in ops}
+        outputs = [
+            name
+            for op in ops
+            for name in op.outputs
+            if name in self.needed or any(self.program.body[r].name not in own for r in self.readers.get(name, ()))
+        ]
+        method = Method(
+            name=self._free("recomputed"), inputs=tuple(inputs), outputs=tuple(outputs), items=tuple(ops), lead=lead,
+            recompute=True,
+        )  # fmt: skip
+        self.methods.append(method)
+        return Invoke(method, tuple(inputs), tuple(outputs))

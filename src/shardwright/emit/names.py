@@ -1,0 +1,52 @@
+"""Names for values inside a method: the user's word, bound again once its old meaning is dead."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Iterable, Sequence
+
+from ..lower.program import base_of
+from .layers import Item
+
+RESERVED = {"self", "at", "F", "torch", "comm", "runtime", "cut", "share", "Piece", "Stage", *keyword.kwlist, *dir(builtins)}
+_SUFFIX = re.compile(r"(_\d+)+$")
+
+
+def wish(value: str) -> str:
+    """The word that a value would like to be called."""
+    word = _SUFFIX.sub("", base_of(value)) or "x"
+    word = re.sub(r"\W", "_", word)
+    return word if word.isidentifier() else f"v_{word}"
+
+
+class Names:
+    """Hands out names along a list of items."""
+
+    def __init__(self, items: Sequence[Item], outputs: Iterable[str], taken: Iterable[str]) -> None:
+        self.taken = RESERVED | set(taken)
+        self.last: dict[str, int] = {}
+        for at, item in enumerate(items):
+            for name in item.inputs:
+                self.last[name] = at
+        for name in outputs:
+            self.last[name] = len(items)
+        self.held: dict[str, str] = {}  # word -> the value it stands for now
+        self.words: dict[str, str] = {}
+
+    def bind(self, value: str, at: int, keep: Iterable[str] = ()) -> str:
+        """A word for a value made by item `at`; words of values that die there may be used again."""
+        word, number = wish(value), 1
+        kept = set(keep)
+        while word in self.taken or word in kept or (word in self.held and self.last.get(self.held[word], -1) > at):
+            word, number = f"{wish(value)}_{number}", number + 1
+        self.held[word] = value
+        self.words[value] = word
+        return word
+
+    def use(self, value: str, word: str) -> None:
+        self.held[word] = value
+        self.words[value] = word
+
+

@@ -1,0 +1,130 @@
+"""Names for sizes: B, S, D for whole ones, b, s, d for this rank's share.
+
+An atom gets its letter from what it is in the model (batch, sequence, heads, ...), atoms of
+the same kind and size share a name, so that equal layers have equal text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..lower import Factor, Program, Size
+from ..rules import Analysis
+
+SPARE = "NKLPQUWXYZ"
+
+
+def kinds(facts: Analysis) -> dict[int, str]:
+    """A letter for every atom that means something."""
+    found: dict[int, str] = {}
+
+    def mark(dim: tuple[int, ...], letter: str) -> None:
+        for atom in facts.atoms.expand(dim):
+            found.setdefault(atom, letter)
+
+    mark(facts.batch_dim, "B")
+    for signature in facts.signatures.values():
+        kind = signature.op.target.split(".")[1]
+        labels = signature.labels
+        if "attention" in kind:
+            for label, letter in (("g", "H"), ("r", "R"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
+                if label in labels:
+                    mark(labels[label], letter)
+        elif kind == "embedding":
+            mark(labels.get("v", ()), "V")
+            mark(labels.get("d", ()), "D")
+    for held in facts.graph.inputs:
+        dims = facts.dims[held.value]
+        if len(dims) == 2 and not facts.graph.values[held.value].floating:
+            mark(dims[1], "S")
+    for signature in facts.signatures.values():
+        kind = signature.op.target.split(".")[1]
+        if "norm" in kind and signature.rule is not None and "batch" not in kind:
+            mark(facts.dims[signature.op.outputs[0]][-1], "D")
+        if "conv" in kind:
+            for label in ("c", "o"):
+                mark(signature.labels.get(label, ()), "C")
+        if kind in ("linear", "mm"):
+            mark(signature.labels.get("n", ()), "M")
+    return found
+
+
+class SizeNames:
+    """Hands out names as sizes are printed, and remembers them for the head of the file."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.kinds = kinds(program.facts)
+        self.whole: dict[tuple[str, int], str] = {}
+        self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
+        self.uneven: dict[str, Factor] = {}
+        self.used: set[str] = set()
+
+    def text(self, size: Size) -> str:
+        return " + ".join(self._product(section) for section in size.sections)
+
+    def atom(self, size: Size) -> str:
+        """The same, in brackets where it stands in a product."""
+        text = self.text(size)
+        return f"({text})" if " + " in text else text
+
+    def _product(self, section: tuple[Factor, ...]) -> str:
+        shown = [self._factor(factor) for factor in section if factor.size != 1]
+        return " * ".join(shown) or "1"
+
+    def _factor(self, factor: Factor) -> str:
+        if not factor.axes and (factor.atom is None or factor.atom not in self.kinds):
+            return str(factor.size)
+        letter = self.kinds.get(factor.atom, "N") if factor.atom is not None else "N"
+        whole = self._whole_name(letter, factor.size)
+        if not factor.axes:
+            return whole
+        key = (letter, factor.size, factor.axes)
+        if key not in self.local:
+            self.local[key] = self._free(whole.lower())
+            if self._ragged(factor):
+                self.uneven[self.local[key]] = factor
+        name = self.local[key]
+        return f"self.{name}" if name in self.uneven else name
+
+    def _ragged(self, factor: Factor) -> bool:
+        held = factor.size
+        for axis in factor.axes:
+            parts = self.program.mesh.axis(axis).size
+            if held % parts:
+                return True
+            held //= parts
+        return False
+
+    def _whole_name(self, letter: str, size: int) -> str:
+        key = (letter, size)
+        if key not in self.whole:
+            self.whole[key] = self._free(letter)
+        return self.whole[key]
+
+    def _free(self, wish: str) -> str:
+        name, number = wish, 2
+        while name in self.used:
+            name, number = f"{wish}{number}", number + 1
+        self.used.add(name)
+        return name
+
+    def definitions(self) -> Iterator[str]:
+        """The lines at the head of the file."""
+        for (letter, size), name in self.whole.items():
+            yield f"{name} = {size}"
+            for (kind, whole, axes), local in self.local.items():
+                if (kind, whole) == (letter, size) and local not in self.uneven:
+                    held = size
+                    for axis in axes:
+                        held //= self.program.mesh.axis(axis).size
+                    yield f"{local} = {held}  # {name} / {' / '.join(axes)}"
+
+    def ragged_definitions(self) -> Iterator[tuple[str, str]]:
+        """Sizes that differ between ranks: the name, and how it is found when the program is loaded."""
+        for name, factor in self.uneven.items():
+            letter = self.kinds.get(factor.atom, "N") if factor.atom is not None else "N"
+            text = self.whole[letter, factor.size]
+            for axis in factor.axes:
+                text = f"share({text}, self.{axis})"
+            yield name, text
