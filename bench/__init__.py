@@ -1,0 +1,1 @@
+"""Benchmarks: ratios against peers, taken in one interleaved run. `make bench`."""
