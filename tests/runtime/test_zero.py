@@ -288,7 +288,7 @@ def test_a_backward_that_raised_leaves_no_trace():
 
 
 def test_an_order_with_unknown_units_is_refused():
-    with pytest.raises(LayoutError, match="blocks.7"):
+    with pytest.raises(LayoutError, match=r"blocks\.7"):
         Zero3({}, None, ["blocks.7"])
 
 

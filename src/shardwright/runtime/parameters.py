@@ -51,6 +51,7 @@ class ShardParameter(torch.nn.Parameter):
     shard: ShardParameter | None
     owner: ShardParameter | None
     slot: Slot | None
+    cut_state: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
 
     def __new__(
         cls, data: Tensor, held: Held, groups: Groups | None, layout: Layout | None = None, requires_grad: bool = True
@@ -59,7 +60,7 @@ class ShardParameter(torch.nn.Parameter):
         made.held = held
         made.spread = layout if layout is not None else held.layout
         made.groups = groups
-        made.shard = made.owner = made.slot = None
+        made.shard = made.owner = made.slot = made.cut_state = None
         return made
 
     @classmethod

@@ -1,0 +1,295 @@
+"""The user's optimizer, kept as the object it is, working on pieces.
+
+`adopt` puts the pieces in the places of the original parameters, in the same param groups,
+so that schedulers made before or after, hooks and `zero_grad` go on as they did. Then it
+depends on what the optimizer's update needs to see:
+
+    update of an element needs    optimizers                   what step does
+    --------------------------    --------------------------   ------------------------------------
+    that element                  SGD, Adam, AdamW, ..         runs on pieces
+    its whole tensor              Adafactor, Muon              gathers, steps and cuts, one tensor at a time
+    maybe everything              LBFGS, any unknown class     gathers all, steps once, cuts
+
+Under ZeRO levels 1 and 2 the param groups hold the `shard` of each parameter, a view on the
+rows that this rank owns, and a hook after step gathers the updated rows into the parameters.
+
+An unknown class is taken for one that needs everything: that is always right, and says in a
+warning what it costs and how to declare it elementwise (`elementwise = True` on the class).
+State that has the parameter's shape is kept cut like the parameter, whatever the kind.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import _device_has_foreach_support
+
+from .holding import coordinates, gather, scatter, zero_axes
+from .packing import Pack
+from .parameters import ShardParameter, Untouched
+
+Sees = Literal["element", "tensor", "everything"]
+
+ELEMENTWISE = frozenset(
+    f"{name}.step"
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+)
+PER_TENSOR = frozenset({"Adafactor.step", "Muon.step"})
+EVERYTHING = frozenset({"LBFGS.step"})
+
+
+def sees(optimizer: Optimizer) -> Sees:
+    """What an update looks at, judged by whose `step` runs; a subclass with its own `step` is unknown."""
+    declared = getattr(optimizer, "elementwise", None)
+    if declared is not None:
+        return "element" if declared else "everything"
+    step = type(optimizer).step
+    name = step.__qualname__ if step.__module__.startswith("torch.optim.") else ""
+    if name in ELEMENTWISE:
+        return "element"
+    if name in PER_TENSOR:
+        return "tensor"
+    if name not in EVERYTHING:
+        kind = type(optimizer).__name__
+        warnings.warn(
+            f"shardwright does not know the optimizer {kind}: every step gathers all its parameters and gradients "
+            f"whole on every rank. If an update needs only the same element of parameter, gradient and state, set "
+            f"{kind}.elementwise = True before parallelize, and it runs on the pieces.",
+            stacklevel=3,
+        )
+    return "everything"
+
+
+def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | None]) -> None:
+    """Make an optimizer work on the pieces that replace its parameters (None: not held on this rank)."""
+    kind = sees(optimizer)
+    placed: set[int] = set()
+    for group in optimizer.param_groups:
+        leaves: list[Any] = []
+        for old in group["params"]:
+            new = replaced.get(old, old)
+            state = optimizer.state.pop(old, None)
+            if new is None:
+                continue
+            leaf = leaf_of(new)
+            if id(leaf) in placed:  # tied weights are one parameter
+                continue
+            placed.add(id(leaf))
+            leaves.append(leaf)
+            if state is not None:
+                optimizer.state[leaf] = _cut_state(state, leaf)
+        group["params"][:] = leaves  # in place: LBFGS keeps the list itself
+        _keep_foreach(group, leaves)
+    if kind != "element":
+        _step_gathered(optimizer, one_at_a_time=kind == "tensor")
+    else:
+        owners = [p.owner for g in optimizer.param_groups for p in g["params"] if getattr(p, "owner", None) is not None]
+        if owners:
+            refresh = Refresh(owners)
+            optimizer.register_step_post_hook(lambda optimizer, args, kwargs: refresh())
+
+
+def leaf_of(parameter: Tensor) -> Tensor:
+    """What the optimizer updates for a parameter of the model: its shard, if it has one."""
+    shard = getattr(parameter, "shard", None)
+    return parameter if shard is None else shard
+
+
+def _keep_foreach(group: dict[str, Any], leaves: Sequence[Tensor]) -> None:
+    """torch picks its fast foreach path by the exact type of parameters; ours can use it too."""
+    if group.get("foreach", True) is None and not group.get("fused") and leaves:
+        device = leaves[0].device
+        if device.type != "cpu" and _device_has_foreach_support(device):
+            group["foreach"] = True
+
+
+# -- ZeRO 1 and 2: after the update of the own rows -----------------------------------------
+
+
+class Refresh:
+    """Brings the rows that other ranks updated into the parameters, one collective for each pack."""
+
+    def __init__(self, parameters: Sequence[ShardParameter], pack_mb: float = 25.0) -> None:
+        kinds: dict[tuple[tuple[str, ...], torch.dtype], list[list[ShardParameter]]] = defaultdict(list)
+        room: dict[tuple[tuple[str, ...], torch.dtype], float] = {}
+        for parameter in parameters:
+            assert parameter.groups is not None
+            key = (zero_axes(parameter.held, parameter.groups.mesh.sizes), parameter.held.dtype)
+            if not kinds[key] or room[key] < 0:
+                kinds[key].append([])
+                room[key] = pack_mb * 2**20
+            kinds[key][-1].append(parameter)
+            with Untouched():
+                room[key] -= parameter.numel() * parameter.element_size()
+        self._packs = [(held, self._pack(held, axes), axes) for (axes, _), every in kinds.items() for held in every]
+
+    @staticmethod
+    def _pack(parameters: Sequence[ShardParameter], axes: tuple[str, ...]) -> Pack:
+        groups = parameters[0].groups
+        assert groups is not None
+        return Pack([p.held for p in parameters], axes, groups.mesh.sizes, coordinates(groups))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        with Untouched():
+            waiting = []
+            for parameters, pack, axes in self._packs:
+                groups = parameters[0].groups
+                assert groups is not None
+                row = parameters[0].new_empty(pack.width)
+                for number, parameter in enumerate(parameters):
+                    assert parameter.shard is not None
+                    pack.own(row, number, groups[axes].index).copy_(parameter.shard)
+                flat = row.new_empty(pack.parts * pack.width)
+                work = dist.all_gather_single(flat, row, group=groups[axes].process_group, async_op=True)
+                waiting.append((parameters, pack, flat, work))
+            for parameters, pack, flat, work in waiting:
+                if work is not None:
+                    work.wait()
+                for number, parameter in enumerate(parameters):
+                    pack.take(pack.rows(flat), number, parameter)
+
+
+# -- optimizers that must see whole tensors ---------------------------------------------------
+
+
+def _step_gathered(optimizer: Optimizer, one_at_a_time: bool) -> None:
+    """Put a step around the optimizer's own that shows it whole tensors.
+
+    It is a bound method and carries over what a scheduler marked the inner one with, so that
+    schedulers see nothing odd.
+    """
+    inner = optimizer.step
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if one_at_a_time:
+            return _step_each(self, inner, closure)
+        with _whole(self, self.param_groups) as shown:
+            return inner() if closure is None else inner(_on_pieces(self, shown, closure))
+
+    step.__dict__.update(getattr(inner, "__dict__", {}))
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _step_each(optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    groups = optimizer.param_groups
+    before = [list(group["params"]) for group in groups]
+    try:
+        for group, leaves in zip(groups, before, strict=True):
+            optimizer.param_groups = [group]
+            for leaf in leaves:
+                if leaf.grad is not None:
+                    group["params"][:] = [leaf]
+                    with _whole(optimizer, [group]):
+                        inner()
+    finally:
+        optimizer.param_groups = groups
+        for group, leaves in zip(groups, before, strict=True):
+            group["params"][:] = leaves
+    return loss
+
+
+@contextmanager
+def _whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[list[tuple[Any, Tensor]]]:
+    """Within this the param groups hold whole parameters with whole gradients and state."""
+    shown: list[tuple[Any, Tensor]] = []
+    before = [list(group["params"]) for group in groups]
+    for group in groups:
+        whole = [_gathered(leaf) for leaf in group["params"]]
+        shown += zip(group["params"], whole, strict=True)
+        group["params"][:] = whole
+    for leaf, full in shown:
+        if leaf in optimizer.state and leaf is not full:
+            optimizer.state[full] = _gather_state(optimizer.state.pop(leaf), leaf)
+    try:
+        yield shown
+    finally:
+        _write_back(shown)
+        for leaf, full in shown:
+            if full in optimizer.state and leaf is not full:
+                optimizer.state[leaf] = _cut_state(optimizer.state.pop(full), leaf)
+        for group, leaves in zip(groups, before, strict=True):
+            group["params"][:] = leaves
+
+
+def _gathered(leaf: Any) -> Tensor:
+    """A whole parameter with a whole gradient, or the tensor itself if it is not a piece."""
+    if not isinstance(leaf, ShardParameter) or leaf.groups is None:
+        return leaf  # type: ignore[no-any-return]
+    gradient = leaf.grad
+    with Untouched():
+        full = Parameter(gather(leaf, leaf.held, leaf.groups, leaf.spread), requires_grad=leaf.requires_grad)
+        if gradient is not None:
+            full.grad = gather(gradient, leaf.held, leaf.groups, leaf.spread)
+    return full
+
+
+@torch.no_grad()
+def _write_back(shown: Sequence[tuple[Any, Tensor]]) -> None:
+    """Cut the whole parameters; a shard's owner is written whole, so nothing has to be gathered."""
+    for leaf, full in shown:
+        if isinstance(leaf, ShardParameter) and leaf is not full:
+            target = leaf if leaf.owner is None else leaf.owner
+            with Untouched():
+                target.copy_(_cut(full, target))
+
+
+def _on_pieces(
+    optimizer: Optimizer, shown: Sequence[tuple[Any, Tensor]], closure: Callable[[], Any]
+) -> Callable[[], Any]:
+    """A closure runs the model: it needs pieces that are up to date, also in `zero_grad`; then gradients are gathered."""
+
+    def run() -> Any:
+        _write_back(shown)
+        leaves = {id(full): leaf for leaf, full in shown}
+        before = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"][:] = [leaves[id(full)] for full in group["params"]]
+        with torch.enable_grad():
+            loss = closure()
+        for group, whole in zip(optimizer.param_groups, before, strict=True):
+            group["params"][:] = whole
+        for leaf, full in shown:
+            if leaf is not full:
+                full.grad = _gathered(leaf).grad
+        return loss
+
+    return run
+
+
+def _cut(full: Tensor, leaf: ShardParameter) -> Tensor:
+    assert leaf.groups is not None
+    return scatter(full, leaf.held, leaf.groups.mesh.sizes, coordinates(leaf.groups), leaf.spread)
+
+
+def _cut_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
+    """State as kept: what has the whole parameter's shape is cut as the parameter is."""
+    if not isinstance(leaf, ShardParameter) or not leaf.held.shape:
+        return state
+    fits = {k for k, v in state.items() if isinstance(v, Tensor) and tuple(v.shape) == leaf.held.shape}
+    leaf.cut_state = frozenset(fits)
+    return {key: _cut(value, leaf) if key in fits else value for key, value in state.items()}
+
+
+def _gather_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
+    """The inverse of `_cut_state`. Names decide: by its shape a small factor might pass for a piece on some ranks."""
+    if not isinstance(leaf, ShardParameter) or leaf.groups is None or not leaf.held.shape:
+        return state
+    names = leaf.cut_state
+    if names is None:  # just loaded
+        names = frozenset(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape)
+    return {k: gather(v, leaf.held, leaf.groups, leaf.spread) if k in names else v for k, v in state.items()}
