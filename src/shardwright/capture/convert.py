@@ -36,12 +36,14 @@ MAYBE_VIEWS = frozenset({"reshape", "contiguous", "to", "flatten", "reshape_as",
 class Modes:
     no_grad: bool = False
     autocast: str | None = None
+    cached: bool = False  # inside any autocast region
 
 
 @dataclass(slots=True)
 class Conversion:
     draft: Draft
     kept: Kept
+    parameters: frozenset[str]  # their values: autocast casts each once
     functions: dict[str, Function] = field(default_factory=dict)
     autocast: Autocast = field(default_factory=Autocast)
     _casts: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -86,15 +88,23 @@ class Conversion:
         if name == "wrap_with_autocast":
             device, dtype, enabled, _, inner, *rest = args
             dtype = dtype or torch.get_autocast_dtype(device)
-            self._casts.clear()
             region = f"{device}:{str(dtype).removeprefix('torch.')}" if enabled else None
-            return self.run(inner, rest, replace(modes, autocast=region))
+            if not modes.cached:
+                self._casts.clear()  # autocast forgets its casts when the outermost region ends
+            return self.run(inner, rest, replace(modes, autocast=region, cached=True))
         source = place_of(node.meta, no_grad=False, autocast=None).source
         remedy = "Write it with plain tensor operations (torch.where for a choice)."
         raise unsupported(f"the graph has no way to say {name}", source, remedy)
 
     def _op(self, op: Any, args: Any, kwargs: Any, value: Any, place: Place) -> Any:
         target = target_name(op)
+        if value is not None and not isinstance(value, torch.Tensor | tuple | list):
+            raise unsupported(
+                f"the line takes a number out of a tensor ({target}), and a graph has no numbers in its tensors",
+                place.source,
+                "Keep it a tensor, compute it outside of the model and pass it, or keep the submodule out of the graph "
+                "with sw.opaque(submodule).",
+            )
         raw = {a.name: held for a, held in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
         arguments = named_arguments(op, args, kwargs, lambda held: _read(held, place))
         if op.namespace not in ("aten", "prims"):
@@ -174,14 +184,16 @@ class Conversion:
         return change(tuple(args)), change(dict(kwargs)), place
 
     def _cast_once(self, handle: Handle, dtype: str, place: Place) -> Handle:
-        """A cast that the region has made already is used again, as autocast's cache does."""
+        """The cast of a parameter that the region has made already is used again, as autocast's cache does."""
         name = handle.read()
-        if (name, dtype) not in self._casts:
-            fact = Fact(self.draft.facts[name].shape, dtype)
-            self._casts[name, dtype] = write(
-                Call(self.draft, "aten._to_copy.default", {"self": Ref(name), "dtype": Dtype(dtype)}, [fact], place)
-            )[0]
-        return Handle(self._casts[name, dtype])
+        if (name, dtype) in self._casts:
+            return Handle(self._casts[name, dtype])
+        fact = Fact(self.draft.facts[name].shape, dtype)
+        arguments = {"self": Ref(name), "dtype": Dtype(dtype)}
+        made = write(Call(self.draft, "aten._to_copy.default", arguments, [fact], place))[0]
+        if name in self.parameters:
+            self._casts[name, dtype] = made
+        return Handle(made)
 
     def _call(self, args: Sequence[Any], values: Sequence[torch.Tensor], place: Place) -> list[Handle]:
         """The marker of an autograd function as a call of that function."""

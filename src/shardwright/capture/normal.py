@@ -118,6 +118,21 @@ def _expand(call: Call) -> list[str]:
     return call.emit("aten.expand.default", self=call.first, size=call.fact.shape)
 
 
+@_for("broadcast_tensors", "meshgrid")
+def _broadcast(call: Call) -> list[str]:
+    """One expand for each tensor: values of one op share their gradient flag, these must not."""
+    found = []
+    for index, (ref, fact) in enumerate(zip(call.arguments["tensors"], call.facts, strict=True)):
+        held = call.draft.facts[ref.name]
+        if call.target.startswith("aten.meshgrid"):
+            dim = index if call.arguments.get("indexing", "ij") == "ij" or index > 1 else 1 - index
+            shape = tuple(size if at == dim else 1 for at, size in enumerate(fact.shape))
+            held = Fact(shape, held.dtype)
+            ref = Ref(write(Call(call.draft, "aten.reshape.default", {"self": ref}, [held], call.place))[0])
+        found += write(Call(call.draft, "aten.expand.default", {"self": ref}, [fact], call.place))
+    return found
+
+
 @_for("cat", "concat", "concatenate")
 def _cat(call: Call) -> list[str]:
     """Torch lets an empty tensor of one dim pass in a cat (an HF cache starts as one)."""

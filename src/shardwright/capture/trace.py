@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from .failure import explain
 from .keep import Kept, keeping
 from .signature import register_containers
 from .stand_in import StandIn
+
+_LOUD = ("torch.export._trace", "torch._subclasses.fake_tensor")  # they log what is raised anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +71,12 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|copyreg)(\.|$)")
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(export|_export|fx|_dynamo)(\.|$)")
-        yield
+        loggers = [logging.getLogger(name) for name in _LOUD]
+        before = [logger.disabled for logger in loggers]
+        try:
+            for logger in loggers:
+                logger.disabled = True
+            yield
+        finally:
+            for logger, disabled in zip(loggers, before, strict=True):
+                logger.disabled = disabled

@@ -1,0 +1,138 @@
+"""Writes in place, through views and through .data, end up in the graph as values."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.capture import capture
+from shardwright.errors import CaptureError
+
+from .agreement import agree, ops
+
+
+class Writes(nn.Module):
+    def __init__(self, write: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(x * self.weight)
+
+
+def shift(y: Tensor) -> Tensor:
+    moved = torch.zeros_like(y)
+    moved[:, 1:] = y[:, :-1].clone()
+    moved[:, 0] = 3.0
+    return moved.masked_fill_(moved > 1, 0.5)
+
+
+def through_split(y: Tensor) -> Tensor:
+    y = y.detach().clone()  # torch refuses this write where there is a gradient
+    _, right = y.split([2, 4], 1)
+    right.mul_(2)
+    return y + 1
+
+
+def through_chunk(y: Tensor) -> Tensor:
+    y = y.detach().clone()  # torch refuses this write where there is a gradient
+    y.chunk(4, dim=1)[2].fill_(7.0)  # three chunks of two
+    return y * y
+
+
+def through_unbind(y: Tensor) -> Tensor:
+    y = y.detach().clone()  # torch refuses this write where there is a gradient
+    y.unbind(0)[1].add_(1)
+    return y.sin()
+
+
+def through_transpose_and_view(y: Tensor) -> Tensor:
+    y = y.clone()
+    y.t()[2].neg_()
+    y.view(2, 2, 6).permute(2, 0, 1)[0].mul_(0.5)
+    y.unsqueeze(0).flatten()[3:9:2].zero_()
+    y.diagonal().mul_(5)
+    return y
+
+
+def old_views_see_the_write(y: Tensor) -> Tensor:
+    y = y.clone()
+    row, column = y[1], y[:, 2]
+    row.mul_(3)
+    return column * 2 + y.sum()
+
+
+def copies_do_not(y: Tensor) -> Tensor:
+    copied = y.t().reshape(-1)
+    copied.mul_(2)
+    return y.reshape(-1) + copied
+
+
+def relu_in_place(y: Tensor) -> Tensor:
+    y += 1
+    torch.relu_(y)
+    return y * 2
+
+
+WRITES = [shift, through_split, through_chunk, through_unbind, through_transpose_and_view, old_views_see_the_write]
+WRITES += [copies_do_not, relu_in_place]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_seen_by_everything_that_shares_the_memory(write):
+    captured = agree(Writes(write), torch.randn(4, 6, dtype=torch.float64))
+    assert not [op for op in captured.graph.ops if op.target.split(".")[1].endswith("_")]
+
+
+def test_a_shift_is_a_scatter_into_a_slice():
+    captured = capture(Writes(shift), (torch.randn(4, 6, dtype=torch.float64),))
+    [op] = ops(captured, "slice_scatter")
+    assert (op.argument("dim"), op.argument("start"), op.argument("end")) == (1, 1, 6)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64), persistent=False)
+        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return (x * self.weight - self.mean) * self.weight.data.sum()
+
+
+def test_buffers_written_in_place_or_through_data_have_updates():
+    captured = agree(Counter(), torch.randn(4, 6, dtype=torch.float64))
+    buffers = {buffer.key: buffer for buffer in captured.graph.buffers}
+    assert set(buffers) == {"steps", "mean"}
+    assert buffers["steps"].update is not None
+    assert buffers["mean"].update is not None
+    assert (buffers["steps"].persistent, buffers["mean"].persistent) == (True, False)
+
+
+def test_a_write_to_an_input_is_noted_and_the_result_is_right():
+    class Masks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x[:, 0] = 0
+            return x * 2
+
+    x = torch.ones(2, 3)
+    captured = capture(Masks(), (x,))
+    assert torch.equal(x, torch.ones(2, 3))
+    assert captured.graph.notes == ("the model changes its argument x in place; the graph leaves it alone",)
+
+
+def test_a_write_to_a_parameter_is_refused_by_name():
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.clamp_(0, 1)
+            return x * self.weight
+
+    with pytest.raises(CaptureError, match="writes to the parameter weight"):
+        capture(Clamps(), (torch.ones(3),))

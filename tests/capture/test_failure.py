@@ -1,0 +1,53 @@
+"""A model that can't be captured fails with its line, the reason and a way out."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.capture import capture
+from shardwright.errors import CaptureError
+
+
+class Does(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def branches(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x + 1
+    return x
+
+
+def takes_a_number(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def selects(x: Tensor) -> Tensor:
+    return x[x > 0] * 2
+
+
+def fails(x: Tensor) -> Tensor:
+    return x @ x[:1]
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "words"),
+    [
+        (branches, "if x.sum() > 0:", ["torch.cond", "sw.opaque"]),
+        (takes_a_number, "return x * x.sum().item()", ["number", "sw.opaque"]),
+        (selects, "", ["values of a tensor", "torch.where"]),
+        (fails, "return x @ x[:1]", ["sw.opaque"]),
+    ],
+)
+def test_the_message_names_line_and_remedy(function, line, words):
+    with pytest.raises(CaptureError) as caught:
+        capture(Does(function), (torch.ones(3, 3),))
+    message = str(caught.value)
+    assert f"{__file__}:" in message
+    assert line in message
+    assert [word for word in words if word not in message] == []

@@ -1,0 +1,56 @@
+"""Parameters, buffers and constants: all of them, each once."""
+
+import torch
+from torch import Tensor, nn
+
+from ..models.zoo import ZOO
+from .agreement import agree
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 3, dtype=torch.float64)
+        self.unused = nn.Linear(3, 3, dtype=torch.float64)
+        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("kept", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("lost", torch.ones(3, dtype=torch.float64), persistent=False)
+        self.plain = torch.full((3,), 2.0, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) * self.frozen * self.kept * self.lost * self.plain + torch.tensor([1.0, 2.0, 3.0])
+
+
+def captured():
+    return agree(Holds(), torch.randn(2, 3, dtype=torch.float64))
+
+
+def test_unused_and_frozen_parameters_are_listed():
+    graph = captured().graph
+    assert {held.key: held.trainable for held in graph.parameters} == {
+        "frozen": False, "used.weight": True, "used.bias": True, "unused.weight": True, "unused.bias": True,
+    }  # fmt: skip
+    unused = next(held for held in graph.parameters if held.key == "unused.weight")
+    assert graph.users[unused.value] == ()
+
+
+def test_buffers_and_constants():
+    held = captured()
+    assert {buffer.key: buffer.persistent for buffer in held.graph.buffers} == {
+        "kept": True, "lost": False, "constant.0": False, "constant.1": False,
+    }  # fmt: skip
+    assert sorted(tensor.tolist() for tensor in held.constants.values()) == [[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]]
+
+
+def test_adapters_train_while_the_rest_is_frozen():
+    module, args, kwargs = ZOO["lora"](dtype=torch.float64)
+    graph = agree(module, *args, **kwargs).graph
+    trainable = {held.key for held in graph.parameters if held.trainable}
+    assert trainable == {key for key, held in module.named_parameters() if held.requires_grad}
+    assert trainable < {held.key for held in graph.parameters}
+
+
+def test_an_input_may_have_a_gradient():
+    held = agree(nn.Tanh(), torch.randn(2, 3, dtype=torch.float64).requires_grad_())
+    assert held.graph.values["input"].gradient
+    assert held.graph.values[held.graph.outputs[0].value].gradient
