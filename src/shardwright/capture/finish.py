@@ -106,7 +106,7 @@ def value_names(draft: Draft, fixed: Mapping[str, str]) -> dict[str, str]:
     for index, step in enumerate(draft.steps):
         source = step.place.source
         assigned: tuple[str, ...] = ()
-        if source and last[step.place.owner, source.file, source.line] == index:
+        if source and (last[step.place.owner, source.file, source.line] == index or _ends_line(draft.steps, index)):
             assigned = assignment(source.code)
         for number, name in enumerate(step.outputs):
             wishes[name] = _wish(step, assigned, number)
@@ -121,6 +121,13 @@ def value_names(draft: Draft, fixed: Mapping[str, str]) -> dict[str, str]:
         taken.add(chosen)
         found[name] = chosen
     return found
+
+
+def _ends_line(steps: Sequence[Step], index: int) -> bool:
+    """Whether the next step is on another line (a helper function called twice has two such ends)."""
+    here = steps[index].place
+    after = steps[index + 1].place if index + 1 < len(steps) else None
+    return here.path == here.owner and (after is None or (after.owner, after.source) != (here.owner, here.source))
 
 
 def _wish(step: Step, assigned: tuple[str, ...], number: int) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.fx.proxy import TracerBase
 
 from ..ir import Source
 from .draft import Place
@@ -16,8 +20,27 @@ from .keep import REGION
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
+_START = _OURS + "trace.py"  # whoever is above it in a stack called capture, and is not the model
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n(?!\s*File ")\s*([^\n]*))?')
 _HOUSE = re.compile(r"/transformers/(modeling_utils|utils/|integrations/|modeling_layers|masking_utils|activations)")
+
+
+@contextmanager
+def user_frames() -> Iterator[None]:
+    """Let torch record the user's frames with every node, helper functions included (it keeps only `forward`s)."""
+    tracer: Any = TracerBase
+    original = tracer._filter_traceback_frames
+
+    def keep(_: object, stack: traceback.StackSummary) -> traceback.StackSummary:
+        start = max((at for at, frame in enumerate(stack) if frame.filename == _START), default=-1)
+        frames = [frame for frame in stack[start + 1 :] if not frame.filename.startswith((_TORCH, _OURS, "<"))]
+        return traceback.StackSummary.from_list(frames)
+
+    try:
+        tracer._filter_traceback_frames = keep
+        yield
+    finally:
+        tracer._filter_traceback_frames = original
 
 
 def place_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> Place:

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from .failure import explain
 from .keep import Kept, keeping
+from .places import user_frames
 from .signature import register_containers
 from .stand_in import StandIn
 
@@ -36,7 +37,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     first: BaseException | None = None
     for strict in (False, True):
         stand_in = StandIn()
-        with _quiet(), stand_in.in_place_of(module), keeping() as kept, _containers_known(module, strict):
+        with _quiet(), user_frames(), stand_in.in_place_of(module), keeping() as kept, _known(module, strict):
             fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
             try:
                 program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
@@ -51,7 +52,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 @contextmanager
-def _containers_known(module: nn.Module, strict: bool) -> Iterator[None]:
+def _known(module: nn.Module, strict: bool) -> Iterator[None]:
     """Register the dataclasses that the module returns, at the moment it returns them."""
     if strict:
         yield
