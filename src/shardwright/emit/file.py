@@ -32,6 +32,12 @@ SAID = {
 }
 
 
+RESERVED = frozenset(
+    "fixed held random device updates zero open close update place sizes constants forward".split()
+)
+"""What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
     """A generated file, before it is written."""
@@ -70,6 +76,8 @@ class Writer:
         self.inputs = tuple(f"in_{at}" for at in range(len(program.graph.inputs)))
         self.zero3 = any(level == 3 for holding in program.holdings for _, level in holding.zero)
         self.units: dict[str, None] = {}
+        tops = {key.split(".")[0] for key in self.paths.values()}
+        self.root = "self.held" if tops & {*RESERVED, *program.mesh.names} else "self"
 
     def file(self) -> Iterator[str]:
         folder = Folder(self.program, self.sizes)
@@ -148,8 +156,7 @@ class Writer:
         yield f"PIECES = {{  # key in {self.class_name}.state_dict() -> how it is held"
         rows: dict[str, str] = {}
         for holding in self.program.holdings:
-            for key in holding.keys:
-                rows[key] = self.piece(holding)
+            rows[holding.key] = self.piece(holding)
         for key, text in _starred(rows).items():
             yield f'    "{key}": {text},'
         yield "}"
@@ -172,8 +179,12 @@ class Writer:
             shown.append(f"zero={{{', '.join(f'{axis!r}: {level}' for axis, level in holding.zero)}}}".replace("'", '"'))
         if not holding.trainable:
             shown.append("frozen=True")
+        if holding.dtype != "float32":
+            shown.append(f"dtype=torch.{holding.dtype}")
         if len(holding.keys) > 1:
-            shown.append(f'tied="{holding.keys[0]}"')
+            shown.append("tied=(" + "".join(f'"{key}", ' for key in holding.keys[1:]).rstrip() + ")")
+        if any(level == 3 for _, level in holding.zero) and unit_of(holding.key):
+            shown.append(f'unit="{unit_of(holding.key)}"')
         return f"Piece({', '.join(shown)})"
 
     def constants(self) -> Iterator[str]:
@@ -313,14 +324,14 @@ class Writer:
             key = self.paths[name]
             if lead is not None and key.startswith(lead + "."):
                 return "at" + _path(key[len(lead) + 1 :])
-            return "self" + _path(key)
+            return self.root + _path(key)
         return names.words[name]
 
     def invoke(self, item: Invoke, names: Names, at: int, lead: str | None) -> str:
         inputs = [self.ref(name, names, lead) for name in item.inputs]
         head = ["at"] if item.method.lead is not None and lead is not None else []
         if item.method.lead is not None and lead is None:
-            head = ["self" + _path(item.method.lead)]
+            head = [self.root + _path(item.method.lead)]
         words: list[str] = []
         for name in item.outputs:
             words.append(names.bind(name, at, words))
@@ -353,7 +364,7 @@ class Writer:
             else:
                 results.append(names.bind(finals.get(place, value), at, [*results, *kept]))
         span = "" if (loop.first, loop.last + 1) == (0, loop.total) else f"[{loop.first}:{loop.last + 1}]"
-        yield f"        for at in self{_path(loop.path)}{span}:"
+        yield f"        for at in {self.root}{_path(loop.path)}{span}:"
         if self.zero3:
             for index in range(loop.first, loop.last + 1):
                 self.units.setdefault(f"{loop.path}.{index}" if loop.path else str(index))
@@ -420,10 +431,17 @@ def _starred(rows: Mapping[str, str]) -> dict[str, str]:
         lead = f"{found[0]}." if found[0] else ""
         return f"{lead}*{key[len(lead) + len(str(found[1])) :]}"
 
+    def starred_text(key: str, text: str) -> str:
+        return text.replace(f'unit="{unit_of(key)}"', f'unit="{star(unit_of(key))}"')
+
     held: dict[str, set[str]] = {}
     for key, text in rows.items():
-        held.setdefault(star(key), set()).add(text)
-    return {star(key) if len(held[star(key)]) == 1 and 'tied="' not in text else key: text for key, text in rows.items()}
+        held.setdefault(star(key), set()).add(starred_text(key, text))
+    found: dict[str, str] = {}
+    for key, text in rows.items():
+        alike = len(held[star(key)]) == 1 and "tied=" not in text
+        found[star(key) if alike else key] = starred_text(key, text) if alike else text
+    return found
 
 
 def _ranges(units: list[str]) -> Iterator[str]:

@@ -101,7 +101,7 @@ class Folder:
         self.needed = program.needed()
         self.maker: dict[str, range] = {}  # the numbers of the ops of the run that makes a value
         self.methods: list[Method] = []
-        self.names: set[str] = {"forward", "constants"}
+        self.names: set[str] = {"forward", "constants", "sizes", *(key.split(".")[0] for key in self.keys.values())}
         self.totals: dict[str, int] = {}
         for op in program.body:
             found = layer_of(op.module_path)

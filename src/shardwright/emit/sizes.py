@@ -44,8 +44,8 @@ def kinds(facts: Analysis) -> dict[int, str]:
         if "conv" in kind:
             for label in ("c", "o"):
                 mark(signature.labels.get(label, ()), "C")
-        if kind in ("linear", "mm"):
-            mark(signature.labels.get("n", ()), "M")
+        if kind in ("linear", "mm") and len(facts.atoms.expand(signature.labels.get("n", ()))) == 1:
+            mark(signature.labels["n"], "M")
     return found
 
 

@@ -189,14 +189,14 @@ def _gather_cut(local: Tensor, dim: int, cut: Cut, groups: Groups) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CutText:
-    """A cut as it is written: no blocks means a plain contiguous cut."""
+    """A plain contiguous cut as it is written, before the size of its dim is known."""
 
     axis: str
     blocks: tuple[Block, ...] = ()
     repeat: int = 1
 
 
-def cut(axis: str, *runs: int | tuple[int, int, int], repeat: int = 1) -> CutText:
+def cut(axis: str, *runs: int | tuple[int, int, int], repeat: int = 1) -> Cut | CutText:
     """`cut("tp")`; `cut("tp", 3, 8, 32)` for rows (3 h e); `cut("tp", (1, 32, 64), (2, 8, 64))` for sections."""
     sections: list[tuple[int, int, int]] = [run for run in runs if isinstance(run, tuple)]
     loose = [run for run in runs if isinstance(run, int)]
@@ -204,7 +204,9 @@ def cut(axis: str, *runs: int | tuple[int, int, int], repeat: int = 1) -> CutTex
         if sections or len(loose) != 3:
             raise LayoutError(f"cut({axis!r}, {', '.join(map(str, runs))}): write three numbers, or tuples of three")
         sections = [(loose[0], loose[1], loose[2])]
-    return CutText(axis, tuple(Block(*run) for run in sections), repeat)
+    if not sections:
+        return CutText(axis)
+    return Cut(axis=axis, blocks=tuple(Block(*run) for run in sections), repeat=repeat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +214,7 @@ class Piece:
     """How a parameter is held, as written in the PIECES table of a generated file."""
 
     shape: tuple[int, ...]
-    cuts: Mapping[int, CutText | tuple[CutText, ...]] = field(default_factory=dict)
+    cuts: Mapping[int, Cut | CutText | tuple[Cut | CutText, ...]] = field(default_factory=dict)
     sums: tuple[str, ...] = ()
     zero: Mapping[str, int] = field(default_factory=dict)
     frozen: bool = False

@@ -251,7 +251,7 @@ def _write_back(shown: Sequence[tuple[Any, Tensor]]) -> None:
 def _on_pieces(
     optimizer: Optimizer, shown: Sequence[tuple[Any, Tensor]], closure: Callable[[], Any]
 ) -> Callable[[], Any]:
-    """A closure runs the model: it needs pieces that are up to date, also in `zero_grad`; then gradients are gathered."""
+    """A closure runs the model and `zero_grad`: it needs pieces, up to date; then its gradients are gathered."""
 
     def run() -> Any:
         _write_back(shown)

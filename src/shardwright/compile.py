@@ -1,0 +1,268 @@
+"""From a call to a program that runs: capture, plan, lower, emit, load, for one entry at a time.
+
+`Compiler` is the function that a `ParallelModel` asks for the program of a call. The first
+call decides how parameters are held; later entries (eval, another batch size) are solved
+with that fixed. Generated files lie in a directory by content, so nothing stale is reused.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .capture import Captured, capture
+from .emit import emit
+from .errors import InputError, PlanError
+from .ir import Graph
+from .layout import Layout
+from .lower import Program, lower
+from .lower.place import replica_axes
+from .plan import Plan, draw, read_request
+from .plan.plan import load as load_plan
+from .rules import Analysis, analyse
+from .runtime.gradients import GradientSync
+from .runtime.holding import Held, coordinates, kept_layout, parse, scatter, wanted_groups
+from .runtime.inputs import Mode, rows_of
+from .runtime.model import Entry, Holding, ParallelModel
+from .runtime.optimizer import adopt
+from .runtime.parameters import ShardParameter, make_parameter
+from .runtime.random import Randomness
+from .runtime.stage import load_file, stage_class
+from .runtime.world import Groups, World
+from .runtime.zero import Zero3
+
+PlanLike = str | Path | Plan | Callable[[Graph, int], Plan]
+
+
+def skeleton_of(module: nn.Module) -> nn.Module:
+    """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+def make_plan(graph: Graph, facts: Analysis, wish: PlanLike, world: int, cluster: str = "") -> Plan:
+    """The plan that was asked for, for a graph on `world` devices."""
+    if isinstance(wish, Plan):
+        plan = wish
+    elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
+        plan = load_plan(wish, graph)
+    elif isinstance(wish, str):
+        text, note = _without_planner(graph, world) if wish == "auto" else (wish, "")
+        plan = draw(graph, read_request(text, world), facts, cluster)
+        plan = replace(plan, notes=(*plan.notes, note)) if note else plan
+    else:
+        plan = wish(graph, world)
+    if plan.mesh.size != world:
+        raise PlanError(f"the plan is for {plan.mesh.size} devices ({plan.mesh}), and there are {world} processes")
+    plan.check_against(graph)
+    return plan
+
+
+def _without_planner(graph: Graph, world: int) -> tuple[str, str]:
+    if world == 1:
+        return "single", ""
+    if graph.batch is not None and graph.batch % world == 0:
+        return f"dp={world}", 'plan="auto" chose data parallelism: there is no search yet, and the batch divides'
+    return f"tp={world}", f'plan="auto" chose tensor parallelism: a batch of {graph.batch} does not divide over {world}'
+
+
+class Compiler:
+    """Makes the entries of one model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        wish: PlanLike,
+        mode: Mode,
+        directory: Path,
+        seed: int,
+        promote: bool = False,
+        exact_random: bool = False,
+    ) -> None:
+        self.module: nn.Module | None = module
+        self.skeleton = skeleton_of(module)
+        self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
+        self.directory, self.promote = directory, promote
+        self.random = Randomness(seed=seed, exact=exact_random)
+        self.homes: dict[str, Layout] | None = None
+        self.programs: list[Program] = []
+
+    def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        captured = self._capture(model, args, kwargs)
+        facts = analyse(captured.graph)
+        plan = self._plan(model, captured.graph, facts)
+        program = lower(captured.graph, plan, facts, homes=self.homes, mode="rows" if self.mode == "rows" else "same")
+        path = write(emit(program).text, self.directory, program)
+        name = f"shardwright_generated_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+        module = load_file(path, name)
+        self.programs.append(program)
+        if model._holding is None:
+            self._hold(model, module, program, captured)
+        return self._load(model, module, captured, program, path)
+
+    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        entry = "train" if model.training else "eval"
+        scale = self._replicas() if self.mode == "rows" else 1
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        shown = [_stand_in(leaf, rows, scale) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(shown, spec)
+        number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
+        entry = f"{entry}-{number}" if number else entry
+        return capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote)
+
+    def _replicas(self) -> int:
+        """How many data-parallel groups there will be; "rows" mode needs to know before it captures."""
+        if isinstance(self.wish, Plan):
+            mesh = self.wish.mesh
+            return _product(mesh.sizes[name] for name in replica_axes(self.wish))
+        if isinstance(self.wish, str) and not self.wish.endswith(".json"):
+            text = f"dp={self.world.size}" if self.wish == "auto" and self.world.size > 1 else self.wish
+            request = read_request("single" if text == "auto" else text, self.world.size)
+            return _product(axis.size for policy, axis in request.parts if policy in ("dp", "zero1", "zero2", "zero3"))
+        raise InputError('inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning')
+
+    def _plan(self, model: ParallelModel, graph: Graph, facts: Analysis) -> Plan:
+        if model.plan is None:
+            plan = make_plan(graph, facts, self.wish, self.world.size)
+        else:
+            known: Plan = model.plan
+            more = draw(graph, read_request(known.policy, self.world.size), facts, known.cluster)
+            plan = replace(
+                known, entries={**known.entries, **more.entries}, fingerprints={**known.fingerprints, **more.fingerprints},
+                notes=tuple(dict.fromkeys((*known.notes, *more.notes))),
+            )  # fmt: skip
+        model.plan = plan
+        return plan
+
+    def _hold(self, model: ParallelModel, module: Any, program: Program, captured: Captured) -> None:
+        assert self.module is not None
+        mesh = program.mesh
+        used = _use_order(program)
+        keys = [held.key for held in sorted(program.holdings, key=lambda held: used.get(held.value, len(used)))]
+        held = parse(module.PIECES, mesh, keys)
+        groups = Groups(mesh, [*(tuple(name.split("_")) for name in module.GROUPS), *wanted_groups(held, mesh)])
+        old = dict(self.module.named_parameters(remove_duplicate=False))
+        pieces: dict[str, ShardParameter] = {}
+        replaced: dict[nn.Parameter, ShardParameter | None] = {}
+        for one in held:
+            local = self._piece(old[one.name], one, groups)
+            pieces[one.name] = make_parameter(local, one, groups)
+            replaced.update({old[key]: pieces[one.name] for key in one.keys})
+        buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
+        pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in held]
+        plain = [(one, p) for one, p in pairs if one.trainable and one.level != 3]
+        units: dict[str, list[tuple[Held, nn.Parameter]]] = {}
+        for one, p in pairs:
+            if one.level == 3:
+                units.setdefault(one.unit, []).append((one, p))
+        model.hold(
+            Holding(
+                groups=groups, held=held, parameters=pieces, buffers=buffers,
+                sync=GradientSync(plain, groups) if mesh.size > 1 else None,
+                zero=Zero3(units, groups, [u for u in module.UNITS if u in units]) if units else None,
+                random=self.random, replica_axes=replica_axes(model.plan),
+                persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
+            )  # fmt: skip
+        )
+        self.homes = {one.key: one.layout for one in program.holdings}
+        if self.optimizer is not None:
+            adopt(self.optimizer, replaced)
+        self.module = None  # from here on the pieces are the truth
+
+    def _piece(self, whole: Tensor, held: Held, groups: Groups) -> Tensor:
+        full = self._shared(whole).to(held.dtype)
+        return scatter(full, held, groups.mesh.sizes, coordinates(groups), kept_layout(held, groups.mesh.sizes))
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""
+        if tensor.is_meta:
+            raise InputError("the model has parameters on meta; materialise and initialise them before parallelize")
+        copied = tensor.detach().to(self.world.device, copy=True).contiguous()
+        if self.promote and copied.is_floating_point():
+            copied = copied.double()
+        if dist.is_initialized() and self.world.size > 1:
+            dist.broadcast(copied, 0)
+        return copied
+
+    def _load(self, model: ParallelModel, module: Any, captured: Captured, program: Program, path: Path) -> Entry:
+        holding = model._ready()
+        mesh = program.mesh
+        held = parse(module.PIECES, mesh, [one.key for one in program.holdings])
+        wanted = [*(tuple(name.split("_")) for name in module.GROUPS), *wanted_groups(held, mesh)]
+        stage = stage_class(module)(Groups(mesh, wanted), module.GROUPS, self.world.device, holding.random)
+        stage.zero = holding.zero
+        for one in holding.held:
+            for key in one.keys:
+                stage.place(key, holding.parameters[one.name])
+        for buffer in captured.graph.buffers:
+            constant = captured.constants.get(buffer.value)
+            tensor = holding.buffers[buffer.key] if constant is None else constant.to(self.world.device)
+            stage.place(buffer.key, tensor)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.device(self.world.device):
+            stage.constants()
+        outputs = captured.graph.outputs
+        leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
+        values = captured.graph.values
+        return Entry(
+            stage=stage, path=path, flatten=captured.flatten, unflatten=captured.unflatten,
+            literals=tuple(output.value is None for output in outputs),
+            rows=tuple(name is not None and self.mode == "rows" and any(program.layouts[name].cuts) for name in program.outputs),
+            dtypes=tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
+        )  # fmt: skip
+
+
+def _stand_in(tensor: Tensor, rows: int | None, scale: int) -> Tensor:
+    """A tensor without memory, at global shape."""
+    shape = list(tensor.shape)
+    if scale > 1 and shape and shape[0] == rows:
+        shape[0] *= scale
+    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _use_order(program: Program) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for number, op in enumerate(program.body):
+        for name in op.inputs:
+            found.setdefault(name.split("@")[0], number)
+    return found
+
+
+def _product(numbers: Any) -> int:
+    total = 1
+    for number in numbers:
+        total *= number
+    return total
+
+
+def write(text: str, directory: Path, program: Program) -> Path:
+    """Write a generated file under a name that says what it is; the same content has the same name."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    folder = directory / f"{program.graph.name}-{program.plan_policy.replace('=', '').replace(',', '-')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{program.graph.entry.replace('-', '_')}_{digest}.py"
+    if not path.exists() or path.read_text() != text:
+        draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+        draft.write_text(text)
+        draft.replace(path)
+    return path
+
+

@@ -1,0 +1,120 @@
+"""The public story: one line in a training script.
+
+    model, optimizer = parallelize(model, optimizer)
+
+capture -> graph -> rules -> plan -> lower -> emit -> runtime. Each step is one room of this
+package; `compile.py` walks them for a call, this file is the door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from .capture import capture
+from .compile import Compiler, PlanLike, make_plan, skeleton_of
+from .errors import InputError, PlanError
+from .plan import Plan
+from .rules import analyse
+from .runtime.inputs import Mode
+from .runtime.model import ParallelModel
+from .runtime.world import start
+
+GENERATED = Path(".shardwright")
+
+
+@overload
+def parallelize(model: nn.Module, optimizer: None = None, **options: Any) -> ParallelModel: ...
+
+
+@overload
+def parallelize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> tuple[ParallelModel, torch.optim.Optimizer]: ...
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    example: Any = None,
+    plan: PlanLike = "auto",
+    inputs: Mode = "same",
+    outputs: Literal["all"] = "all",
+    accumulate: int = 1,
+    seed: int = 0,
+    directory: str | Path = GENERATED,
+    timeout: float = 600.0,
+) -> ParallelModel | tuple[ParallelModel, torch.optim.Optimizer]:
+    """Compile a model for all processes of this run.
+
+    example     arguments of a call: a tuple, a dict of keyword arguments, or (args, kwargs). Without
+                it the model is compiled at its first call.
+    plan        "auto", a plan string such as "dp=2,tp=2", a Plan, the path of a plan file, or a
+                function (graph, number of devices) -> Plan.
+    inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
+                group its rows), "gather" (each rank its rows).
+    accumulate  sync gradients at every n-th backward only.
+    directory   where generated code is written.
+
+    Returns the model, or the model and the optimizer if one was given: the same object, now
+    working on the pieces.
+    """
+    if inputs not in ("same", "rows", "gather"):
+        raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
+    if outputs != "all":
+        raise InputError(f'outputs={outputs!r}: only "all" is there, every rank sees the outputs')
+    if accumulate < 1:
+        raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
+    world = start(timeout=timeout)
+    compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed)
+    made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
+    if example is not None:
+        args, kwargs = arguments_of(example)
+        made.prepare(args, kwargs)
+    else:
+        made.wait_with(model)
+    return made if optimizer is None else (made, optimizer)
+
+
+def plan(
+    model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | int = "cpu", entry: str = "train"
+) -> Plan:
+    """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine."""
+    args, kwargs = arguments_of(example)
+    graph = capture(skeleton_of(model), args, kwargs, entry=entry).graph
+    size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
+    return make_plan(graph, analyse(graph), plan, size, str(cluster))
+
+
+def cluster_size(cluster: str, plan: PlanLike) -> int:
+    """How many devices a name such as "8xA100-80GB" or "4x8xH100" stands for; "cpu" is what the plan says."""
+    if isinstance(plan, Plan):
+        return plan.mesh.size
+    total = 1
+    for part in cluster.split("x")[:-1]:
+        if not part.isdigit():
+            raise PlanError(f"the cluster {cluster!r} is not a name such as 8xA100-80GB or 4x8xH100")
+        total *= int(part)
+    if total == 1 and isinstance(plan, str):
+        from .plan import read_request
+
+        return read_request("single" if plan == "auto" else plan).mesh.size if not plan.endswith(".json") else 1
+    return total
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as (args, kwargs)."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, Sequence) and len(example) == 2 and isinstance(example[1], dict) and isinstance(example[0], tuple):
+        return example[0], example[1]
+    if isinstance(example, Sequence):
+        return tuple(example), {}
+    raise InputError(f"example is a {type(example).__name__}; pass a tuple of arguments, a dict, or (args, kwargs)")

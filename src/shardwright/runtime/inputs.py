@@ -1,0 +1,101 @@
+"""What is passed to a compiled model, and what that means: the three input modes.
+
+    mode      every rank passes                     the program starts from
+    -------   -----------------------------------   ------------------------
+    same      the global batch                      the global batch
+    rows      the rows of its data-parallel group   those rows
+    gather    rows of its own                       all rows, gathered
+
+The first step compares hashes of the inputs, because a loop that does not match its mode
+would train on wrong data without a sign.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import InputError
+
+Mode = Literal["same", "rows", "gather"]
+
+
+def digest(tensors: Sequence[Tensor]) -> int:
+    """A number that two lists of tensors share only if they are the same."""
+    held = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        held.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        held.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return int.from_bytes(held.digest(), "big")
+
+
+def everyone(number: int, size: int, device: torch.device) -> list[int]:
+    """The number of every rank."""
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    every = torch.empty(size, dtype=torch.int64, device=device)
+    dist.all_gather_single(every, mine)
+    return [int(held) for held in every.tolist()]
+
+
+def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequence[int]], device: torch.device) -> None:
+    """Refuse inputs that do not fit their mode. `replicas` lists the ranks of each data-parallel group."""
+    if not dist.is_initialized() or not tensors:
+        return
+    size = dist.get_world_size()
+    found = everyone(digest(tensors), size, device)
+    if mode == "same" and len(set(found)) > 1:
+        odd = next(rank for rank in range(size) if found[rank] != found[0])
+        raise InputError(
+            f'inputs="same" means that every rank passes the same global batch, but rank {odd} passes another batch '
+            f'than rank 0; pass the same data everywhere, or say inputs="rows" (each data-parallel group its own rows) '
+            f'or inputs="gather" (each rank its own rows)'
+        )
+    if mode == "rows":
+        for ranks in replicas:
+            if len({found[rank] for rank in ranks}) > 1:
+                raise InputError(
+                    f'inputs="rows" means that the ranks {list(ranks)} pass the same rows, since they hold parts of one '
+                    "replica, but theirs differ; sample by model.data_rank, not by the rank"
+                )
+        if len(replicas) > 1 and len({found[ranks[0]] for ranks in replicas}) == 1:
+            raise InputError(
+                'inputs="rows" means that each data-parallel group passes its own rows, but all groups pass the same; '
+                'use model.data_rank and model.data_size in the sampler, or say inputs="same"'
+            )
+
+
+def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    """All ranks must call with the same shapes."""
+    if not dist.is_initialized():
+        return
+    number = int.from_bytes(hashlib.blake2b(repr(list(shapes)).encode(), digest_size=7).digest(), "big")
+    found = everyone(number, dist.get_world_size(), device)
+    if len(set(found)) > 1:
+        odd = next(rank for rank, held in enumerate(found) if held != found[0])
+        raise InputError(
+            f"rank {odd} passes inputs of other shapes than rank 0; this rank passes {[list(shape) for shape in shapes]}"
+        )
+
+
+def gather_rows(tensor: Tensor, batch: int | None) -> Tensor:
+    """The rows of all ranks, in the order of ranks; what has no rows is passed on."""
+    if not dist.is_initialized() or batch is None or tensor.dim() == 0 or tensor.shape[0] != batch:
+        return tensor
+    size = dist.get_world_size()
+    plain = tensor.detach().contiguous()
+    sent = plain.view(torch.uint8) if plain.dtype == torch.bool else plain
+    every = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+    dist.all_gather_single(every, sent)
+    return every.view(plain.dtype) if plain.dtype == torch.bool else every
+
+
+def rows_of(tensors: Sequence[Tensor]) -> int | None:
+    """The common size of dim 0, if there is one."""
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() > 0}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -1,0 +1,254 @@
+"""The compiled model as the user sees it: a module that works in an ordinary loop.
+
+It holds the pieces under the original names, finds or makes the program for the call at
+hand (training or eval, these arguments, this batch size), runs it, and keeps gradients,
+buffers and random numbers right. Making a program is not its business: it is given a
+function that does (`compile_entry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import InputError
+
+from .gradients import GradientSync
+from .holding import Held
+from .inputs import Mode, check_mode, check_shapes, gather_rows, rows_of
+from .parameters import ShardParameter
+from .random import Randomness
+from .stage import Stage, nested
+from . import comm, state
+from .world import Groups, World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A program that is ready to run, with the way in and out."""
+
+    stage: Stage
+    path: Path
+    flatten: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
+    unflatten: Callable[[Sequence[Tensor | None]], Any]
+    literals: tuple[bool, ...]  # for each output, whether it is a literal
+    rows: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
+    dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
+
+
+@dataclass(kw_only=True)
+class Holding:
+    """What a rank holds: pieces, buffers, and what keeps them right. Made when the model is first compiled."""
+
+    groups: Groups
+    held: list[Held]
+    parameters: dict[str, ShardParameter]  # by first key
+    buffers: dict[str, Tensor]
+    sync: GradientSync | None
+    zero: Any
+    random: Randomness
+    replica_axes: tuple[str, ...]
+    persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
+
+    @property
+    def pairs(self) -> list[tuple[Held, ShardParameter]]:
+        return [(held, self.parameters[held.name]) for held in self.held]
+
+
+class ParallelModel(nn.Module):
+    """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
+
+    plan: Any
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        world: World,
+        compile_entry: Callable[[ParallelModel, tuple[Any, ...], dict[str, Any]], Entry],
+        mode: Mode,
+        accumulate: int,
+    ) -> None:
+        super().__init__()
+        self._around: dict[str, Any] = {"skeleton": skeleton, "compile": compile_entry}
+        self._world, self._mode, self._accumulate = world, mode, accumulate
+        self._entries: dict[Any, Entry] = {}
+        self._holding: Holding | None = None
+        self._checked: set[Any] = set()
+        self._backwards = 0
+        self.plan = None
+        self.training = skeleton.training
+
+    # -- what the user reads -------------------------------------------------------------
+
+    @property
+    def generated(self) -> Path | None:
+        """The newest generated file."""
+        return next(reversed(self._entries.values())).path if self._entries else None
+
+    @property
+    def data_rank(self) -> int:
+        """Which data-parallel group this rank is in: for a sampler that gives each group its rows."""
+        holding = self._ready()
+        place = 0
+        for axis in holding.replica_axes:
+            place = place * holding.groups.mesh.sizes[axis] + holding.groups[axis].index
+        return place
+
+    @property
+    def data_size(self) -> int:
+        """The number of data-parallel groups."""
+        size = 1
+        for axis in self._ready().replica_axes:
+            size *= self._ready().groups.mesh.sizes[axis]
+        return size
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            held = self.__dict__.get("_around", {}).get("skeleton")
+            found = getattr(held, name) if held is not None and not name.startswith("_") else None
+            if found is None or isinstance(found, Tensor | nn.Module):
+                raise
+            return found
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        self._around["skeleton"].train(mode)
+        return super().train(mode)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this, backward adds up local gradients; the next backward outside of it makes them true."""
+        with ExitStack() as stack:
+            sync = self._ready().sync
+            if sync is not None:
+                stack.enter_context(sync.no_sync())
+            yield
+
+    # -- state ---------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The original keys; DTensors or checkpointable pieces as values (see docs/design.md)."""
+        if self._holding is None:
+            return super().state_dict(*args, **kwargs)
+        found: dict[str, Any] = dict(state.state_dict(self._holding.pairs, self._holding.groups))
+        found.update({key: self._holding.buffers[key] for key in self._holding.persistent})
+        return found
+
+    def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """Everything whole, under the original keys, on every rank or on one."""
+        holding = self._ready()
+        found = state.full_state_dict(holding.pairs, holding.groups, rank)
+        if rank is None or self._world.rank == rank:
+            found.update({key: holding.buffers[key].clone() for key in holding.persistent})
+        return found
+
+    def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors or pieces, saved under this plan or another."""
+        if self._holding is None:
+            return super().load_state_dict(values, strict, assign)
+        buffers = self._holding.buffers
+        rest = {key: value for key, value in values.items() if key not in buffers}
+        state.load_state_dict(self._holding.pairs, self._holding.groups, rest, strict)
+        with torch.no_grad():
+            for key in buffers.keys() & values.keys():
+                buffers[key].copy_(values[key])
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def hold(self, holding: Holding) -> None:
+        """Take the pieces in, under the original names."""
+        self._holding = holding
+        tensors: dict[str, Tensor] = {}
+        for held in holding.held:
+            tensors.update(dict.fromkeys(held.keys, holding.parameters[held.name]))
+        tensors.update(holding.buffers)
+        tree = nested(tensors)
+        self._parameters, self._buffers, self._modules = tree._parameters, tree._buffers, tree._modules
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for a call without making it."""
+        self._entry(args, kwargs)
+
+    def wait_with(self, module: nn.Module) -> None:
+        """Until the first call, show the parameters that the original has."""
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+
+    def _ready(self) -> Holding:
+        if self._holding is None:
+            raise InputError(
+                "the model is not compiled yet, since no example was given; call it once, or pass example=(...) to "
+                "parallelize"
+            )
+        return self._holding
+
+    # -- running -------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._mode == "gather":
+            args, kwargs = self._gathered(args, kwargs)
+        entry = self._entry(args, kwargs)
+        holding = self._ready()
+        tensors = entry.flatten(args, kwargs)
+        self._check(entry, tensors)
+        if self.training and torch.is_grad_enabled():
+            holding.random.advance()
+            self._count(holding)
+        with ExitStack() as stack:
+            stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+            if holding.zero is not None and torch.is_grad_enabled():
+                stack.enter_context(holding.zero.saving())
+            found = entry.stage.forward(*tensors)
+            self._write_updates(entry.stage, holding)
+        return entry.unflatten(self._out(entry, found))
+
+    def _count(self, holding: Holding) -> None:
+        self._backwards += 1
+        if holding.sync is not None and self._accumulate > 1:
+            holding.sync.enabled = self._backwards % self._accumulate == 0
+
+    def _out(self, entry: Entry, found: Sequence[Tensor]) -> list[Tensor | None]:
+        left = iter(found)
+        outputs: list[Tensor | None] = []
+        for literal, rows in zip(entry.literals, entry.rows, strict=True):
+            tensor = None if literal else next(left)
+            if rows and tensor is not None and tensor.is_floating_point():
+                tensor = comm.scale_gradient(tensor, 1.0 / self.data_size)
+            outputs.append(tensor)
+        return outputs
+
+    @torch.no_grad()
+    def _write_updates(self, stage: Stage, holding: Holding) -> None:
+        for key, value in stage.updates.items():
+            holding.buffers[key].copy_(value)
+        stage.updates.clear()
+
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        flags = tuple(module.training for module in self._around["skeleton"].modules())
+        key = (flags, str(spec), shapes)
+        if key not in self._entries:
+            check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)], self._world.device)
+            self._entries[key] = self._around["compile"](self, args, kwargs)
+        return self._entries[key]
+
+    def _check(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
+        if id(entry) not in self._checked and self._mode != "gather":
+            holding = self._ready()
+            mesh = holding.groups.mesh
+            inner = [name for name in mesh.names if name not in holding.replica_axes]
+            check_mode(self._mode, tensors, mesh.groups(inner), self._world.device)
+            self._checked.add(id(entry))
+
+    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        batch = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        whole = [gather_rows(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_unflatten(whole, spec)
+        return found

@@ -1,0 +1,168 @@
+"""The class that generated programs derive from: parameters by their names, groups, constants.
+
+A generated file holds one class. Loading it gives an object on which the user's names work
+(`self.blocks[0].attn.qkv.weight`), the groups of the mesh are attributes (`self.tp`), and
+`forward` is a plain function of tensors. What wraps it for the user's loop is `model.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.errors import LayoutError
+from shardwright.layout import share as share_of
+
+from .random import Randomness
+from .world import Group, Groups
+from .zero import Zero3
+
+
+def share(size: int, group: Group) -> int:
+    """This rank's share of a size that need not divide."""
+    return share_of(size, group.size, group.index)[1]
+
+
+def find(path: str) -> Callable[..., Any]:
+    """A function of the user's that the program calls, such as the `apply` of an autograd function."""
+    parts = path.split(".")
+    for at in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:at])
+        if name in sys.modules or importlib.util.find_spec(name) is not None:
+            found: Any = importlib.import_module(name)
+            for part in parts[at:]:
+                found = getattr(found, part)
+            if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+                found = found.apply
+            return found  # type: ignore[no-any-return]
+    raise LayoutError(f"the program calls {path}, which can't be imported here")
+
+
+class Branch:
+    """A part of the model: attributes are its children, numbered children make it a list."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return self._path
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return list(self)[key]
+        return self.__dict__[str(key)]
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = sorted(int(name) for name in self.__dict__ if name.isdigit())
+        return iter([self.__dict__[str(number)] for number in numbers])
+
+
+class Stage:
+    """The program of a rank. Generated code fills in `constants` and `forward`."""
+
+    def __init__(self, groups: Groups, wanted: Sequence[str], device: torch.device, random: Randomness) -> None:
+        self.device = device
+        self.random = random
+        self.fixed = SimpleNamespace()
+        self.held = Branch("")
+        self.updates: dict[str, Tensor] = {}
+        self.zero: Zero3 | None = None
+        for name in wanted:
+            setattr(self, name, groups[tuple(name.split("_"))])
+        self.sizes()
+
+    def sizes(self) -> None:
+        """Sizes that differ between ranks."""
+
+    def constants(self) -> None:
+        """What is computed once."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def place(self, key: str, tensor: Tensor | None) -> None:
+        """Put a tensor where the program looks for it."""
+        *path, last = key.split(".")
+        at = self.held
+        for part in path:
+            if part not in at.__dict__:
+                setattr(at, part, Branch(f"{at}.{part}".lstrip(".")))
+                if at is self.held and not hasattr(type(self), part) and part not in self.__dict__:
+                    self.__dict__[part] = at.__dict__[part]
+            at = at.__dict__[part]
+        setattr(at, last, tensor)
+        if not path and not hasattr(type(self), last):
+            self.__dict__[last] = tensor
+
+    def open(self, unit: Branch | str) -> None:
+        """Gather the parameters of a unit that are stored split."""
+        if self.zero is not None:
+            for key, tensor in self.zero.open(str(unit)).items():
+                self.place(key, tensor)
+
+    def close(self, unit: Branch | str) -> None:
+        """Let them go again."""
+        if self.zero is not None:
+            self.zero.close(str(unit))
+
+    def update(self, key: str, value: Tensor) -> None:
+        """A new value for a buffer, written once the forward is over."""
+        self.updates[key] = value.detach()
+
+
+def recompute(method: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a method now and again in backward, with the same random numbers, instead of keeping its insides."""
+    stage: Stage = method.__self__  # type: ignore[attr-defined]
+    step, microbatch = stage.random.step, stage.random.microbatch
+
+    def run(*again: Any) -> Any:
+        with stage.random.at(step, microbatch), torch._C.DisableTorchFunctionSubclass():
+            return method(*again)
+
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """Import a generated file, so that tracebacks and debuggers show its lines."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def stage_class(module: ModuleType) -> type[Stage]:
+    """The class that a generated file defines."""
+    for held in vars(module).values():
+        if isinstance(held, type) and issubclass(held, Stage) and held is not Stage:
+            return held
+    raise LayoutError(f"{module.__name__} defines no stage")
+
+
+def nested(pairs: Mapping[str, Tensor]) -> torch.nn.Module:
+    """Empty modules with tensors under the original keys, so that names and state dicts stay what they were."""
+    root = torch.nn.Module()
+    for key, tensor in pairs.items():
+        *path, last = key.split(".")
+        at = root
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, torch.nn.Module())
+            child = at._modules[part]
+            assert child is not None
+            at = child
+        if isinstance(tensor, torch.nn.Parameter):
+            at.register_parameter(last, tensor)
+        else:
+            at.register_buffer(last, tensor)
+    return root

@@ -1,0 +1,294 @@
+"""State dicts with the original keys, whose values are pieces that know where they belong.
+
+`torch.distributed.checkpoint` saves a state dict under one plan and loads it under another
+if its values say which boxes of the whole tensor they hold. A DTensor says it for one box,
+and is what other tools understand, so it is used wherever it is true. A piece of a fused
+weight is several boxes (the rows of q, k and v), and a dim cut by two axes may be cut in
+another order than a DTensor's mesh has; for these there is `PieceTensor`. Both have
+`full_tensor()`.
+
+    rows of (3 h e), h cut over tp     rank 0  [q0 q1][k0 k1][v0 v1]    three boxes
+
+Optimizer state goes the same way, under the keys of the parameters it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from shardwright.errors import InputError, LayoutError, raise_all
+from shardwright.layout import Layout, Mesh, piece_of
+
+from .holding import Held, coordinates, gather, kept_layout, scatter
+from .parameters import ShardParameter, Untouched
+from .world import Groups
+
+Pair = tuple[Held, Parameter]
+
+
+class PieceTensor(Tensor):
+    """Some boxes of a whole tensor: has the whole's shape, holds `local`. Implements torch's _Checkpointable."""
+
+    local: Tensor
+    held: Held
+    spread: Layout
+    groups: Groups
+
+    def __new__(cls, local: Tensor, held: Held, layout: Layout, groups: Groups) -> PieceTensor:
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=local.dtype, device=local.device)
+        made.local, made.held, made.spread, made.groups = local.detach(), held, layout, groups
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]._like(args[0].local)
+        if func is torch.ops.aten.clone.default:
+            return args[0]._like(args[0].local.clone())
+        name = args[0].held.name if args and isinstance(args[0], PieceTensor) else "a parameter"
+        raise InputError(
+            f"{func} was called on a piece of {name}; use .full_tensor() for the whole, .local for what this rank holds"
+        )
+
+    def _like(self, local: Tensor) -> PieceTensor:
+        return PieceTensor(local, self.held, self.spread, self.groups)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PieceTensor({self.held.name}, {tuple(self.local.shape)} of {self.held.shape}, {self.spread})"
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor. All ranks must call it."""
+        return gather(self.local, self.held, self.groups, self.spread)
+
+    @property
+    def boxes(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+        """(offset in the whole, offset in `local`, sizes) of each box."""
+        sizes = self.groups.mesh.sizes
+        return piece_of(self.spread, self.held.shape, sizes, coordinates(self.groups)).boxes
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.held.shape)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, _, size in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offset, at, sizes in self.boxes:
+            if index.offset is not None and tuple(index.offset) == offset:
+                found = self.local
+                for dim, (start, length) in enumerate(zip(at, sizes, strict=True)):
+                    found = found.narrow(dim, start, length)
+                return found
+        raise InputError(f"{index.fqn}: this rank holds no box at {index.offset}")
+
+
+_meshes: WeakKeyDictionary[Groups, DeviceMesh | None] = WeakKeyDictionary()
+
+
+def as_state(local: Tensor, held: Held, layout: Layout, groups: Groups) -> Tensor:
+    """A piece as the value of a state dict: a DTensor if that can say it, a `PieceTensor` if not."""
+    if groups not in _meshes:
+        _meshes[groups] = groups.device_mesh()
+    mesh = _meshes[groups]
+    with Untouched():
+        local = local.detach().as_subclass(Tensor)
+    if mesh is None:
+        return local
+    placements = _placements(layout, groups.mesh)
+    if placements is None:
+        return PieceTensor(local, held, layout, groups)
+    whole = torch.empty(held.shape, device="meta")
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(held.shape), stride=whole.stride()
+    )
+
+
+def _placements(layout: Layout, mesh: Mesh) -> list[Placement] | None:
+    """The layout in DTensor's words, for the axes longer than one, or None if it has no words for it."""
+    names = [axis.name for axis in mesh.axes if axis.size > 1]
+    found: list[Placement] = [Replicate() for _ in names]
+    for dim, every in enumerate(layout.cuts):
+        cuts = [cut for cut in every if cut.axis in names]
+        order = [names.index(cut.axis) for cut in cuts]
+        if order != sorted(order):
+            return None
+        for cut in cuts:
+            parts = mesh.sizes[cut.axis]
+            if not cut.simple(parts) or not (cut.even(parts) or cut.blocks[0].inner == 1):
+                return None
+            found[names.index(cut.axis)] = Shard(dim)
+    return found
+
+
+def _local(value: Tensor) -> Tensor:
+    if isinstance(value, PieceTensor):
+        return value.local
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+# -- the model ---------------------------------------------------------------------------------
+
+
+def state_dict(pairs: Iterable[Pair], groups: Groups) -> dict[str, Tensor]:
+    """Every key of the original model with this rank's piece; shares memory with the parameters."""
+    found: dict[str, Tensor] = {}
+    for held, parameter in pairs:
+        value = as_state(parameter, held, kept_layout(held, groups.mesh.sizes), groups)
+        found.update(dict.fromkeys(held.keys, value))
+    return found
+
+
+def full_state_dict(pairs: Iterable[Pair], groups: Groups, rank: int | None = None) -> dict[str, Tensor]:
+    """Whole tensors under the original keys, on every rank or only on `rank`. All ranks must call it."""
+    found: dict[str, Tensor] = {}
+    keep = rank is None or torch.distributed.get_rank() == rank
+    for held, parameter in pairs:
+        with Untouched():
+            whole = gather(parameter, held, groups)
+        if keep:
+            found.update(dict.fromkeys(held.keys, whole))
+    return found
+
+
+@torch.no_grad()
+def load_state_dict(pairs: Iterable[Pair], groups: Groups, values: Mapping[str, Any], strict: bool = True) -> None:
+    """Load whole tensors (each rank cuts its piece), or pieces: of the same layout as they are, else by gathering."""
+    pairs = list(pairs)
+    known = {key for held, _ in pairs for key in held.keys}
+    missing = [held.name for held, _ in pairs if not any(key in values for key in held.keys)]
+    if strict:
+        faults = [f"missing: {key}" for key in missing] + [f"unexpected: {key}" for key in values if key not in known]
+        raise_all(InputError, "the state dict does not fit the model:", faults)
+    for held, parameter in pairs:
+        key = next((key for key in held.keys if key in values), None)
+        if key is not None:
+            layout = kept_layout(held, groups.mesh.sizes)
+            with Untouched():
+                parameter.copy_(_piece(values[key], held, layout, groups))
+
+
+def _piece(value: Tensor, held: Held, layout: Layout, groups: Groups) -> Tensor:
+    """What this rank holds under `layout` of a value that is whole or a piece."""
+    if isinstance(value, PieceTensor):
+        same = value.spread.cuts == layout.cuts and value.groups.mesh == groups.mesh
+        value = value.local if same else value.full_tensor()
+        if same:
+            return value
+    elif isinstance(value, DTensor):
+        mine = as_state(torch.empty(0), held, layout, groups) if _placements(layout, groups.mesh) is not None else None
+        if isinstance(mine, DTensor) and mine.device_mesh == value.device_mesh and mine.placements == value.placements:
+            return value.to_local()
+        value = value.full_tensor()
+    return scatter(value, held, groups.mesh.sizes, coordinates(groups), layout)
+
+
+# -- the optimizer -----------------------------------------------------------------------------
+
+
+def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """{"state": {key: {name: value}}, "param_groups": [..]} with parameters named by their first key."""
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        names = []
+        for leaf in group["params"]:
+            names.append(_named(leaf).held.name)
+            if leaf in optimizer.state:
+                state[names[-1]] = {k: _state_value(leaf, k, v) for k, v in optimizer.state[leaf].items()}
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state_dict(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state_dict` gave, under this or another plan, with whole tensors or pieces."""
+    if len(values["param_groups"]) != len(optimizer.param_groups):
+        raise InputError(
+            f"the state has {len(values['param_groups'])} param groups, the optimizer {len(optimizer.param_groups)}; "
+            "build the optimizer as it was when the state was saved"
+        )
+    for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+        for leaf in group["params"]:
+            held, groups = _named(leaf).held, leaf.groups
+            given = values["state"].get(held.name)
+            if given is None:
+                optimizer.state.pop(leaf, None)
+                continue
+            fits = {k for k, v in given.items() if isinstance(v, Tensor) and tuple(v.shape) == held.shape}
+            optimizer.state[leaf] = {
+                k: _piece(v, held, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in given.items()
+            }
+            leaf.cut_state = frozenset(fits) if held.shape else None
+
+
+def fill_state(optimizer: Optimizer) -> None:
+    """Give a fresh optimizer the state it would have after a step, as a place to load into; changes no parameter."""
+    if optimizer.state:
+        return
+    leaves = [_named(leaf) for group in optimizer.param_groups for leaf in group["params"] if leaf.requires_grad]
+    owners = [leaf if leaf.owner is None else leaf.owner for leaf in leaves]
+    takers = [owner if owner.held.level == 1 else leaf for leaf, owner in zip(leaves, owners, strict=True)]
+    with Untouched(), torch.no_grad():
+        before = [(owner, owner.detach().clone()) for owner in owners]
+        kept = [taker.grad for taker in takers]
+        for taker in takers:
+            taker.grad = torch.zeros_like(taker)
+    optimizer.step()
+    with Untouched(), torch.no_grad():
+        for owner, value in before:
+            owner.copy_(value)
+        for taker, gradient in zip(takers, kept, strict=True):
+            taker.grad = gradient
+
+
+def without_unsaved(values: dict[str, Any], saved: Iterable[str], prefix: str = "optimizer") -> dict[str, Any]:
+    """An optimizer's state dict without the parameters that had no state when `saved` keys were written.
+
+    `saved` are the keys of a checkpoint's metadata, `prefix` is where in the checkpoint the optimizer is.
+    A parameter that was never used has no state there, and asking for it would be an error.
+    """
+    keys = tuple(saved)
+    there = {name for name in values["state"] if any(key.startswith(f"{prefix}.state.{name}.") for key in keys)}
+    return {**values, "state": {name: state for name, state in values["state"].items() if name in there}}
+
+
+def _named(leaf: Any) -> ShardParameter:
+    if not isinstance(leaf, ShardParameter) or leaf.groups is None:
+        raise LayoutError("the optimizer holds a parameter that is no piece of the model; save its state yourself")
+    return leaf
+
+
+def _state_value(leaf: ShardParameter, name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    cut = name in leaf.cut_state if leaf.cut_state is not None else value.shape == leaf.shape and value.dim() > 0
+    assert leaf.groups is not None
+    return as_state(value, leaf.held, leaf.spread, leaf.groups) if cut else value
+
+
+def _own(value: Any) -> Any:
+    return _local(value).clone() if isinstance(value, Tensor) else value
