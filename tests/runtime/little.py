@@ -92,6 +92,7 @@ class Pieces:
             it.name: make_parameter(scatter(full[it.name], it, mesh.sizes, at), it, self.groups) for it in self.helds
         }
         self.pairs = [(it, self.p[it.name]) for it in self.helds]
+        self.count = torch.tensor(3)  # a buffer
 
     def parameters(self):
         return list(self.p.values())

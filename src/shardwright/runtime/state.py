@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shardwright.errors import InputError, LayoutError, raise_all
@@ -33,9 +32,7 @@ from shardwright.layout import Layout, Mesh, piece_of
 
 from .holding import Held, coordinates, gather, kept_layout, scatter
 from .parameters import ShardParameter, Untouched
-from .world import Groups
-
-Pair = tuple[Held, Parameter]
+from .world import Groups, here
 
 
 class PieceTensor(Tensor):
@@ -153,42 +150,67 @@ def _local(value: Tensor) -> Tensor:
 # -- the model ---------------------------------------------------------------------------------
 
 
-def state_dict(pairs: Iterable[Pair], groups: Groups) -> dict[str, Tensor]:
-    """Every key of the original model with this rank's piece; shares memory with the parameters."""
+def state_dict(
+    held: Iterable[Held], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], groups: Groups
+) -> dict[str, Tensor]:
+    """Every key of the original model with this rank's piece; buffers whole. Shares memory with the model."""
     found: dict[str, Tensor] = {}
-    for held, parameter in pairs:
-        value = as_state(parameter, held, kept_layout(held, groups.mesh.sizes), groups)
-        found.update(dict.fromkeys(held.keys, value))
-    return found
+    for one in held:
+        value = as_state(parameters[one.name], one, kept_layout(one, groups.mesh.sizes), groups)
+        found.update(dict.fromkeys(one.keys, value))
+    return {**found, **{key: buffer.detach() for key, buffer in buffers.items()}}
 
 
-def full_state_dict(pairs: Iterable[Pair], groups: Groups, rank: int | None = None) -> dict[str, Tensor]:
+def full_state_dict(
+    held: Iterable[Held],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    groups: Groups,
+    rank: int | None = None,
+) -> dict[str, Tensor]:
     """Whole tensors under the original keys, on every rank or only on `rank`. All ranks must call it."""
     found: dict[str, Tensor] = {}
-    keep = rank is None or torch.distributed.get_rank() == rank
-    for held, parameter in pairs:
+    keep = rank is None or here().rank == rank
+    for one in held:
         with Untouched():
-            whole = gather(parameter, held, groups)
+            whole = gather(parameters[one.name], one, groups)
         if keep:
-            found.update(dict.fromkeys(held.keys, whole))
-    return found
+            found.update(dict.fromkeys(one.keys, whole))
+    return {**found, **{key: buffer.detach().clone() for key, buffer in buffers.items()}} if keep else {}
 
 
 @torch.no_grad()
-def load_state_dict(pairs: Iterable[Pair], groups: Groups, values: Mapping[str, Any], strict: bool = True) -> None:
-    """Load whole tensors (each rank cuts its piece), or pieces: of the same layout as they are, else by gathering."""
-    pairs = list(pairs)
-    known = {key for held, _ in pairs for key in held.keys}
-    missing = [held.name for held, _ in pairs if not any(key in values for key in held.keys)]
+def load_state(
+    values: Mapping[str, Any],
+    held: Iterable[Held],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    groups: Groups,
+    strict: bool = True,
+) -> Any:
+    """Load whole tensors (each rank cuts its piece) or pieces: of the same layout as they are, else by gathering.
+
+    Returns what `nn.Module.load_state_dict` returns: the missing and the unexpected keys.
+    """
+    held = list(held)
+    known = {key for one in held for key in one.keys} | set(buffers)
+    missing = [one.name for one in held if not any(key in values for key in one.keys)]
+    missing += [key for key in buffers if key not in values]
+    unexpected = [key for key in values if key not in known]
     if strict:
-        faults = [f"missing: {key}" for key in missing] + [f"unexpected: {key}" for key in values if key not in known]
+        faults = [f"missing: {key}" for key in missing] + [f"unexpected: {key}" for key in unexpected]
         raise_all(InputError, "the state dict does not fit the model:", faults)
-    for held, parameter in pairs:
-        key = next((key for key in held.keys if key in values), None)
+    for one in held:
+        key = next((key for key in one.keys if key in values), None)
         if key is not None:
-            layout = kept_layout(held, groups.mesh.sizes)
+            piece = _piece(values[key], one, kept_layout(one, groups.mesh.sizes), groups)
             with Untouched():
-                parameter.copy_(_piece(values[key], held, layout, groups))
+                parameters[one.name].copy_(piece)
+    for key, buffer in buffers.items():
+        if key in values:
+            given = values[key]
+            buffer.copy_(given.full_tensor() if isinstance(given, (DTensor, PieceTensor)) else given)
+    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
 def _piece(value: Tensor, held: Held, layout: Layout, groups: Groups) -> Tensor:
