@@ -57,8 +57,8 @@ class Holding:
     persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
 
     @property
-    def pairs(self) -> list[tuple[Held, ShardParameter]]:
-        return [(held, self.parameters[held.name]) for held in self.held]
+    def saved_buffers(self) -> dict[str, Tensor]:
+        return {key: self.buffers[key] for key in self.persistent}
 
 
 class ParallelModel(nn.Module):
@@ -137,29 +137,20 @@ class ParallelModel(nn.Module):
         """The original keys; DTensors or checkpointable pieces as values (see docs/design.md)."""
         if self._holding is None:
             return super().state_dict(*args, **kwargs)
-        found: dict[str, Any] = dict(state.state_dict(self._holding.pairs, self._holding.groups))
-        found.update({key: self._holding.buffers[key] for key in self._holding.persistent})
-        return found
+        held = self._holding
+        return dict(state.state_dict(held.held, held.parameters, held.saved_buffers, held.groups))
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
-        holding = self._ready()
-        found = state.full_state_dict(holding.pairs, holding.groups, rank)
-        if rank is None or self._world.rank == rank:
-            found.update({key: holding.buffers[key].clone() for key in holding.persistent})
-        return found
+        held = self._ready()
+        return state.full_state_dict(held.held, held.parameters, held.saved_buffers, held.groups, rank)
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors or pieces, saved under this plan or another."""
         if self._holding is None:
             return super().load_state_dict(values, strict, assign)
-        buffers = self._holding.buffers
-        rest = {key: value for key, value in values.items() if key not in buffers}
-        state.load_state_dict(self._holding.pairs, self._holding.groups, rest, strict)
-        with torch.no_grad():
-            for key in buffers.keys() & values.keys():
-                buffers[key].copy_(values[key])
-        return nn.modules.module._IncompatibleKeys([], [])
+        held = self._holding
+        return state.load_state(values, held.held, held.parameters, held.saved_buffers, held.groups, strict)
 
     def hold(self, holding: Holding) -> None:
         """Take the pieces in, under the original names."""
