@@ -25,7 +25,10 @@ def agree(module: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any
     torch.manual_seed(5)
     expected = [leaf for leaf in pytree.tree_leaves(original(*args, **kwargs)) if isinstance(leaf, Tensor)]
     torch.manual_seed(5)
-    outputs, updates, values = run(captured, captured.flatten(args, kwargs), *tensors_of(module))
+    parameters, buffers = tensors_of(module)
+    given = {key: held.clone() for key, held in buffers.items()}
+    outputs, updates, values = run(captured, captured.flatten(args, kwargs), parameters, given)
+    assert all(torch.equal(held, buffers[key]) for key, held in given.items()), "an op wrote to a buffer unseen"
     actual = [leaf for leaf in pytree.tree_leaves(captured.unflatten(outputs)) if isinstance(leaf, Tensor)]
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):

@@ -31,6 +31,10 @@ def selects(x: Tensor) -> Tensor:
     return x[x > 0] * 2
 
 
+def tracks(x: Tensor) -> Tensor:
+    return nn.functional.instance_norm(x[None], torch.zeros(3), torch.ones(3))
+
+
 def fails(x: Tensor) -> Tensor:
     return x @ x[:1]
 
@@ -41,6 +45,7 @@ def fails(x: Tensor) -> Tensor:
         (branches, "if x.sum() > 0:", ["torch.cond", "sw.opaque"]),
         (takes_a_number, "return x * x.sum().item()", ["number", "sw.opaque"]),
         (selects, "", ["values of a tensor", "torch.where"]),
+        (tracks, "return nn.functional.instance_norm", ["track_running_stats=False"]),
         (fails, "return x @ x[:1]", ["sw.opaque"]),
     ],
 )

@@ -89,12 +89,31 @@ class Conversion:
             device, dtype, enabled, _, inner, *rest = args
             dtype = dtype or torch.get_autocast_dtype(device)
             region = f"{device}:{str(dtype).removeprefix('torch.')}" if enabled else None
+            if enabled and device != "cpu":
+                self.draft.notes.append(f"autocast for {device} does nothing: models are captured as if on the CPU")
             if not modes.cached:
                 self._casts.clear()  # autocast forgets its casts when the outermost region ends
             return self.run(inner, rest, replace(modes, autocast=region, cached=True))
-        source = place_of(node.meta, no_grad=False, autocast=None).source
+        place = place_of(node.meta, no_grad=modes.no_grad, autocast=None)
+        if name == "cond":
+            return self._choice(args, modes, place)
         remedy = "Write it with plain tensor operations (torch.where for a choice)."
-        raise unsupported(f"the graph has no way to say {name}", source, remedy)
+        raise unsupported(f"the graph has no way to say {name}", place.source, remedy)
+
+    def _choice(self, args: Sequence[Any], modes: Modes, place: Place) -> list[Handle]:
+        """`torch.cond`: both branches, and a choice between what they give."""
+        predicate, one, other, operands = args
+        if not isinstance(predicate, Handle):
+            return self.run(one if predicate else other, operands, modes)  # type: ignore[no-any-return]
+        self.draft.notes.append(
+            f"torch.cond at {place.source} runs both branches and chooses; a branch that is not taken must be finite"
+        )
+        found = []
+        for left, right in zip(self.run(one, operands, modes), self.run(other, operands, modes), strict=True):
+            fact = self.draft.facts[left.read()]
+            arguments = {"condition": Ref(predicate.read()), "self": Ref(left.read()), "other": Ref(right.read())}
+            found.append(Handle(self.draft.emit_one("aten.where.self", arguments, fact, place)))
+        return found
 
     def _op(self, op: Any, args: Any, kwargs: Any, value: Any, place: Place) -> Any:
         target = target_name(op)

@@ -28,7 +28,7 @@ def join_repeats(draft: Draft) -> None:
 
     for step in draft.steps:
         step.arguments = map_refs(step.arguments, now)
-        if step.target.startswith("call.") or not _pure(draft, step):
+        if not step.target.startswith("aten.") or not _pure(draft, step):
             kept.append(step)
             continue
         key = (step.target, step.place.autocast, repr(sorted(step.arguments.items(), key=lambda item: item[0])))

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..ir import Dtype
 from .draft import Draft, Fact, Place, Ref
+from .failure import unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +310,14 @@ def _with_bias(call: Call, target: str, product: dict[str, Any], name: str) -> l
         return call.emit(target, **product)
     y = call.draft.emit_one(target, product, call.fact, call.place)
     return call.emit("aten.add.Tensor", "bias", self=Ref(y), other=bias)
+
+
+@_for("instance_norm")
+def _instance_norm(call: Call) -> list[str]:
+    if call.arguments.get("use_input_stats") and call.arguments.get("running_mean") is not None:
+        remedy = "Build it with track_running_stats=False, or keep it out with sw.opaque(submodule)."
+        raise unsupported("an instance norm that tracks statistics writes to them unseen", call.place.source, remedy)
+    return call.keep()
 
 
 @_for("batch_norm")

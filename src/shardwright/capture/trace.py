@@ -19,7 +19,11 @@ from .places import user_frames
 from .signature import register_containers
 from .stand_in import StandIn
 
-_LOUD = ("torch.export._trace", "torch._subclasses.fake_tensor")  # they log what is raised anyway
+_LOUD = (
+    "torch.export._trace",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)  # they log what is raised anyway
 
 
 @dataclass(frozen=True, slots=True)
