@@ -34,13 +34,18 @@ def named_arguments(
             given = kwargs[argument.name]
         else:
             continue
-        if argument.name in DROPPED and op.namespace == "aten":
+        if op.namespace == "aten" and (argument.name in DROPPED or _is_hint(argument)):
             continue
         value = convert(given)
         if argument.has_default_value() and _same(value, argument.default_value):
             continue
         found[argument.name] = value
     return found
+
+
+def _is_hint(argument: Any) -> bool:
+    """Whether an argument only says which kernel to use."""
+    return str(argument.name).startswith("cudnn") and bool(argument.has_default_value())
 
 
 def _same(value: Any, default: Any) -> bool:
