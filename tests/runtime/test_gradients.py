@@ -295,7 +295,7 @@ def _on_gloo(rank, level):
 
 @pytest.mark.parametrize("level", [0, 2])
 def test_on_gloo(level):
-    for got in run_processes(2, _on_gloo, level):
+    for got in run_processes(2, _on_gloo, level, timeout=200):
         assert_same(got, expected(2))
 
 

@@ -298,6 +298,6 @@ def _on_gloo(rank, level):
 @pytest.mark.parametrize("level", [1, 3])
 def test_on_gloo(level):
     want, rate = single_result("adamw")
-    for got, lr in run_processes(2, _on_gloo, level):
+    for got, lr in run_processes(2, _on_gloo, level, timeout=200):
         assert lr == rate
         assert_same(got, want, atol=1e-11)

@@ -200,5 +200,5 @@ def _clip_in_a_process(rank):
 
 def test_clip_on_gloo():
     expected = float(get_total_norm(list(whole_gradients().values())))
-    for norm in run_processes(4, _clip_in_a_process):
+    for norm in run_processes(4, _clip_in_a_process, timeout=200):
         assert norm == pytest.approx(expected, rel=1e-12)

@@ -194,8 +194,8 @@ def _want():
 def test_training_goes_on_under_another_plan(before, after, tmp_path):
     """Model, AdamW state and learning rate, through files on disk."""
     path = str(tmp_path / "checkpoint")
-    run_processes(2, _save, path, PLANS[before])
-    for got in run_processes(2, _load, path, PLANS[after]):
+    run_processes(2, _save, path, PLANS[before], timeout=200)
+    for got in run_processes(2, _load, path, PLANS[after], timeout=200):
         assert_same(got, _want(), atol=1e-11)
 
 
@@ -206,5 +206,5 @@ def _grow(rank, path):
 
 
 def test_four_ranks_and_uneven_shares(tmp_path):
-    for got in run_processes(4, _grow, str(tmp_path / "checkpoint"), timeout=120):
+    for got in run_processes(4, _grow, str(tmp_path / "checkpoint"), timeout=200):
         assert_same(got, _want(), atol=1e-11)

@@ -303,5 +303,5 @@ def test_on_gloo():
     single = Single()
     for step in range(2):
         single(*batch(step)).backward()
-    for got in run_processes(2, _on_gloo):
+    for got in run_processes(2, _on_gloo, timeout=200):
         assert_same(got, single_gradients(single))
