@@ -64,12 +64,22 @@ def plan_for(ranks: int) -> str:
 
 
 def capture(model: nn.Module, kwargs: dict[str, Tensor]) -> Any:
-    raise NotImplementedError("shardwright.capture is not wired up yet")
+    from shardwright.capture import capture as captured
+
+    return captured(model, (), kwargs)
 
 
 def emit(captured: Any, plan: str, folder: Path) -> Path:
     """Atoms, plan by policy, lower, emit; nothing may be taken from a cache. Returns the emitted file."""
-    raise NotImplementedError("plan, lower and emit are not wired up yet")
+    from shardwright.compile import write
+    from shardwright.emit import emit as emitted
+    from shardwright.lower import lower
+    from shardwright.plan import draw, read_request
+    from shardwright.rules import analyse
+
+    facts = analyse(captured.graph)
+    program = lower(captured.graph, draw(captured.graph, read_request(plan), facts), facts)
+    return write(emitted(program).text, folder, program)
 
 
 def compile_llama(ranks: int) -> Compiled:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ class Compiler:
             replaced.update({old[key]: pieces[one.name] for key in one.keys})
         buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
         pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in held]
-        plain = [(one, p) for one, p in pairs if one.trainable and one.level != 3]
+        trained = [(one, p) for one, p in pairs if one.trainable]
         units: dict[str, list[tuple[Held, nn.Parameter]]] = {}
         for one, p in pairs:
             if one.level == 3:
@@ -176,7 +177,7 @@ class Compiler:
         model.hold(
             Holding(
                 groups=groups, held=held, parameters=pieces, buffers=buffers,
-                sync=GradientSync(plain, groups) if mesh.size > 1 else None,
+                sync=GradientSync(trained, groups) if mesh.size > 1 else None,
                 zero=Zero3(units, groups, [u for u in module.UNITS if u in units]) if units else None,
                 random=self.random, replica_axes=replica_axes(model.plan),
                 persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
@@ -260,7 +261,7 @@ def write(text: str, directory: Path, program: Program) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{program.graph.entry.replace('-', '_')}_{digest}.py"
     if not path.exists() or path.read_text() != text:
-        draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")  # ranks may be threads
         draft.write_text(text)
         draft.replace(path)
     return path

@@ -276,7 +276,7 @@ def _batch_norm(p: Printing) -> str:
     group = axes_text(axes) if axes else "None"
     return (
         f"runtime.batch_norm({p['input']}, {p['weight']}, {p['bias']}, {p['running_mean']}, {p['running_var']}, "
-        f"momentum={p['momentum']}, eps={p['eps']}, group={group})"
+        f"True, {p['momentum']}, {p['eps']}, {group}){'' if len(p.op.outputs) > 1 else '[0]'}"
     )
 
 

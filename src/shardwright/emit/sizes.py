@@ -69,13 +69,23 @@ class SizeNames:
         return f"({text})" if " + " in text else text
 
     def _product(self, section: tuple[Factor, ...]) -> str:
-        shown = [self._factor(factor) for factor in section if factor.size != 1]
-        return " * ".join(shown) or "1"
+        """Neighbours of one kind that nothing cuts (the two factors of a rotary head) print as one."""
+        joined: list[Factor] = []
+        for factor in section:
+            last = joined[-1] if joined else None
+            if last is not None and not last.axes and not factor.axes and self._kind(last) == self._kind(factor):
+                joined[-1] = Factor(last.size * factor.size, last.atom)
+            elif factor.size != 1:
+                joined.append(factor)
+        return " * ".join(self._factor(factor) for factor in joined) or "1"
+
+    def _kind(self, factor: Factor) -> str | None:
+        return self.kinds.get(factor.atom) if factor.atom is not None else None
 
     def _factor(self, factor: Factor) -> str:
-        if not factor.axes and (factor.atom is None or factor.atom not in self.kinds):
+        if not factor.axes and self._kind(factor) is None:
             return str(factor.size)
-        letter = self.kinds.get(factor.atom, "N") if factor.atom is not None else "N"
+        letter = self._kind(factor) or "N"
         whole = self._whole_name(letter, factor.size)
         if not factor.axes:
             return whole

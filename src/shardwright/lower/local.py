@@ -195,14 +195,15 @@ def nll_loss(program: Program, op: Op) -> Op:
     return replace(op, target="runtime.nll_loss").with_arguments(rows=rows)
 
 
-@local("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
+@local("batch_norm", "_native_batch_norm_legit_functional", "aten._native_batch_norm_legit.no_stats")
 def batch_norm(program: Program, op: Op) -> Op:
     """In training always the runtime's: it gives the new statistics, and sums them where rows are split."""
     training = op.argument("training", "no_training" not in op.target)
     if not training:
         return op
     axes = _in_mesh_order(program, split_axes(program.layouts[op.inputs[0]], 0))
-    return replace(op, target="runtime.batch_norm").with_arguments(axes=axes)
+    outputs = (op.outputs[0], *op.outputs[3:])  # the two between are what torch's own backward would save
+    return replace(op, target="runtime.batch_norm", outputs=outputs).with_arguments(axes=axes)
 
 
 @local("native_dropout", "dropout")

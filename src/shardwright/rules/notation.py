@@ -96,7 +96,7 @@ class _Parser:
         if self.text.count("->") != 1:
             raise self.fail("it needs exactly one '->' between inputs and outputs")
         left, right = self.text.split("->")
-        inputs = tuple(self.term(part) for part in left.split(",")) if left.strip() else ()
+        inputs = tuple(self.term(part) for part in left.split(","))
         outputs = tuple(self.term(part) for part in right.split(","))
         return Rule(
             inputs=inputs, outputs=outputs, sums=self.sums, blocked=frozenset(self.blocked),

@@ -78,7 +78,7 @@ def group_norm(call: Call) -> Rule:
 
 
 @rule("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-      "_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update_functional")  # fmt: skip
+      "_native_batch_norm_legit", "aten._native_batch_norm_legit.no_stats", "native_batch_norm", "_batch_norm_with_update_functional")  # fmt: skip
 def batch_norm(call: Call) -> Rule:
     """Channels are free. Rows, in training, by the algorithm that sums the statistics; in eval they are free too."""
     training = call.op.argument("training", "no_training" not in call.op.target)

@@ -1,0 +1,101 @@
+"""The compiled program on one rank, trained like the original, everything brought to whole.
+
+Ranks that are threads share one capture: torch.export is not made for several at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..capture import Captured
+from ..compile import Compiler, PlanLike
+from ..runtime.holding import Held, gather, storage_layout
+from ..runtime.model import Holding, ParallelModel
+from ..runtime.parameters import ShardParameter, raw_gradient
+from ..runtime.world import start
+from .run import Entry, Task, Tensors, first_names, trainable
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """How a task is compiled. `captures` is filled by the first rank that captures, for all in its process."""
+
+    task: Task
+    plan: PlanLike
+    directory: Path
+    captures: dict[Any, Captured] = field(default_factory=dict)
+
+
+class SharingCompiler(Compiler):
+    """A compiler that captures once for all ranks of a process."""
+
+    captures: dict[Any, Captured]
+
+    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        key = (model.training, len(self.programs))
+        with _ONE_AT_A_TIME:
+            if key not in self.captures:
+                self.captures[key] = super()._capture(model, args, kwargs)
+            return self.captures[key]
+
+
+class Compiled:
+    """The compiled model on this rank."""
+
+    def __init__(self, order: Order) -> None:
+        task = order.task
+        self.task = task
+        module = copy.deepcopy(task.module)
+        if "train" in task.entries and not module.training:
+            module.train()
+        self.first = first_names(module)
+        self.optimizer = task.optimizer(trainable(module.parameters()))
+        world = start()
+        compiler = SharingCompiler(
+            module, self.optimizer, world, order.plan, "same", order.directory, task.seed,
+            promote=task.promote, exact_random=True,
+        )  # fmt: skip
+        compiler.captures = order.captures
+        self.model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
+        if "train" not in task.entries:
+            self.model.eval()
+        self.model.prepare(task.args, task.kwargs)
+
+    @property
+    def holding(self) -> Holding:
+        return self.model._ready()
+
+    def forward(self, entry: Entry) -> Any:
+        if entry == "eval":
+            self.model.eval()
+        return self.model(*self.task.args, **self.task.kwargs)
+
+    def gradients(self) -> Tensors:
+        held = self.holding.held
+        return {self.first[one.name]: self._gradient(one) for one in held if one.trainable}
+
+    def _gradient(self, held: Held) -> Tensor | None:
+        groups = self.holding.groups
+        parameter: ShardParameter = self.holding.parameters[held.name]
+        local = raw_gradient(parameter)
+        if local is None and held.level == 2 and parameter.shard is not None:
+            local = raw_gradient(parameter.shard)
+        if local is None:
+            return None
+        layout = storage_layout(held, groups.mesh.sizes) if held.level >= 2 else None
+        return gather(local, held, groups, layout)
+
+    def parameters(self) -> Tensors:
+        whole = self.model.full_state_dict()
+        return {key: whole[key] for key, first in self.first.items() if key == first}
+
+    def buffers(self) -> Tensors:
+        return {key: buffer.detach().clone() for key, buffer in self.holding.buffers.items()}

@@ -1,0 +1,168 @@
+"""How far two runs are apart, and what is close enough.
+
+    |a - b|  <=  tol * (max |b| + the model's largest gradient)
+
+The second term is there because some gradients are zero in exact arithmetic (the bias of
+a key in attention): their rounding noise is as large as the other gradients' noise, and
+nothing but the model's own scale says how large that may be.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from ..errors import ParityError
+
+Kind = Literal["output", "gradient", "buffer", "parameter", "eval output", "capture"]
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One tensor that was compared: how far it is off, and how far it may be."""
+
+    kind: Kind
+    name: str
+    deviation: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.deviation <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """The deviation in units of what is allowed."""
+        if self.deviation == 0.0:
+            return 0.0
+        return self.deviation / self.allowed if self.allowed else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Every tensor that was compared. Prints as a table; true if everything is close enough."""
+
+    title: str
+    rows: tuple[Row, ...]
+    tolerance: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.rows) and all(row.passed for row in self.rows)
+
+    @property
+    def worst(self) -> Row:
+        """The row that is furthest off, by what it may be off."""
+        return max(self.rows, key=lambda row: row.ratio)
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The rows that are too far off, furthest first."""
+        return tuple(sorted((row for row in self.rows if not row.passed), key=lambda row: -row.ratio))
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def raise_on_failure(self) -> Report:
+        """This report, or a ParityError that lists what differs."""
+        if self.passed:
+            return self
+        said = [f"  - {row.kind} {row.name}: {row.deviation:.2e} off, {row.allowed:.2e} allowed" for row in self.failures]
+        more = [f"  ... and {len(said) - 12} more"] if len(said) > 12 else []
+        advice = "find the first op that differs with shardwright.verify.first_difference(model, plan, example=...)"
+        raise ParityError("\n".join([f"{self.title}: the program differs from the original;", *said[:12], *more, advice]))
+
+    def __rich__(self) -> Group:
+        table = Table(title=self.title, title_justify="left")
+        for name in ("compared", "tensors", "worst", "deviation", "allowed", ""):
+            table.add_column(name, justify="right" if name in ("tensors", "deviation", "allowed") else "left")
+        for kind in dict.fromkeys(row.kind for row in self.rows):
+            held = [row for row in self.rows if row.kind == kind]
+            worst = max(held, key=lambda row: row.ratio)
+            table.add_row(kind, str(len(held)), Text(worst.name), f"{worst.deviation:.1e}", f"{worst.allowed:.1e}", _mark(worst))
+        for row in self.failures[:10]:
+            table.add_row(row.kind, "", Text(row.name), f"{row.deviation:.1e}", f"{row.allowed:.1e}", _mark(row))
+        lines = [Text(note) for note in self.notes]
+        return Group(table, Text(self._verdict(), style="green" if self.passed else "red"), *lines)
+
+    def _verdict(self) -> str:
+        if not self.rows:
+            return "nothing was compared"
+        worst = self.worst
+        said = f"worst: {worst.kind} {worst.name}, {worst.deviation:.1e} off where {worst.allowed:.1e} is allowed"
+        return f"{'the same' if self.passed else f'{len(self.failures)} of {len(self.rows)} tensors differ'}; {said}"
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def _mark(row: Row) -> Text:
+    return Text("same", style="green") if row.passed else Text("differs", style="red")
+
+
+def render(item: object, width: int = 120) -> str:
+    """Anything rich can draw, as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, legacy_windows=False).print(item)
+    return out.getvalue().rstrip("\n")
+
+
+def deviation(a: Tensor | None, b: Tensor | None) -> float:
+    """max |a - b|; equal infinities and NaNs are no deviation, a shape or a NaN of one only is infinitely far."""
+    if a is None or b is None:
+        held = a if b is None else b
+        return 0.0 if held is None or not held.numel() or not bool(held.any()) else math.inf
+    if a.shape != b.shape:
+        return math.inf
+    if not b.numel():
+        return 0.0
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    a, b = a.detach().to(wide), b.detach().to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(same, 0.0, (a - b).abs()).max()
+    return math.inf if bool(gap.isnan()) else float(gap)
+
+
+def largest(tensors: Iterable[Tensor | None]) -> float:
+    """The largest finite absolute value."""
+    found = 0.0
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            size = tensor.detach().abs()
+            found = max(found, float(torch.where(size.isfinite(), size, 0).max()))
+    return found
+
+
+def compare(
+    kind: Kind, mine: Mapping[str, Tensor | None], original: Mapping[str, Tensor | None], scale: float, tolerance: float
+) -> list[Row]:
+    """A row for every tensor of the original; what only one side has is infinitely far, unless it is zero."""
+    rows = []
+    for name in dict.fromkeys((*original, *mine)):
+        a, b = mine.get(name), original.get(name)
+        allowed = tolerance * (largest([b]) + scale)
+        rows.append(Row(kind=kind, name=name, deviation=deviation(a, b), allowed=allowed))
+    return rows
+
+
+def worst_of(runs: Iterable[Sequence[Row]]) -> tuple[Row, ...]:
+    """One row for each tensor: the worst that any rank or any step has seen."""
+    found: dict[tuple[str, str], Row] = {}
+    for rows in runs:
+        for row in rows:
+            held = found.get((row.kind, row.name))
+            if held is None or row.ratio > held.ratio:
+                found[row.kind, row.name] = row if held is None else replace(held, deviation=row.deviation, allowed=row.allowed)
+    return tuple(found.values())

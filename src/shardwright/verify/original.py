@@ -1,0 +1,192 @@
+"""The original on one device: what the compiled program is held against.
+
+Usually the model itself runs, as the user wrote it. Two things call for its graph instead,
+run op by op (`capture.run`):
+
+- casts to float32 in the model's own code end parity in float64 at 5e-8. The compiled
+  program is then promoted, and the reference has to be promoted alike;
+- dropout in a checkpointed region draws again in backward, where no one tells it how.
+
+The graph is then itself held against the model, without promotion, so that a fault of
+capture does not go unseen ("capture" rows). Dropout draws the whole masks that the ranks of
+the compiled program cut theirs from.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture import Captured, Function, capture, run
+from ..compile import skeleton_of
+from ..errors import InputError
+from ..ir import Graph, Op
+from ..runtime.random import ExactDropout, Randomness
+from .measure import Row, compare, largest
+from .run import Entry, Run, Task, Tensors, first_names, follow, named_outputs, trainable
+
+NARROW = frozenset({"float32", "float16", "bfloat16"})
+DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
+OTHER_RANDOM = re.compile(r"\.(rand|randn|randint|randperm|bernoulli|normal|multinomial|poisson|alpha_dropout|feature_)")
+CAPTURE_TOLERANCE = 1e-6
+
+
+class Original:
+    """A copy of the model, trained as it is or by its graph."""
+
+    def __init__(self, task: Task, *, by_graph: bool | None = None, promote: bool | None = None) -> None:
+        self.task = task
+        self.module = copy.deepcopy(task.module)
+        if "train" in task.entries and not self.module.training:
+            self.module.train()
+        self.promote = task.promote if promote is None else promote
+        self.captures: dict[Entry, Captured] = {}
+        self.random = Randomness(seed=task.seed, exact=True)
+        self.optimizer = task.optimizer(trainable(self.module.parameters()))
+        self.by_graph = self._needs_graph() if by_graph is None else by_graph
+
+    def _needs_graph(self) -> bool:
+        return any(
+            (self.promote and casts(self._captured(entry, promote=False).graph))
+            or redraws(self._captured(entry, promote=False).graph)
+            for entry in self.task.entries
+        )
+
+    def _captured(self, entry: Entry, promote: bool) -> Captured:
+        skeleton = skeleton_of(self.module)
+        if entry == "eval":
+            skeleton.eval()
+        return capture(skeleton, self.task.args, self.task.kwargs, entry=entry, promote=promote)
+
+    def captured(self, entry: Entry) -> Captured:
+        if entry not in self.captures:
+            self.captures[entry] = self._captured(entry, self.promote)
+        return self.captures[entry]
+
+    def forward(self, entry: Entry) -> Any:
+        if entry == "train":
+            self.random.advance()
+        elif self.module.training:
+            self.module.eval()
+        if self.by_graph:
+            return self._run_graph(entry)
+        with exact_dropout(self.captured(entry).graph, self.random):
+            return self.module(*self.task.args, **self.task.kwargs)
+
+    def _run_graph(self, entry: Entry) -> Any:
+        captured = self.captured(entry)
+        graph, functions = with_masks(captured.graph, self.random)
+        tensors = captured.flatten(self.task.args, self.task.kwargs)
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        outputs, updates, _ = run(replace(captured, graph=graph), tensors, parameters, buffers, functions)
+        with torch.no_grad():
+            for key, value in updates.items():
+                buffers[key].copy_(value)
+        return captured.unflatten(outputs)
+
+    def gradients(self) -> Tensors:
+        return {name: None if p.grad is None else p.grad.clone() for name, p in self._named() if p.requires_grad}
+
+    def parameters(self) -> Tensors:
+        return {name: parameter.detach().clone() for name, parameter in self._named()}
+
+    def buffers(self) -> Tensors:
+        return {name: buffer.detach().clone() for name, buffer in self.module.named_buffers(remove_duplicate=False)}
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        first = first_names(self.module)
+        return ((name, p) for name, p in self.module.named_parameters(remove_duplicate=False) if first[name] == name)
+
+
+def original_run(task: Task) -> tuple[Run, list[Row], str]:
+    """The run of the original, the rows that hold its graph against the model, and which of the two ran."""
+    side = Original(task)
+    if not side.by_graph:
+        return follow(side, task), [], ""
+    said = "the reference is the model's graph run op by op, in float64 throughout" if side.promote else (
+        "the reference is the model's graph run op by op, since it drops in checkpointed regions"
+    )  # fmt: skip
+    return follow(side, task), _check_graph(task), said
+
+
+def _check_graph(task: Task) -> list[Row]:
+    """One step of the model against its own graph, neither promoted."""
+    once = replace(task, steps=1)
+    plain = Original(once, by_graph=False, promote=False)
+    traced = Original(once, by_graph=True, promote=False)
+    drops_again = any(redraws(plain.captured(entry).graph) for entry in task.entries)
+    rows: list[Row] = []
+    for entry in task.entries:
+        a, b = named_outputs(traced.forward(entry)), named_outputs(plain.forward(entry))
+        rows += compare("capture", _prefixed(f"{entry} ", a), _prefixed(f"{entry} ", b), 0.0, CAPTURE_TOLERANCE)
+    if "train" in task.entries and not drops_again:  # else the model's own backward draws other masks
+        one, other = (follow(Original(once, by_graph=graph, promote=False), once) for graph in (True, False))
+        scale = largest(other.steps[0].gradients.values())
+        rows += compare("capture", one.steps[0].gradients, other.steps[0].gradients, scale, CAPTURE_TOLERANCE)
+    return rows
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor | None]) -> Tensors:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def casts(graph: Graph) -> bool:
+    """Whether a graph in float64 computes anything in less."""
+    return any(value.dtype in NARROW for value in graph.values.values())
+
+
+def redraws(graph: Graph) -> bool:
+    """Whether dropout stands in a checkpointed region."""
+    return any(op.region is not None for op in dropouts(graph))
+
+
+def dropouts(graph: Graph) -> list[Op]:
+    """The ops that drop something, in the order of their calls."""
+    odd = next((op for op in graph.ops if OTHER_RANDOM.search(op.target)), None)
+    if odd is not None:
+        raise InputError(f"{odd} draws random numbers, which can't be made the same on one device and on many; "
+                         'verify in evaluation mode with entries=("eval",)')  # fmt: skip
+    return [op for op in graph.ops if op.target in DROPOUTS or op.argument("dropout_p", 0.0)]
+
+
+@contextmanager
+def exact_dropout(graph: Graph, random: Randomness) -> Iterator[None]:
+    """Within this, the model draws the masks that belong to the ops of its graph."""
+    names = [op.name for op in dropouts(graph)]
+    if not names:
+        yield
+        return
+    with ExactDropout(random, names):
+        yield
+
+
+def with_masks(graph: Graph, random: Randomness) -> tuple[Graph, dict[str, Function]]:
+    """The graph with calls of our dropout instead of torch's."""
+    found = {op.name: f"call.exact.{number}" for number, op in enumerate(dropouts(graph))}
+    functions = {
+        found[op.name]: Function(call=_masked(op, random), module="", qualname="")
+        for op in graph.ops
+        if op.name in found
+    }
+    ops = tuple(replace(op, target=found.get(op.name, op.target)) for op in graph.ops)
+    return (replace(graph, ops=ops) if found else graph), functions
+
+
+def _masked(op: Op, random: Randomness) -> Callable[..., Tensor]:
+    names = [name for name, _ in op.arguments]
+
+    def call(*values: Any) -> Tensor:
+        given = dict(zip(names, values, strict=True))
+        if op.target in DROPOUTS:
+            return random.dropout(values[0], given["p"], op.name)
+        return random.attention(**given, op=op.name)
+
+    return call

@@ -1,0 +1,214 @@
+"""`verify`: the original and the compiled program on the same global batch, compared.
+
+    the original, on one device          the program, on every rank
+    forward, backward, step  x 3         forward, backward, step  x 3
+              \\                            /  (pieces gathered, on every rank)
+               outputs, gradients, parameters, buffers
+                          |
+                        Report
+
+Inside a running world (torchrun) all ranks take part and all get the same report. From one
+process the ranks are started here, as threads or as processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..capture import capture
+from ..compile import PlanLike, skeleton_of
+from ..errors import InputError, PlanError
+from ..ir import Graph
+from ..plan import Plan, read_request
+from ..runtime.world import here, start
+from . import ranks, rebind
+from .compiled import Compiled, Order
+from .measure import TOLERANCE, Report, Row, compare, largest, worst_of
+from .original import original_run
+from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, Run, Task, follow, loss_of
+
+Where = Literal["world", "threads", "processes"]
+
+
+def verify(
+    model: nn.Module,
+    plan: PlanLike = "auto",
+    *,
+    example: Any,
+    optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd",
+    loss: Loss | None = None,
+    dtype: torch.dtype = torch.float64,
+    steps: int = 3,
+    entries: Sequence[Entry] = ("train",),
+    tolerance: float | None = None,
+    directory: str | Path | None = None,
+    method: Where | None = None,
+    size: int | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+) -> Report:
+    """Run the original and the compiled program on the same batch and compare all that training sees.
+
+    example    arguments of a call, at the global batch: a tuple, a dict, or (args, kwargs).
+    optimizer  "sgd", "adamw", or a function of a list of parameters.
+    loss       a function of what the model returns; by default its loss, or a mix of its outputs.
+    entries    "train" compares outputs, gradients, buffers, and parameters after `steps` steps;
+               "eval" compares what the model returns in evaluation mode.
+    method     "world" inside torchrun; "threads" or "processes" start the ranks here. By default
+               the world if there is one, else threads. Processes need a picklable model.
+    size       how many ranks, where the plan does not say it (a policy function).
+    directory  where generated code is kept; by default it is thrown away.
+
+    The model is not changed. Dropout is exact: both sides draw the same masks.
+    """
+    method = method or ("world" if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1 else "threads")
+    if method == "world":
+        start(timeout)
+    device = here().device if method == "world" else torch.device("cpu")
+    task = make_task(model, example, dtype, device, optimizer, loss, steps, tuple(entries), seed)
+    wish = plan_for(model, example, plan, task)
+    limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance
+    count = here().size if method == "world" else size or ranks_of(plan)
+    if method == "world":
+        _share(task.module)
+    original, checks, said = original_run(task)
+    with ExitStack() as stack:
+        folder = Path(directory) if directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        order = Order(task=task, plan=wish, directory=folder)
+        if method == "world":
+            rows = _agree(_on_rank(here().rank, order, original, limit))
+        else:
+            every = ranks.run(method, count, _on_rank, order, original, limit, timeout=timeout)
+            rows = worst_of(every)
+    title = f"{type(model).__name__} under {_said(plan)} on {count} ranks, {str(task.dtype).removeprefix('torch.')}"
+    return Report(title=title, rows=(*rows, *checks), tolerance=limit, notes=(said,) if said else ())
+
+
+def make_task(
+    model: nn.Module, example: Any, dtype: torch.dtype, device: torch.device,
+    optimizer: MakeOptimizer | str = "sgd", loss: Loss | None = None, steps: int = 3,
+    entries: tuple[Entry, ...] = ("train",), seed: int = 0,
+) -> Task:  # fmt: skip
+    """A copy of the model and its arguments in the dtype of the comparison."""
+    if not entries or not set(entries) <= {"train", "eval"}:
+        raise InputError(f'entries={entries!r}: use ("train",), ("eval",) or ("train", "eval")')
+    if steps < 1:
+        raise InputError(f"steps={steps} trains nothing; use at least 1")
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer={optimizer!r}; use {', '.join(map(repr, OPTIMIZERS))} or a function of parameters")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("the model has parameters on meta; verify runs it, so materialise and initialise them first")
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+        return made.requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(moved, arguments_of(example))
+    return Task(
+        module=copy.deepcopy(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
+        optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,
+        steps=steps, entries=entries, seed=seed,
+    )  # fmt: skip
+
+
+def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> PlanLike:
+    """The plan, for the copy in the dtype of the comparison."""
+    is_file = isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json"))
+    if not isinstance(plan, Plan) and not is_file:
+        return plan
+    args, kwargs = arguments_of(example)
+    entry = "train" if "train" in task.entries else "eval"
+    skeleton = skeleton_of(model)
+    skeleton.train(entry == "train")
+    old = capture(skeleton, args, kwargs, entry=entry).graph
+    known = rebind.read(plan, old)  # type: ignore[arg-type]
+
+    def again(new: Graph, world: int) -> Plan:
+        return rebind.rebind(known, old, new)
+
+    return again
+
+
+def ranks_of(plan: PlanLike) -> int:
+    """How many ranks a plan is for."""
+    if isinstance(plan, Plan):
+        return plan.mesh.size
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        try:
+            mesh = json.loads(Path(plan).read_text())["mesh"]
+            return int(torch.Size(mesh.values()).numel())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{plan} is not a plan file: it has no mesh ({error})") from error
+    if isinstance(plan, str):
+        return 1 if plan == "auto" else read_request(plan).mesh.size
+    raise InputError("a policy function does not say for how many ranks it is; pass size=2")
+
+
+def _on_rank(rank: int, order: Order, original: Run, tolerance: float) -> list[Row]:
+    """The compiled run of this rank, compared with the original."""
+    mine = follow(Compiled(order), order.task)
+    scale = 0.0
+    runs: list[list[Row]] = []
+    for taken, step in zip(mine.steps, original.steps, strict=True):
+        scale = largest(step.gradients.values())
+        runs.append(compare("output", taken.outputs, step.outputs, scale, tolerance))
+        runs.append(compare("gradient", taken.gradients, step.gradients, scale, tolerance))
+    if "train" in order.task.entries:
+        runs.append(compare("parameter", mine.parameters, original.parameters, scale, tolerance))
+    runs.append(compare("buffer", mine.buffers, original.buffers, scale, tolerance))
+    scale = max(scale, largest(original.evaluated.values()))
+    runs.append(compare("eval output", mine.evaluated, original.evaluated, scale, tolerance))
+    return list(worst_of(runs))
+
+
+def _agree(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The worst of every row over all ranks, on every rank."""
+    if not dist.is_initialized() or not rows:
+        return tuple(rows)
+    found = torch.tensor([row.deviation for row in rows], dtype=torch.float64, device=here().device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return tuple(replace(row, deviation=float(seen)) for row, seen in zip(rows, found.tolist(), strict=True))
+
+
+def _share(module: nn.Module) -> None:
+    """Unseeded scripts differ between ranks: all compare with what rank 0 has."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                held = tensor.detach().contiguous()
+                dist.broadcast(held, 0)
+                tensor.copy_(held)
+
+
+def _said(plan: PlanLike) -> str:
+    if isinstance(plan, Plan):
+        return plan.policy or "a plan"
+    return str(plan) if isinstance(plan, str | Path) else getattr(plan, "__name__", "a policy")
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as (args, kwargs)."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, dict):
+        return (), dict(example)
+    if not isinstance(example, tuple | list):
+        raise InputError(f"example is a {type(example).__name__}; pass a tuple of arguments, a dict, or (args, kwargs)")
+    if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
+        return example[0], example[1]
+    return tuple(example), {}

@@ -1,0 +1,55 @@
+"""A plan for the model as it is, said again for the float64 copy that is verified.
+
+A plan belongs to a graph. The graph of the promoted copy has other dtypes and lacks the
+casts between floats, hence another fingerprint; every other op has the same name in both,
+except that casts that are left are numbered anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..ir import Graph, Op
+from ..plan import Plan, Segment
+from ..plan.plan import load
+
+CAST = "aten._to_copy.default"
+
+
+def read(plan: Plan | Path | str, graph: Graph) -> Plan:
+    """The plan, refused if it was not made for this graph."""
+    found = plan if isinstance(plan, Plan) else load(plan, graph)
+    found.check_against(graph)
+    return found
+
+
+def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
+    """The plan of `old` for the promoted graph `new`."""
+    known = plan.choices(old.entry)
+    names = {op.name: op.name for op in new.ops if op.target != CAST and op.name in old.by_name}
+    names.update(_match_casts(old, new))
+    choices = {name: known.get(before, {}) for name, before in names.items()}
+    recompute = plan.entries[old.entry][0].recompute
+    segment = Segment(mesh=plan.mesh, choices=choices, recompute=recompute)
+    return replace(plan, entries={new.entry: (segment,)}, fingerprints={new.entry: new.fingerprint})
+
+
+def _match_casts(old: Graph, new: Graph) -> dict[str, str]:
+    """For each cast of the promoted graph the one that it was, in the order of their module."""
+    found: dict[str, str] = {}
+    for stem in {_stem(op) for op in new.ops if op.target == CAST}:
+        after = [op.name for op in new.ops if op.target == CAST and _stem(op) == stem]
+        before = [op.name for op in old.ops if op.target == CAST and _stem(op) == stem and not _dropped(op, old)]
+        if len(after) == len(before):
+            found.update(zip(after, before, strict=True))
+    return found
+
+
+def _stem(op: Op) -> str:
+    return op.name.split(" / ")[0] if " / " in op.name else ""
+
+
+def _dropped(op: Op, graph: Graph) -> bool:
+    """Whether promotion makes nothing of a cast: it goes from float to float."""
+    return graph.values[op.inputs[0]].floating and graph.values[op.outputs[0]].floating

@@ -1,0 +1,148 @@
+"""What both sides do: a few training steps on one batch, then perhaps one evaluation.
+
+A `Task` says what is run, a `Run` holds everything that is compared, whole and under the
+original names. `follow` is the loop; the two sides only differ in how they call the model
+and where they find gradients (`original.py`, `compiled.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+
+Entry = Literal["train", "eval"]
+Tensors = dict[str, Tensor | None]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A call of a model in the dtype of the comparison, and what to do with it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    optimizer: MakeOptimizer
+    loss: Loss
+    steps: int
+    entries: tuple[Entry, ...]
+    seed: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        tensors = (*self.module.parameters(), *(x for x in pytree.tree_leaves((self.args, self.kwargs))))
+        floats = [x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
+        return floats[0] if floats else torch.float32
+
+    @property
+    def promote(self) -> bool:
+        """In float64 the casts to float32 that stand in a model's code would end parity at 5e-8."""
+        return self.dtype is torch.float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """One training step: what the model returned, and the gradients it left."""
+
+    outputs: Tensors
+    gradients: Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything about a run that is compared."""
+
+    steps: tuple[Taken, ...] = ()
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    evaluated: Tensors = field(default_factory=dict)
+
+
+class Side(Protocol):
+    """The original or the compiled model, ready to train."""
+
+    optimizer: torch.optim.Optimizer
+
+    def forward(self, entry: Entry) -> Any: ...
+
+    def gradients(self) -> Tensors: ...
+
+    def parameters(self) -> Tensors: ...
+
+    def buffers(self) -> Tensors: ...
+
+
+def follow(side: Side, task: Task) -> Run:
+    """Train for the task's steps, then evaluate if it asks for that."""
+    taken: list[Taken] = []
+    for _ in range(task.steps if "train" in task.entries else 0):
+        side.optimizer.zero_grad()
+        output = side.forward("train")
+        outputs = named_outputs(output)
+        loss = task.loss(output)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        taken.append(Taken(outputs=outputs, gradients=side.gradients()))
+        side.optimizer.step()
+    evaluated: Tensors = {}
+    if "eval" in task.entries:
+        with torch.no_grad():
+            evaluated = named_outputs(side.forward("eval"))
+    return Run(steps=tuple(taken), parameters=side.parameters(), buffers=side.buffers(), evaluated=evaluated)
+
+
+def named_outputs(output: Any) -> Tensors:
+    """Every floating tensor of what a model returns, by its place in it."""
+    found: Tensors = {}
+    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            found[pytree.keystr(path).strip(".") or "output"] = leaf.detach().clone()
+    return found
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss that a model returns, or a fixed mix of its outputs if it returns none."""
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found.reshape(())
+    floats = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    if not floats:
+        raise InputError("the model returns no floating tensor, so there is nothing to verify")
+    if floats[0].numel() == 1 and floats[0].requires_grad:
+        return floats[0].reshape(())
+    parts = [(x * torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)).mean() for x in floats]
+    return torch.stack([part.to(parts[0].dtype) for part in parts]).sum()
+
+
+def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """For every key of a parameter the first key that stands for it (tied weights have several)."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for key, parameter in module.named_parameters(remove_duplicate=False):
+        found[key] = first.setdefault(id(parameter), key)
+    return found
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw}
