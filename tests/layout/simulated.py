@@ -1,0 +1,133 @@
+"""All ranks of a mesh in one process, and what each converter does to what they hold.
+
+This is the table of conversion.py said with numpy: forward on values, backward on gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shardwright.conversion import Step
+from shardwright.layout import Cut, Layout, Mesh, Partial
+from tests.layout.drawn import piece, taken
+
+Held = dict[int, np.ndarray]
+"""For each device what it holds."""
+
+
+def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Generator) -> Held:
+    """An array in a layout: pieces where it is cut, random terms that sum to it where it is partial."""
+    axes = [name for name, placement in layout.rest if isinstance(placement, Partial)]
+    terms: dict[tuple[int, ...], np.ndarray] = {}
+    places = {tuple(mesh.coordinates(device)[name] for name in axes) for device in mesh.devices}
+    for place in sorted(places)[1:]:
+        terms[place] = random.integers(-9, 9, array.shape)
+    terms[min(places)] = array - sum(terms.values(), np.zeros_like(array))
+    held = {}
+    for device in mesh.devices:
+        at = mesh.coordinates(device)
+        held[device] = piece(terms[tuple(at[name] for name in axes)], layout, mesh.sizes, at)
+    return held
+
+
+def assert_lies(held: Held, array: np.ndarray, layout: Layout, mesh: Mesh) -> None:
+    """What the devices hold is the array in the layout."""
+    partial = [name for name, placement in layout.rest if isinstance(placement, Partial)]
+    same = [name for name in mesh.names if layout.cut_of(name) is None and name not in partial]
+    for group in mesh.groups(same):
+        for device in group[1:]:
+            assert np.array_equal(held[group[0]], held[device]), f"not the same over {same} in {layout}"
+    for group in mesh.groups(partial):
+        at = mesh.coordinates(group[0])
+        total = sum(held[device] for device in group)
+        assert np.array_equal(total, piece(array, layout, mesh.sizes, at)), f"another value in {layout}"
+
+
+def forward(steps: Sequence[Step], held: Held, mesh: Mesh) -> Held:
+    for step in steps:
+        held = _each(held, mesh, step, FORWARD[step.kind])
+    return held
+
+
+def backward(steps: Sequence[Step], held: Held, mesh: Mesh) -> Held:
+    for step in reversed(steps):
+        held = _each(held, mesh, step, BACKWARD[step.kind])
+    return held
+
+
+Move = Callable[[list[np.ndarray], Step], list[np.ndarray]]
+
+
+def _each(held: Held, mesh: Mesh, step: Step, move: Move) -> Held:
+    after: Held = {}
+    for group in mesh.groups(step.axes):
+        after.update(zip(group, move([held[device] for device in group], step), strict=True))
+    return after
+
+
+def _nothing(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return arrays
+
+
+def _sum(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return [sum(arrays)] * len(arrays)
+
+
+def _first(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return [arrays[0], *(np.zeros_like(array) for array in arrays[1:])]
+
+
+def _join(arrays: list[np.ndarray], dim: int | None, cut: Cut | None) -> np.ndarray:
+    assert dim is not None
+    assert cut is not None
+    shape = list(arrays[0].shape)
+    shape[dim] = cut.elements
+    whole = np.zeros(shape, dtype=arrays[0].dtype)
+    view = np.moveaxis(whole, dim, 0)
+    for index, array in enumerate(arrays):
+        view[taken(cut, len(arrays), index)] = np.moveaxis(array, dim, 0)
+    return whole
+
+
+def _gather(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return [_join(arrays, step.dim, step.cut)] * len(arrays)
+
+
+def _cut(arrays: list[np.ndarray], dim: int | None, cut: Cut | None) -> list[np.ndarray]:
+    assert cut is not None
+    return [np.take(array, taken(cut, len(arrays), index), axis=dim) for index, array in enumerate(arrays)]
+
+
+def _take(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return _cut(arrays, step.dim, step.cut)
+
+
+def _sum_take(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return _take(_sum(arrays, step), step)
+
+
+def _pad(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    zeros = [np.zeros_like(array) for array in arrays]
+    return [_join([*zeros[:at], array, *zeros[at + 1 :]], step.dim, step.cut) for at, array in enumerate(arrays)]
+
+
+def _exchange(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return _cut(_gather(arrays, step), step.to_dim, step.to_cut)
+
+
+def _exchange_back(arrays: list[np.ndarray], step: Step) -> list[np.ndarray]:
+    return _cut([_join(arrays, step.to_dim, step.to_cut)] * len(arrays), step.dim, step.cut)
+
+
+FORWARD: dict[str, Move] = {
+    "fan_in": _sum, "fan_out": _nothing, "fan_in_out": _sum, "gather": _gather, "gather_sum": _gather, "take": _take,
+    "take_pad": _take, "reduce_scatter": _sum_take, "pad": _pad, "exchange": _exchange, "on_first": _first,
+    "gradient_on_first": _nothing,
+}  # fmt: skip
+BACKWARD: dict[str, Move] = {
+    "fan_in": _nothing, "fan_out": _sum, "fan_in_out": _sum, "gather": _take, "gather_sum": _sum_take,
+    "take": _gather, "take_pad": _pad, "reduce_scatter": _gather, "pad": _take, "exchange": _exchange_back,
+    "on_first": _nothing, "gradient_on_first": _first,
+}  # fmt: skip
