@@ -44,6 +44,8 @@ from .runtime.zero import Zero3
 
 PlanLike = str | Path | Plan | Callable[[Graph, int], Plan]
 
+_CAPTURING = threading.Lock()  # torch.export is not made for threads
+
 
 def skeleton_of(module: nn.Module) -> nn.Module:
     """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
@@ -127,7 +129,8 @@ class Compiler:
         args, kwargs = pytree.tree_unflatten(shown, spec)
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
-        return capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote)
+        with _CAPTURING:
+            return capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote)
 
     def _replicas(self) -> int:
         """How many data-parallel groups there will be; "rows" mode needs to know before it captures."""

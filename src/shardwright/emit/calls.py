@@ -307,7 +307,9 @@ def _where(p: Printing) -> str:
 
 
 def _layer_norm(p: Printing) -> str:
-    shown = [p["input"], p["normalized_shape"]] + [p[key] for key in ("weight", "bias") if p.has(key)]
+    shown = [p["input"], p["normalized_shape"]]
+    shown += [p["weight"]] if p.has("weight") or p.has("bias") else []
+    shown += [p["bias"]] if p.has("bias") else []
     return f"F.layer_norm({', '.join(shown)}{p.options('eps')})"
 
 

@@ -146,7 +146,7 @@ def _divided(op: Op, count: int) -> tuple[Op, ...]:
 
 @local("aten.mse_loss.default", "aten.l1_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default",
        "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default",
-       "aten.soft_margin_loss.default")  # fmt: skip
+       "aten.soft_margin_loss.default", "aten.kl_div.default")  # fmt: skip
 def elementwise_loss(program: Program, op: Op) -> Op | tuple[Op, ...]:
     if op.argument("reduction", 1) != 1 or not cut_axes(program.layouts[op.inputs[0]]):
         return op

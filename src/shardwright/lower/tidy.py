@@ -85,12 +85,22 @@ def fold_bias(program: Program) -> Program:
         alone = len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed
         if product.target not in ("aten.linear.default", "aten.mm.default") and not spatial:
             continue
+        if (product.no_grad, product.autocast, product.region) != (op.no_grad, op.autocast, op.region):
+            continue
+        if spatial and not _per_channel(program.values[op.inputs[1]].shape, program.values[op.outputs[0]].shape):
+            continue
         if not alone or bias not in held or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest:
             continue
         replaced[op.name] = _with_bias(product, op, bias)
         gone.add(product.name)
     body = tuple(replaced.get(op.name, op) for op in program.body if op.name not in gone)
     return prune(program.with_(body=body))
+
+
+def _per_channel(bias: tuple[int, ...], out: tuple[int, ...]) -> bool:
+    """Whether a bias of [.., c, 1, 1] is added to channels, and not along space."""
+    at = len(bias) - (len(out) - 1)
+    return at >= 0 and bias[at] == out[1] and all(size == 1 for dim, size in enumerate(bias) if dim != at)
 
 
 def _with_bias(product: Op, add: Op, bias: str) -> Op:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from ..layout import Axis, Block, Cut, make_cut
 
@@ -29,6 +30,11 @@ class Atoms:
 
     size: list[int] = field(default_factory=list)
     parts: list[tuple[Dim, ...] | None] = field(default_factory=list)  # None: a leaf; one Dim: factors; more: sections
+    known: dict[Any, Any] | None = None  # answers, kept once the table no longer changes
+
+    def freeze(self) -> None:
+        """From now on nothing is unified, and answers are kept."""
+        self.known = {}
 
     def fresh(self, size: int) -> Dim:
         if size == 1:
@@ -50,6 +56,14 @@ class Atoms:
 
     def expand(self, dim: Dim) -> Dim:
         """The same dim in leaves and rows of sections."""
+        if self.known is not None:
+            kept = self.known.get(dim)
+            if kept is None:
+                kept = self.known[dim] = self._expand(dim)
+            return cast(Dim, kept)
+        return self._expand(dim)
+
+    def _expand(self, dim: Dim) -> Dim:
         found: list[int] = []
         stack = list(reversed(dim))
         while stack:
@@ -114,7 +128,9 @@ class Atoms:
         """Make two dims one, from the outermost factor on; False if something is left that differs."""
         left, right = list(reversed(self.expand(a))), list(reversed(self.expand(b)))
         while left and right:
-            x, y = left.pop(), right.pop()
+            (x, *inner), (y, *other) = self.expand((left.pop(),)), self.expand((right.pop(),))  # links made on the way
+            left.extend(reversed(inner))
+            right.extend(reversed(other))
             if x == y:
                 continue
             if self.size[x] == self.size[y]:
@@ -157,6 +173,14 @@ class Atoms:
 
     def blocks(self, dim: Dim, atom: int) -> tuple[int, tuple[Block, ...]] | None:
         """(repeat, blocks) for taking `atom` in `dim`; None if the dim does not have it."""
+        if self.known is not None:
+            key = (dim, atom)
+            if key not in self.known:
+                self.known[key] = self._blocks(dim, atom)
+            return cast("tuple[int, tuple[Block, ...]] | None", self.known[key])
+        return self._blocks(dim, atom)
+
+    def _blocks(self, dim: Dim, atom: int) -> tuple[int, tuple[Block, ...]] | None:
         atoms = self.expand(dim)
         for at, held in enumerate(atoms):
             outer, inner = self.product(atoms[:at]), self.product(atoms[at + 1 :])
