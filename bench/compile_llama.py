@@ -71,15 +71,12 @@ def capture(model: nn.Module, kwargs: dict[str, Tensor]) -> Any:
 
 def emit(captured: Any, plan: str, folder: Path) -> Path:
     """Atoms, plan by policy, lower, emit; nothing may be taken from a cache. Returns the emitted file."""
-    from shardwright.compile import write
-    from shardwright.emit import emit as emitted
-    from shardwright.lower import lower
+    from shardwright.compile import compile_graph, write
     from shardwright.plan import draw, read_request
-    from shardwright.rules import analyse
 
-    facts = analyse(captured.graph)
-    program = lower(captured.graph, draw(captured.graph, read_request(plan), facts), facts)
-    return write(emitted(program).text, folder, program)
+    graph = captured.graph
+    _, program, text = compile_graph(graph, lambda facts: draw(graph, read_request(plan), facts))
+    return write(text, folder, program)
 
 
 def compile_llama(ranks: int) -> Compiled:

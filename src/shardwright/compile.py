@@ -76,6 +76,33 @@ def make_plan(graph: Graph, facts: Analysis, wish: PlanLike, world: int, cluster
     return plan
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Compiling makes many small objects that live on; collecting garbage meanwhile only walks the heap."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def compile_graph(
+    graph: Graph,
+    wish: Callable[[Analysis], Plan],
+    *,
+    homes: Mapping[str, Layout] | None = None,
+    mode: str = "same",
+) -> tuple[Plan, Program, str]:
+    """Everything after capture: atoms, plan, lowering, text."""
+    with _without_collection():
+        facts = analyse(graph)
+        plan = wish(facts)
+        program = lower(graph, plan, facts, homes=homes, mode=mode)
+        return plan, program, emit(program).text
+
+
 def _without_planner(graph: Graph, world: int) -> tuple[str, str]:
     if world == 1:
         return "single", ""
@@ -109,10 +136,13 @@ class Compiler:
 
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
-        facts = analyse(captured.graph)
-        plan = self._plan(model, captured.graph, facts)
-        program = lower(captured.graph, plan, facts, homes=self.homes, mode="rows" if self.mode == "rows" else "same")
-        path = write(emit(program).text, self.directory, program)
+        model.plan, program, text = compile_graph(
+            captured.graph,
+            lambda facts: self._plan(model.plan, captured.graph, facts),
+            homes=self.homes,
+            mode="rows" if self.mode == "rows" else "same",
+        )
+        path = write(text, self.directory, program)
         name = f"shardwright_generated_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
         module = load_file(path, name)
         self.programs.append(program)
@@ -143,18 +173,14 @@ class Compiler:
             return _product(axis.size for policy, axis in request.parts if policy in ("dp", "zero1", "zero2", "zero3"))
         raise InputError('inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning')
 
-    def _plan(self, model: ParallelModel, graph: Graph, facts: Analysis) -> Plan:
-        if model.plan is None:
-            plan = make_plan(graph, facts, self.wish, self.world.size)
-        else:
-            known: Plan = model.plan
-            more = draw(graph, read_request(known.policy, self.world.size), facts, known.cluster)
-            plan = replace(
-                known, entries={**known.entries, **more.entries}, fingerprints={**known.fingerprints, **more.fingerprints},
-                notes=tuple(dict.fromkeys((*known.notes, *more.notes))),
-            )  # fmt: skip
-        model.plan = plan
-        return plan
+    def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
+        if known is None:
+            return make_plan(graph, facts, self.wish, self.world.size)
+        more = draw(graph, read_request(known.policy, self.world.size), facts, known.cluster)
+        return replace(
+            known, entries={**known.entries, **more.entries}, fingerprints={**known.fingerprints, **more.fingerprints},
+            notes=tuple(dict.fromkeys((*known.notes, *more.notes))),
+        )  # fmt: skip
 
     def _hold(self, model: ParallelModel, module: Any, program: Program, captured: Captured) -> None:
         assert self.module is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, cast
 
 from ..errors import PlanError
 from ..ir import Graph, Op
@@ -64,6 +65,7 @@ class Signature:
     labels: Mapping[str, Dim]
     blocked: frozenset[str]
     facts: Analysis = field(repr=False, compare=False)
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
@@ -108,6 +110,12 @@ class Signature:
     def layouts(self, choice: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of all inputs and of all outputs under a choice {axis: role}."""
         picked = {axis.name: choice[axis.name] for axis in mesh.axes if axis.name in choice}
+        key = (*picked.items(), mesh.axes)
+        if key not in self.known:
+            self.known[key] = self._layouts(picked, mesh)
+        return cast("tuple[tuple[Layout, ...], tuple[Layout, ...]]", self.known[key])
+
+    def _layouts(self, picked: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         values = self.facts.graph.values
         inputs = tuple(self._layout(bound, picked, mesh, True, values[bound.value].gradient) for bound in self.inputs)
         outputs = tuple(self._layout(bound, picked, mesh, False, values[bound.value].gradient) for bound in self.outputs)
@@ -219,6 +227,7 @@ def analyse(graph: Graph) -> Analysis:
     facts = Analysis(graph, atoms, dims, signatures, batch, constants_of(graph))
     for op in graph.ops:
         signatures[op.name] = _bind(op, facts)
+    atoms.freeze()
     return facts
 
 
