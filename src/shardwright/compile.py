@@ -8,10 +8,12 @@ with that fixed. Generated files lie in a directory by content, so nothing stale
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
