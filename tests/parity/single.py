@@ -1,0 +1,194 @@
+"""A model of the zoo on one device and under a plan, trained alike, and how far they are apart.
+
+The measure is the design's: |a - b| <= tol * (max |b| + the model's largest gradient). Both
+sides run here, in every process of a pool; what belongs to a model and not to a plan (its
+capture, the reference run) is kept between jobs.
+
+Models that cast to float32 in their own code end float64 parity at 5e-8. For these the graph
+is promoted, and the reference is the promoted graph run op by op, which is itself held
+against the model at what float32 allows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.capture import Captured, capture, run
+from shardwright.compile import Compiler, skeleton_of
+from shardwright.runtime.holding import gather, storage_layout
+from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.parameters import raw_gradient
+from shardwright.runtime.world import start
+from tests.models.zoo import CASTS_TO_FLOAT32, ZOO, Case, loss_of
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+STEPS = 3
+RATE = {"sgd": 0.1, "adamw": 1e-2}
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """A training run: what was seen at each step, and what it ended with."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def optimizer_of(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+    return made(trained, lr=RATE[kind])
+
+
+def build(name: str, dtype: str) -> Case:
+    return ZOO[name](dtype=getattr(torch, dtype))
+
+
+def promoted(name: str, dtype: str) -> bool:
+    return dtype == "float64" and name in CASTS_TO_FLOAT32
+
+
+@lru_cache(maxsize=2)
+def captured(name: str, dtype: str, promote: bool) -> Captured:
+    case = build(name, dtype)
+    return capture(skeleton_of(case.module), case.args, case.kwargs, entry="train", promote=promote)
+
+
+@lru_cache(maxsize=4)
+def reference(name: str, dtype: str, kind: str) -> Trace:
+    """The run on one device."""
+    case = build(name, dtype)
+    module = case.module
+    optimizer = optimizer_of(kind, module.parameters())
+    trace = Trace()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = _by_graph(name, dtype, case) if promoted(name, dtype) else loss_of(module(*case.args, **case.kwargs))
+        loss.backward()
+        trace.losses.append(loss.detach())
+        trace.gradients.append({key: copy.copy(p.grad) for key, p in module.named_parameters()})
+        for parameter in module.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        optimizer.step()
+    trace.parameters = {key: p.detach().clone() for key, p in module.named_parameters()}
+    trace.buffers = {key: b.detach().clone() for key, b in module.named_buffers()}
+    return trace
+
+
+def _by_graph(name: str, dtype: str, case: Case, promote: bool = True) -> Tensor:
+    """The loss of the graph, run op by op on the model's parameters."""
+    held = captured(name, dtype, promote)
+    parameters = dict(case.module.named_parameters(remove_duplicate=False))
+    buffers = dict(case.module.named_buffers(remove_duplicate=False))
+    outputs, updates, _ = run(held, held.flatten(case.args, case.kwargs), parameters, buffers)
+    assert not updates, "the models that cast have no buffers that change"
+    return loss_of(held.unflatten(outputs))
+
+
+def graph_agrees(rank: int, name: str) -> float:
+    """How far one step of the promoted graph is from one step of the model, relative to the largest gradient."""
+    case, other = build(name, "float64"), build(name, "float64")
+    _by_graph(name, "float64", case).backward()
+    loss_of(other.module(*other.args, **other.kwargs)).backward()
+    pairs = list(zip(case.module.parameters(), other.module.parameters(), strict=True))
+    scale = max(float(b.grad.abs().max()) for _, b in pairs if b.grad is not None)
+    return max(float((a.grad - b.grad).abs().max()) / scale for a, b in pairs if b.grad is not None)
+
+
+class SharingCompiler(Compiler):
+    """A compiler that takes the capture of the training entry from the process, since no plan changes it."""
+
+    name: str
+    dtype: str
+
+    def _capture(self, model: ParallelModel, args: Any, kwargs: Any) -> Captured:
+        assert model.training and not self.programs, "this harness trains, at one batch size"
+        return captured(self.name, self.dtype, self.promote)
+
+
+def compiled(name: str, dtype: str, plan: str, kind: str, directory: str) -> Trace:
+    """The run under a plan, everything brought to whole."""
+    case = build(name, dtype)
+    optimizer = optimizer_of(kind, case.module.parameters())
+    keys = [key for key, _ in case.module.named_parameters()]
+    world = start()
+    compiler = SharingCompiler(
+        case.module, optimizer, world, plan, "same", Path(directory), 0, promote=promoted(name, dtype)
+    )
+    compiler.name, compiler.dtype = name, dtype
+    model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
+    trace = Trace()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model(*case.args, **case.kwargs))
+        loss.backward()
+        trace.losses.append(loss.detach())
+        trace.gradients.append(whole_gradients(model))
+        optimizer.step()
+    whole = model.full_state_dict()
+    trace.parameters = {key: whole[key] for key in keys}
+    trace.buffers = {key: buffer.clone() for key, buffer in model._ready().buffers.items()}
+    return trace
+
+
+def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
+    """Every gradient of a compiled model, put together from the pieces. All ranks must call it."""
+    holding = model._ready()
+    found: dict[str, Tensor | None] = {}
+    for held in holding.held:
+        parameter = holding.parameters[held.name]
+        local = raw_gradient(parameter)
+        if local is None and held.level == 2 and parameter.shard is not None:
+            local = raw_gradient(parameter.shard)
+        layout = storage_layout(held, holding.groups.mesh.sizes) if held.level >= 2 else None
+        found[held.name] = None if local is None else gather(local, held, holding.groups, layout).clone()
+    return found
+
+
+def faults_of(mine: Trace, other: Trace, tolerance: float) -> list[str]:
+    """Everything that is further apart than allowed, in words."""
+    found: list[str] = []
+    scale = 0.0
+
+    def compare(what: str, a: Tensor | None, b: Tensor | None) -> None:
+        if a is None or b is None:
+            held = b if a is None else a
+            if held is not None and bool(held.any()):
+                found.append(f"{what} is there on one side only")
+            return
+        allowed = tolerance * (float(b.abs().max()) + scale) if b.numel() else 0.0
+        apart = float((a.double() - b.double()).abs().max()) if b.numel() and a.shape == b.shape else 0.0
+        if a.shape != b.shape or a.dtype != b.dtype or not apart <= allowed:
+            found.append(f"{what}: {apart:.2e} apart, {allowed:.2e} allowed, {a.dtype} {tuple(a.shape)}")
+
+    for step in range(STEPS):
+        scale = max(float(g.abs().max()) for g in other.gradients[step].values() if g is not None)
+        compare(f"loss {step}", mine.losses[step], other.losses[step])
+        _compare_all(f"gradient {step}", mine.gradients[step], other.gradients[step], compare)
+    _compare_all("parameter", mine.parameters, other.parameters, compare)
+    _compare_all("buffer", mine.buffers, other.buffers, compare)
+    return found
+
+
+def _compare_all(what: str, mine: dict[str, Any], other: dict[str, Any], compare: Any) -> None:
+    for key in dict.fromkeys((*other, *mine)):
+        compare(f"{what} {key}", mine.get(key), other.get(key))
+
+
+def parity(rank: int, name: str, plan: str, dtype: str, kinds: tuple[str, ...], directory: str) -> list[str]:
+    """The faults of a model under a plan, seen by one rank."""
+    found = []
+    for kind in kinds:
+        mine = compiled(name, dtype, plan, kind, directory)
+        found += [f"{kind}: {fault}" for fault in faults_of(mine, reference(name, dtype, kind), TOLERANCE[dtype])]
+    return found

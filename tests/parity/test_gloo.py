@@ -1,0 +1,22 @@
+"""The list that must pass: every model under every plan, on real gloo processes, against one device."""
+
+import pytest
+
+from . import single
+
+MODELS = (
+    "mlp", "gpt", "gpt_ignore", "gpt_odd_vocab", "repeated", "contrastive", "resnet", "unet",
+    "hf_llama", "hf_gpt2", "hf_bert_pretraining", "hf_t5", "hf_vit",
+)  # fmt: skip
+PLANS = {"dp=2": 2, "tp=2": 2, "sp=2": 2, "zero3=2": 2, "dp=2,tp=2": 4}
+LIMIT = 120.0  # seconds for one model under one plan, on a busy machine
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_trains_as_on_one_device(pools, tmp_path, model, plan):
+    directory = str(tmp_path)
+    for faults in pools[PLANS[plan]].run(
+        single.parity, model, plan, "float64", ("sgd", "adamw"), directory, timeout=LIMIT
+    ):
+        assert faults == []
