@@ -34,7 +34,7 @@ def run(
     values = _start(graph, inputs, parameters, buffers, constants)
     for op in graph.ops:
         given = tuple(values[name] for name in op.inputs)
-        made = _run_op(op, given, known)
+        made = run_op(op, given, known)
         if len(made) != len(op.outputs):
             raise GraphError(f"{op} gave {len(made)} values, the graph says {len(op.outputs)}")
         values.update(zip(op.outputs, made, strict=True))
@@ -69,7 +69,7 @@ def _first(keys: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> torch.Te
     raise InputError(f"no tensor was given for {keys[0]}")
 
 
-def _run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> tuple[torch.Tensor, ...]:
+def run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> tuple[torch.Tensor, ...]:
     arguments = {name: _argument(value, given) for name, value in op.arguments}
     with ExitStack() as stack:
         if op.no_grad:

@@ -26,18 +26,18 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """How a task is compiled. `captures` is filled by the first rank that captures, for all in its process."""
+    """How a task is compiled. `captures` by (training, which program), is filled for all ranks of a process."""
 
     task: Task
     plan: PlanLike
     directory: Path
-    captures: dict[Any, Captured] = field(default_factory=dict)
+    captures: dict[tuple[bool, int], Captured] = field(default_factory=dict)
 
 
 class SharingCompiler(Compiler):
     """A compiler that captures once for all ranks of a process."""
 
-    captures: dict[Any, Captured]
+    captures: dict[tuple[bool, int], Captured]
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         key = (model.training, len(self.programs))

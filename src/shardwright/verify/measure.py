@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ..errors import ParityError
+from ..errors import ParityError, raise_all
 
 Kind = Literal["output", "gradient", "buffer", "parameter", "eval output", "capture"]
 
@@ -79,10 +79,12 @@ class Report:
         """This report, or a ParityError that lists what differs."""
         if self.passed:
             return self
-        said = [f"  - {row.kind} {row.name}: {row.deviation:.2e} off, {row.allowed:.2e} allowed" for row in self.failures]
-        more = [f"  ... and {len(said) - 12} more"] if len(said) > 12 else []
+        said = [f"{row.kind} {row.name}: {row.deviation:.2e} off, {row.allowed:.2e} allowed" for row in self.failures]
+        if len(said) > 12:
+            said = [*said[:12], f"... and {len(said) - 12} more"]
         advice = "find the first op that differs with shardwright.verify.first_difference(model, plan, example=...)"
-        raise ParityError("\n".join([f"{self.title}: the program differs from the original;", *said[:12], *more, advice]))
+        raise_all(ParityError, f"{self.title}: the program differs from the original;", [*said, advice])
+        return self
 
     def __rich__(self) -> Group:
         table = Table(title=self.title, title_justify="left")
@@ -91,9 +93,9 @@ class Report:
         for kind in dict.fromkeys(row.kind for row in self.rows):
             held = [row for row in self.rows if row.kind == kind]
             worst = max(held, key=lambda row: row.ratio)
-            table.add_row(kind, str(len(held)), Text(worst.name), f"{worst.deviation:.1e}", f"{worst.allowed:.1e}", _mark(worst))
+            table.add_row(*_cells(worst, len(held)))
         for row in self.failures[:10]:
-            table.add_row(row.kind, "", Text(row.name), f"{row.deviation:.1e}", f"{row.allowed:.1e}", _mark(row))
+            table.add_row(*_cells(row))
         lines = [Text(note) for note in self.notes]
         return Group(table, Text(self._verdict(), style="green" if self.passed else "red"), *lines)
 
@@ -108,8 +110,10 @@ class Report:
         return render(self)
 
 
-def _mark(row: Row) -> Text:
-    return Text("same", style="green") if row.passed else Text("differs", style="red")
+def _cells(row: Row, count: int | None = None) -> tuple[str | Text, ...]:
+    mark = Text("same", style="green") if row.passed else Text("differs", style="red")
+    many = "" if count is None else str(count)
+    return row.kind, many, Text(row.name), f"{row.deviation:.1e}", f"{row.allowed:.1e}", mark
 
 
 def render(item: object, width: int = 120) -> str:
@@ -164,5 +168,5 @@ def worst_of(runs: Iterable[Sequence[Row]]) -> tuple[Row, ...]:
         for row in rows:
             held = found.get((row.kind, row.name))
             if held is None or row.ratio > held.ratio:
-                found[row.kind, row.name] = row if held is None else replace(held, deviation=row.deviation, allowed=row.allowed)
+                found[row.kind, row.name] = row
     return tuple(found.values())

@@ -30,45 +30,52 @@ from ..errors import InputError
 from ..ir import Graph, Op
 from ..runtime.random import ExactDropout, Randomness
 from .measure import Row, compare, largest
-from .run import Entry, Run, Task, Tensors, first_names, follow, named_outputs, trainable
+from .run import Entry, Task, Tensors, first_names, follow, named_outputs, trainable
 
 NARROW = frozenset({"float32", "float16", "bfloat16"})
 DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
-OTHER_RANDOM = re.compile(r"\.(rand|randn|randint|randperm|bernoulli|normal|multinomial|poisson|alpha_dropout|feature_)")
+OTHER_RANDOM = re.compile(r"\.(rand|bernoulli|normal|multinomial|poisson|alpha_dropout|feature_)")
 CAPTURE_TOLERANCE = 1e-6
 
 
 class Original:
     """A copy of the model, trained as it is or by its graph."""
 
-    def __init__(self, task: Task, *, by_graph: bool | None = None, promote: bool | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        by_graph: bool | None = None,
+        promote: bool | None = None,
+        captures: dict[tuple[Entry, bool], Captured] | None = None,
+    ) -> None:
         self.task = task
         self.module = copy.deepcopy(task.module)
         if "train" in task.entries and not self.module.training:
             self.module.train()
         self.promote = task.promote if promote is None else promote
-        self.captures: dict[Entry, Captured] = {}
+        self.captures = {} if captures is None else captures
         self.random = Randomness(seed=task.seed, exact=True)
         self.optimizer = task.optimizer(trainable(self.module.parameters()))
         self.by_graph = self._needs_graph() if by_graph is None else by_graph
 
     def _needs_graph(self) -> bool:
-        return any(
-            (self.promote and casts(self._captured(entry, promote=False).graph))
-            or redraws(self._captured(entry, promote=False).graph)
-            for entry in self.task.entries
-        )
-
-    def _captured(self, entry: Entry, promote: bool) -> Captured:
-        skeleton = skeleton_of(self.module)
-        if entry == "eval":
-            skeleton.eval()
-        return capture(skeleton, self.task.args, self.task.kwargs, entry=entry, promote=promote)
+        graphs = [self._captured(entry, promote=False).graph for entry in self.task.entries]
+        return any((self.promote and casts(graph)) or redraws(graph) for graph in graphs)
 
     def captured(self, entry: Entry) -> Captured:
-        if entry not in self.captures:
-            self.captures[entry] = self._captured(entry, self.promote)
-        return self.captures[entry]
+        """The graph that the compiled program is made of."""
+        plain = self._captured(entry, promote=False)
+        return self._captured(entry, promote=True) if self.promote and casts(plain.graph) else plain
+
+    def _captured(self, entry: Entry, promote: bool) -> Captured:
+        if (entry, promote) not in self.captures:
+            skeleton = skeleton_of(self.module)
+            if entry == "eval":
+                skeleton.eval()
+            held = capture(skeleton, self.task.args, self.task.kwargs, entry=entry, promote=promote)
+            self.captures[entry, promote] = held
+        return self.captures[entry, promote]
 
     def forward(self, entry: Entry) -> Any:
         if entry == "train":
@@ -106,31 +113,32 @@ class Original:
         return ((name, p) for name, p in self.module.named_parameters(remove_duplicate=False) if first[name] == name)
 
 
-def original_run(task: Task) -> tuple[Run, list[Row], str]:
-    """The run of the original, the rows that hold its graph against the model, and which of the two ran."""
-    side = Original(task)
+def check_original(side: Original) -> tuple[list[Row], str]:
+    """If the reference is the model's graph: rows that hold it against the model itself, and a word about it."""
     if not side.by_graph:
-        return follow(side, task), [], ""
+        return [], ""
     said = "the reference is the model's graph run op by op, in float64 throughout" if side.promote else (
         "the reference is the model's graph run op by op, since it drops in checkpointed regions"
     )  # fmt: skip
-    return follow(side, task), _check_graph(task), said
+    return _check_graph(side), said
 
 
-def _check_graph(task: Task) -> list[Row]:
+def _check_graph(side: Original) -> list[Row]:
     """One step of the model against its own graph, neither promoted."""
-    once = replace(task, steps=1)
-    plain = Original(once, by_graph=False, promote=False)
-    traced = Original(once, by_graph=True, promote=False)
-    drops_again = any(redraws(plain.captured(entry).graph) for entry in task.entries)
+    once = replace(side.task, steps=1)
+
+    def again(by_graph: bool) -> Original:
+        return Original(once, by_graph=by_graph, promote=False, captures=side.captures)
+
+    traced, model = again(True), again(False)
     rows: list[Row] = []
-    for entry in task.entries:
-        a, b = named_outputs(traced.forward(entry)), named_outputs(plain.forward(entry))
-        rows += compare("capture", _prefixed(f"{entry} ", a), _prefixed(f"{entry} ", b), 0.0, CAPTURE_TOLERANCE)
-    if "train" in task.entries and not drops_again:  # else the model's own backward draws other masks
-        one, other = (follow(Original(once, by_graph=graph, promote=False), once) for graph in (True, False))
-        scale = largest(other.steps[0].gradients.values())
-        rows += compare("capture", one.steps[0].gradients, other.steps[0].gradients, scale, CAPTURE_TOLERANCE)
+    for entry in once.entries:
+        a, b = (_prefixed(f"{entry} ", named_outputs(held.forward(entry))) for held in (traced, model))
+        rows += compare("capture", a, b, 0.0, CAPTURE_TOLERANCE)
+    if "train" in once.entries and not redraws(model.captured("train").graph):  # else its backward draws other masks
+        (one,), (other,) = (follow(again(by_graph), once).steps for by_graph in (True, False))
+        scale = largest(other.gradients.values())
+        rows += compare("capture", one.gradients, other.gradients, scale, CAPTURE_TOLERANCE)
     return rows
 
 
@@ -139,8 +147,8 @@ def _prefixed(prefix: str, tensors: Mapping[str, Tensor | None]) -> Tensors:
 
 
 def casts(graph: Graph) -> bool:
-    """Whether a graph in float64 computes anything in less."""
-    return any(value.dtype in NARROW for value in graph.values.values())
+    """Whether a graph in float64 computes anything in less, or might."""
+    return any(value.dtype in NARROW for value in graph.values.values()) or any(op.autocast for op in graph.ops)
 
 
 def redraws(graph: Graph) -> bool:

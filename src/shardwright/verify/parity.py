@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import capture
+from ..capture import Captured, capture
 from ..compile import PlanLike, skeleton_of
 from ..errors import InputError, PlanError
 from ..ir import Graph
@@ -37,7 +37,7 @@ from ..runtime.world import here, start
 from . import ranks, rebind
 from .compiled import Compiled, Order
 from .measure import TOLERANCE, Report, Row, compare, largest, worst_of
-from .original import original_run
+from .original import Original, check_original
 from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, Run, Task, follow, loss_of
 
 Where = Literal["world", "threads", "processes"]
@@ -78,16 +78,18 @@ def verify(
     if method == "world":
         start(timeout)
     device = here().device if method == "world" else torch.device("cpu")
-    task = make_task(model, example, dtype, device, optimizer, loss, steps, tuple(entries), seed)
+    task = make_task(model, example, dtype, device, optimizer, loss, steps, tuple(sorted(entries, reverse=True)), seed)
     wish = plan_for(model, example, plan, task)
     limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance
     count = here().size if method == "world" else size or ranks_of(plan)
     if method == "world":
         _share(task.module)
-    original, checks, said = original_run(task)
+    side = Original(task)
+    original = follow(side, task)
+    checks, said = check_original(side)
     with ExitStack() as stack:
         folder = Path(directory) if directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        order = Order(task=task, plan=wish, directory=folder)
+        order = Order(task=task, plan=wish, directory=folder, captures=_captures(side) if method == "threads" else {})
         if method == "world":
             rows = _agree(_on_rank(here().rank, order, original, limit))
         else:
@@ -134,7 +136,8 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> Plan
     args, kwargs = arguments_of(example)
     entry = "train" if "train" in task.entries else "eval"
     skeleton = skeleton_of(model)
-    skeleton.train(entry == "train")
+    if skeleton.training != (entry == "train"):
+        skeleton.train(entry == "train")
     old = capture(skeleton, args, kwargs, entry=entry).graph
     known = rebind.read(plan, old)  # type: ignore[arg-type]
 
@@ -157,6 +160,11 @@ def ranks_of(plan: PlanLike) -> int:
     if isinstance(plan, str):
         return 1 if plan == "auto" else read_request(plan).mesh.size
     raise InputError("a policy function does not say for how many ranks it is; pass size=2")
+
+
+def _captures(side: Original) -> dict[tuple[bool, int], Captured]:
+    """The graphs that the reference has captured already, for ranks in this process."""
+    return {(entry == "train", number): side.captured(entry) for number, entry in enumerate(side.task.entries)}
 
 
 def _on_rank(rank: int, order: Order, original: Run, tolerance: float) -> list[Row]:

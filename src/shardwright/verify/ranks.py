@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ..errors import RankError
 
@@ -43,7 +44,7 @@ def run_threads(size: int, work: Callable[..., Any], *args: Any, timeout: float 
 
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []
-    store = dist.HashStore()
+    store = HashStore()
     wait_for = timedelta(seconds=timeout)
 
     def run(rank: int) -> None:
@@ -77,7 +78,7 @@ def run_threads(size: int, work: Callable[..., Any], *args: Any, timeout: float 
 
 
 def _isolate(on: bool) -> None:
-    torch._C._distributed_c10d._set_thread_isolation_mode(on)
+    torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]
 
 
 def _join(threads: list[threading.Thread], errors: list[Any], timeout: float, local: Any) -> None:
@@ -86,7 +87,7 @@ def _join(threads: list[threading.Thread], errors: list[Any], timeout: float, lo
     ending = False
     while any(thread.is_alive() for thread in threads):
         for thread in threads:
-            thread.join(0.001 if not errors else 0.02)
+            thread.join(0.01)
         if not ending and (errors or time.monotonic() > deadline):
             ending, deadline = True, time.monotonic() + 5
             if not errors:
@@ -111,7 +112,7 @@ def run_processes(size: int, work: Callable[..., Any], *args: Any, timeout: floa
     """The ranks as gloo processes, forked from a clean server that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = _pickled(work, args)
     processes, connections = [], []
     try:
@@ -173,7 +174,7 @@ def _child(connection: Connection, call: bytes, rank: int, size: int, port: int,
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         wait_for = timedelta(seconds=timeout)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait_for)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=wait_for)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait_for)
         work, args = pickle.loads(call)
         connection.send_bytes(pickle.dumps((True, work(rank, *args))))

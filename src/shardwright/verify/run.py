@@ -104,8 +104,12 @@ def named_outputs(output: Any) -> Tensors:
     found: Tensors = {}
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            found[pytree.keystr(path).strip(".") or "output"] = leaf.detach().clone()
+            found[".".join(_word(key) for key in path) or "output"] = leaf.detach().clone()
     return found
+
+
+def _word(key: Any) -> str:
+    return str(next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key))
 
 
 def loss_of(output: Any) -> Tensor:

@@ -1,0 +1,249 @@
+"""Debug mode: every value with its layout and its hash on every rank, and the first that is wrong.
+
+The original's graph and the program are both run op by op. Every value of the program is
+brought to whole by its layout and compared with the graph's value of the same name, in the
+order in which they are computed; if all agree, gradients in the order of backward:
+
+    the gradient of a value      wrong here: a converter between its producer and its uses
+    the gradient of a use        wrong here: the backward of the op that reads it
+
+If this finds nothing and `verify` fails, the program is right, and the fault lies in the
+generated file or in how parameters are kept in sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from ..compile import PlanLike
+from ..ir import Op
+from ..layout import Layout
+from ..lower.program import base_of
+from ..runtime.inputs import digest
+from ..runtime.random import Randomness
+from . import ranks
+from .execute import Executor, Watched, join, step_through
+from .measure import TOLERANCE, deviation, largest, render
+from .original import with_masks
+from .parity import make_task, plan_for, ranks_of
+from .program import Compilation, compile_program
+from .run import Loss, Task
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One value of the program, or its gradient, as all ranks had it, against the original's."""
+
+    phase: Phase
+    op: str  # "module.path / kind"; for gradients the op whose backward made it
+    source: str
+    value: str  # "x: float64[4, 16]"
+    layout: str
+    hashes: tuple[str, ...]  # of the piece of each rank
+    deviation: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.deviation <= self.allowed
+
+    def __str__(self) -> str:
+        at = f" at {self.source}" if self.source else ""
+        what = "" if self.phase == "forward" else "the gradient of "
+        return (
+            f"{self.op}{at}: {what}{self.value}, laid out as {self.layout}, is {self.deviation:.2e} off where "
+            f"{self.allowed:.2e} is allowed; pieces by rank: {' '.join(self.hashes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Every value that was looked at, in order. Prints as a table."""
+
+    title: str
+    rows: tuple[Seen, ...]
+
+    @property
+    def first(self) -> Seen | None:
+        """Where the program leaves the original."""
+        return next((row for row in self.rows if not row.passed), None)
+
+    def __rich__(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for name in ("", "op", "at", "value", "layout", "hash on each rank", "deviation"):
+            table.add_column(name, overflow="fold")
+        for row in self.rows:
+            style = "" if row.passed else "red"
+            cells = (row.phase, row.op, row.source, row.value, row.layout, " ".join(row.hashes), f"{row.deviation:.1e}")
+            table.add_row(*(Text(cell, style=style) for cell in cells))
+        return table
+
+    def __str__(self) -> str:
+        return render(self, width=200)
+
+
+def trace(
+    model: nn.Module,
+    plan: PlanLike = "auto",
+    *,
+    example: Any,
+    loss: Loss | None = None,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float | None = None,
+    size: int | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+) -> Trace:
+    """Run the original and the program op by op, ranks as threads, and compare every value and every gradient."""
+    task = make_task(model, example, dtype, torch.device("cpu"), loss=loss, steps=1, seed=seed)
+    task.module.train(model.training)
+    count = size or ranks_of(plan)
+    wish = plan_for(model, example, plan, task)
+    made = compile_program(task.module, task.args, task.kwargs, wish, count, promote=task.promote)
+    original = _original(task, made)
+    every = ranks.run_threads(count, _on_rank, task, made, timeout=timeout)
+    limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance
+    comparison = _Comparison(made, original, every, limit)
+    title = f"{type(model).__name__} under {made.plan.policy}, op by op on {count} ranks"
+    return Trace(title=title, rows=(*comparison.forward(), *comparison.backward()))
+
+
+def first_difference(model: nn.Module, plan: PlanLike = "auto", *, example: Any, **options: Any) -> Seen | None:
+    """The first op at which the program leaves the original, or None. Takes the options of `trace`."""
+    return trace(model, plan, example=example, **options).first
+
+
+def _random(task: Task) -> Randomness:
+    random = Randomness(seed=task.seed, exact=True)
+    random.advance()
+    return random
+
+
+def _original(task: Task, made: Compilation) -> Watched:
+    """The graph, op by op, at global shape."""
+    from ..capture.interpret import run_op
+
+    captured, module = made.captured, task.module
+    graph, functions = with_masks(captured.graph, _random(task))
+    start = dict(zip((held.value for held in graph.inputs), captured.flatten(task.args, task.kwargs), strict=True))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for parameter in graph.parameters:
+        start[parameter.value] = parameters[parameter.key].detach().clone().requires_grad_(parameter.trainable)
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    for buffer in graph.buffers:
+        constant = captured.constants.get(buffer.value)
+        start[buffer.value] = buffers[buffer.key] if constant is None else constant
+    known = {**captured.functions, **functions}
+    watched = step_through(graph.ops, start, lambda op, given: run_op(op, given, known))
+    outputs = [None if output.value is None else watched.values[output.value] for output in graph.outputs]
+    _backward(task, captured.unflatten(outputs))
+    return watched
+
+
+def _on_rank(rank: int, task: Task, made: Compilation) -> Watched:
+    module = task.module
+    executor = Executor(made.program, made.captured, _random(task), torch.device("cpu"))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    watched = executor.run(made.captured.flatten(task.args, task.kwargs), parameters, buffers)
+    _backward(task, executor.outputs(watched))
+    return watched
+
+
+def _backward(task: Task, output: Any) -> None:
+    loss = task.loss(output)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+class _Comparison:
+    """The original's values and gradients against those of every rank."""
+
+    def __init__(self, made: Compilation, original: Watched, every: Sequence[Watched], tolerance: float) -> None:
+        self.program, self.graph = made.program, made.captured.graph
+        self.original, self.every, self.tolerance = original, every, tolerance
+        gradients = (original.values[parameter.value].grad for parameter in self.graph.parameters)
+        self.scale = largest(gradients)
+
+    def forward(self) -> Iterator[Seen]:
+        for op in self.program.ops:
+            for name in op.outputs:
+                if name.endswith("@sum"):  # a sum before its division has no counterpart
+                    continue
+                expected = self.original.values[base_of(name)]
+                inputs = [self.original.values[base_of(held)] for held in op.inputs]
+                scale = largest(x for x in inputs if x.is_floating_point())
+                pieces = [watched.values.get(name) for watched in self.every]
+                yield self._seen("forward", op, name, self.program.layouts[name], pieces, expected, scale)
+
+    def backward(self) -> Iterator[Seen]:
+        for op in reversed(self.program.body):
+            if op.target.startswith("comm."):
+                continue
+            for name in op.outputs:
+                if name in self.original.values:
+                    yield from self._of_value(name, op)
+            seen: dict[str, int] = {}
+            for name in op.inputs:
+                base = base_of(name)
+                use = (op.name, base, seen.get(base, 0))
+                seen[base] = use[2] + 1
+                if use in self.original.uses and self.original.uses[use].requires_grad:
+                    pieces = [watched.uses[use].grad for watched in self.every]
+                    layout, expected = self.program.layouts[name].gradient(), self.original.uses[use].grad
+                    yield self._seen("backward", op, name, layout, pieces, expected, self.scale)
+        for holding in self.program.holdings:
+            if holding.trainable:
+                yield from self._of_value(holding.value, None)
+
+    def _of_value(self, name: str, producer: Op | None) -> Iterator[Seen]:
+        """The whole gradient of a value, to which all its uses have added, through their converters."""
+        if not self.original.values[name].requires_grad:
+            return
+        converters = [op for op in self.program.body if op.target.startswith("comm.") and base_of(op.inputs[0]) == name]
+        near = converters[0] if converters else producer
+        pieces = [watched.values[name].grad for watched in self.every]
+        layout = self.program.layouts[name].gradient()
+        yield self._seen("backward", near, name, layout, pieces, self.original.values[name].grad, self.scale)
+
+    def _seen(
+        self, phase: Phase, op: Op | None, name: str, layout: Layout, pieces: Sequence[Tensor | None],
+        expected: Tensor | None, scale: float,
+    ) -> Seen:  # fmt: skip
+        value = self.graph.values[base_of(name)]
+        return Seen(
+            phase=phase, op=op.name if op else f"parameter {name}", source=self._source(op),
+            value=f"{name}: {value.dtype}{list(value.shape)}", layout=str(layout),
+            hashes=tuple("-" if x is None else f"{digest([x]) & 0xFFFFFF:06x}" for x in pieces),
+            deviation=self._deviation(pieces, layout, value.shape, expected),
+            allowed=self.tolerance * (largest([expected]) + scale),
+        )  # fmt: skip
+
+    def _source(self, op: Op | None) -> str:
+        """The user's line; a converter has that of the op that it stands before."""
+        if op is not None and op.source is None and " < " in op.name:
+            op = self.graph.by_name.get(op.name.split(" < ")[0], op)
+        return str(op.source) if op is not None and op.source else ""
+
+    def _deviation(
+        self, pieces: Sequence[Tensor | None], layout: Layout, shape: Sequence[int], expected: Tensor | None
+    ) -> float:
+        held = next((x for x in pieces if x is not None), None)
+        if held is None:
+            return deviation(None, expected)
+        filled = [self._zeros(held, layout, shape, rank) if x is None else x for rank, x in enumerate(pieces)]
+        copies = join(filled, layout, shape, self.program)
+        return float("inf") if copies is None else max(deviation(copy, expected) for copy in copies)
+
+    def _zeros(self, like: Tensor, layout: Layout, shape: Sequence[int], rank: int) -> Tensor:
+        mesh = self.program.mesh
+        return like.new_zeros(layout.local_shape(shape, mesh.sizes, mesh.coordinates(mesh.devices[rank])))

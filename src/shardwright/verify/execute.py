@@ -1,0 +1,243 @@
+"""Run a program op by op on this rank, without the generated file, and keep every value.
+
+Each value, and each use of a value by an op, becomes a tensor of its own that keeps its
+gradient, so that afterwards one can ask at which op a gradient went wrong. Slow and plain
+on purpose; `debug.py` compares what comes out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import runtime
+from ..capture import Captured, Function
+from ..capture.interpret import run_op
+from ..errors import ParityError
+from ..ir import Op, Slot
+from ..layout import Layout, piece_of
+from ..lower import Program, Size
+from ..lower.program import base_of
+from ..runtime import Group, Groups, comm
+from ..runtime.random import Randomness
+
+Use = tuple[str, str, int]
+"""An op, the graph's name of a value that it reads, and which of its readings of it (x * x has two)."""
+
+Call = Callable[[Op, Sequence[Tensor]], Sequence[Tensor | None]]
+REDUCTIONS: tuple[Literal["none", "mean", "sum"], ...] = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """Every value of a run, and every use of one."""
+
+    values: dict[str, Tensor]
+    uses: dict[Use, Tensor]
+
+
+def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> Watched:
+    """Run ops one after the other from the values that there are."""
+    values = dict(start)
+    uses: dict[Use, Tensor] = {}
+    for op in ops:
+        seen: Counter[str] = Counter()
+        given = []
+        for name in op.inputs:
+            base = base_of(name)
+            given.append(_own(values[name]))
+            uses[op.name, base, seen[base]] = given[-1]
+            seen[base] += 1
+        try:
+            made = call(op, given)
+        except RuntimeError as error:
+            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(op.inputs, given, strict=True))
+            raise ParityError(f"{op} can't run on its pieces ({shapes}): {error}") from error
+        for name, tensor in zip(op.outputs, made, strict=True):
+            if tensor is not None:
+                values[name] = _own(tensor)
+    return Watched(values=values, uses=uses)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The same value as a tensor that keeps the gradient of this place alone."""
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.retain_grad()
+    return alias
+
+
+class Executor:
+    """A program on this rank. Parameters and buffers are given whole, and cut here."""
+
+    def __init__(self, program: Program, captured: Captured, random: Randomness, device: torch.device) -> None:
+        self.program, self.captured, self.random, self.device = program, captured, random, device
+        wanted = {
+            axes
+            for op in program.ops
+            for key in ("axes", "rows", "classes")
+            if isinstance(axes := op.argument(key), tuple) and axes
+        }
+        self.groups = Groups(program.mesh, sorted(wanted))
+        self.at = {name: self.groups[name].index for name in program.mesh.names}
+
+    def run(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Watched:
+        """Every value that the program makes of these inputs."""
+        program, graph = self.program, self.program.graph
+        start = {held.value: self.piece(x, held.value) for held, x in zip(graph.inputs, inputs, strict=True)}
+        for holding in program.holdings:
+            local = cut(parameters[holding.key].detach(), holding.layout, program, self.at)
+            start[holding.value] = local.requires_grad_(holding.trainable and local.is_floating_point())
+        for buffer in graph.buffers:
+            constant = self.captured.constants.get(buffer.value)
+            start[buffer.value] = buffers[buffer.key] if constant is None else constant.to(self.device)
+        with torch.no_grad():
+            fixed = step_through(program.constants, start, self.call)
+        return step_through(program.body, fixed.values, self.call)
+
+    def piece(self, whole: Tensor, value: str) -> Tensor:
+        local = cut(whole.detach(), self.program.layouts[value], self.program, self.at)
+        return local.requires_grad_(whole.requires_grad)
+
+    def outputs(self, watched: Watched) -> Any:
+        """What the model returns."""
+        return self.captured.unflatten(
+            [None if name is None else watched.values[name] for name in self.program.outputs]
+        )
+
+    def call(self, op: Op, given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        room, _, kind = op.target.partition(".")
+        if room == "comm":
+            return (self._convert(op, kind, given[0]),)
+        if room == "runtime":
+            found = getattr(self, f"_{kind}")(_Arguments(op, given))
+            made = found if isinstance(found, tuple) else (found,)
+            return made[: len(op.outputs)]
+        return run_op(replace(op, arguments=self._local(op.arguments)), given, self._functions)
+
+    @property
+    def _functions(self) -> Mapping[str, Function]:
+        return self.captured.functions
+
+    def _local(self, held: Any) -> Any:
+        """Arguments with this rank's sizes."""
+        if isinstance(held, Size):
+            return held.local(self.program.mesh.sizes, self.at)
+        return tuple(self._local(inner) for inner in held) if isinstance(held, tuple) else held
+
+    def _convert(self, op: Op, kind: str, x: Tensor) -> Tensor:
+        group = self.groups[op.argument("axes")]
+        dim, held = op.argument("dim"), op.argument("cut")
+        if kind == "exchange":
+            return comm.exchange(x, dim, op.argument("to_dim"), group, held, op.argument("to_cut"))
+        if kind == "reduce":
+            return comm.reduce(x, group, op.argument("op"))
+        converter = getattr(comm, kind)
+        found: Tensor = converter(x, group) if dim is None else converter(x, dim, group, held)
+        return found
+
+    def _group(self, axes: tuple[str, ...] | None) -> Group | None:
+        return self.groups[axes] if axes else None
+
+    # The algorithms, by the names that lowering gives them.
+
+    def _embedding_rows(self, a: _Arguments) -> Tensor:
+        padding = a["padding_idx"]
+        padding = None if padding is None or padding < 0 else padding
+        group = self.groups[a["axes"]]
+        return runtime.embedding_rows(a["indices"], a["weight"], group, a["cut"], rows=a["rows"], padding_idx=padding)
+
+    def _cross_entropy(self, a: _Arguments) -> Tensor:
+        return runtime.cross_entropy(
+            a["self"], a["target"], rows=self._group(a["rows"]), classes=self._group(a["classes"]), cut=a["cut"],
+            size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
+            reduction=REDUCTIONS[a.get("reduction", 1)], label_smoothing=a.get("label_smoothing", 0.0),
+        )  # fmt: skip
+
+    def _nll_loss(self, a: _Arguments) -> Tensor:
+        return runtime.nll_loss(
+            a["self"], a["target"], rows=self._group(a["rows"]), weight=a["weight"],
+            ignore_index=a.get("ignore_index", -100), reduction=REDUCTIONS[a.get("reduction", 1)],
+        )  # fmt: skip
+
+    def _batch_norm(self, a: _Arguments) -> tuple[Tensor | None, ...]:
+        return runtime.batch_norm(
+            a["input"], a["weight"], a["bias"], a["running_mean"], a["running_var"], True, a["momentum"], a["eps"],
+            self._group(a["axes"]),
+        )  # fmt: skip
+
+    def _dropout(self, a: _Arguments) -> Tensor:
+        return self.random.dropout(a.given[0], a["p"], a["op_key"], self._splits(a))
+
+    def _attention(self, a: _Arguments) -> Tensor:
+        return self.random.attention(
+            a["query"], a["key"], a["value"], a["attn_mask"], a["dropout_p"], bool(a["is_causal"]), a["scale"],
+            bool(a["enable_gqa"]), op=a["op_key"], splits=self._splits(a),
+        )  # fmt: skip
+
+    def _splits(self, a: _Arguments) -> list[tuple[int, Group, Any]]:
+        return [(dim, self.groups[held.axis], held) for dim, held in a["splits"]]
+
+
+class _Arguments:
+    """An op's arguments by name, tensors filled in, None for what was not given."""
+
+    def __init__(self, op: Op, given: Sequence[Tensor]) -> None:
+        self.op, self.given = op, given
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        held = self.op.argument(name, default)
+        return self.given[held.index] if isinstance(held, Slot) else default if held is None else held
+
+
+def cut(whole: Tensor, layout: Layout, program: Program, at: Mapping[str, int]) -> Tensor:
+    """The piece of a whole tensor that the rank at some coordinates holds."""
+    piece = piece_of(layout, whole.shape, program.mesh.sizes, at)
+    local = whole.new_empty(piece.local_shape)
+    for there, here, sizes in piece.boxes:
+        local[_slices(here, sizes)] = whole[_slices(there, sizes)]
+    return local
+
+
+def join(pieces: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: Program) -> list[Tensor] | None:
+    """The whole from the pieces of all ranks, once for each copy there is; None if a piece has a wrong shape.
+
+    Axes that cut are joined, axes with parts are reduced, and every place on the other axes is a copy.
+    """
+    mesh = program.mesh
+    copies: dict[tuple[int, ...], Tensor] = {}
+    reduction = next((held.op for _, held in layout.rest if hasattr(held, "op")), "sum")
+    first = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[reduction]
+    for rank, local in zip(mesh.devices, pieces, strict=True):
+        at = mesh.coordinates(rank)
+        piece = piece_of(layout, shape, mesh.sizes, at)
+        if piece.local_shape != tuple(local.shape):
+            return None
+        wide = local.detach().to(torch.complex128 if local.is_complex() else torch.float64)
+        key = tuple(at[name] for name in mesh.names if name not in layout.axes or _is_copied(layout, name))
+        whole = copies.setdefault(key, wide.new_full(tuple(shape), first))
+        for there, here, sizes in piece.boxes:
+            place, part = _slices(there, sizes), wide[_slices(here, sizes)]
+            if reduction == "sum":
+                whole[place] += part
+            else:
+                whole[place] = (torch.maximum if reduction == "max" else torch.minimum)(whole[place], part)
+    return list(copies.values())
+
+
+def _is_copied(layout: Layout, axis: str) -> bool:
+    placement = layout.placement(axis)
+    return placement is not None and not hasattr(placement, "op")
+
+
+def _slices(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(start, sizes, strict=True))

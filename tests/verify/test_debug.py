@@ -1,0 +1,114 @@
+"""The debug mode names the op that was given a wrong rule, and finds nothing where nothing is wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwright.rules import parse, registry
+from shardwright.runtime import comm
+from shardwright.verify import first_difference, trace
+from tests.models.zoo import ZOO
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        weights = torch.softmax(self.up(x), -1)
+        y = F.gelu(F.linear(weights, self.down.weight))
+        return F.mse_loss(self.last(y), x)
+
+
+@pytest.fixture
+def gated():
+    torch.manual_seed(0)
+    return Gated(), (torch.randn(4, 8),)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("mlp", "dp=2"), ("gpt", "dp=2,tp=2"), ("gpt", "sp=2"), ("gpt_odd_vocab", "tp=2"), ("gpt_ignore", "dp=2"),
+     ("dropout_gpt", "tp=2"), ("resnet", "dp=2"), ("custom_backward", "dp=2"), ("gqa_fused", "tp=2")],
+)  # fmt: skip
+def test_a_right_program_never_leaves_the_original(name, plan):
+    module, args, kwargs = ZOO[name]()
+    found = trace(module, plan, example=(args, kwargs))
+
+    assert found.first is None, str(found.first)
+    assert {row.phase for row in found.rows} == {"forward", "backward"}
+
+
+def test_a_softmax_that_claims_to_be_splittable_is_named(gated, monkeypatch):
+    module, example = gated
+    assert first_difference(module, "tp=2", example=example) is None
+    monkeypatch.setitem(registry._TABLE, "aten.softmax.int", lambda call: parse("* d -> * d"))
+
+    found = first_difference(module, "tp=2", example=example)
+
+    assert found is not None
+    assert (found.phase, found.op) == ("forward", "/ softmax")
+    assert found.value == "weights: float64[4, 16]"
+    assert found.source.startswith("test_debug.py:")
+    assert found.layout == "[., tp]"
+    assert len(found.hashes) == 2
+    assert "test_debug.py" in str(found)
+
+
+def test_a_gelu_that_claims_to_be_linear_is_named(gated, monkeypatch):
+    module, example = gated
+    monkeypatch.setitem(registry._TABLE, "aten.gelu.default", lambda call: parse("*~1 -> *"))
+
+    found = first_difference(module, "tp=2", example=example)
+
+    assert found is not None
+    assert (found.phase, found.op) == ("forward", "/ gelu")
+    assert "partial sum" in found.layout
+
+
+def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
+    monkeypatch.setattr(comm, "fan_out", lambda x, group: x)
+    module, args, kwargs = ZOO["gpt"]()
+
+    found = first_difference(module, "tp=2", example=(args, kwargs))
+
+    assert found is not None
+    assert found.phase == "backward"
+    assert " < fan_out " in found.op
+
+
+def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
+    """The rule says that the weight's gradient is whole, where each rank has a part of it."""
+    from shardwright.rules.signature import Signature
+
+    module, example = gated
+    right = Signature._absent
+
+    def wrong(self, bound, role, is_input):
+        found = right(self, bound, role, is_input)
+        return type(found)() if bound.value == "last_weight" else found
+
+    monkeypatch.setattr(Signature, "_absent", wrong)
+    found = first_difference(module, "dp=2", example=example)
+
+    assert found is not None
+    assert (found.phase, found.op) == ("backward", "last / linear")
+    assert found.value.startswith("last_weight")
+
+
+def test_a_trace_lists_every_value_with_its_layout_and_hashes(gated):
+    module, example = gated
+    found = trace(module, "dp=2", example=example)
+    text = str(found)
+
+    assert "weights: float64[4, 16]" in text
+    assert "[dp, .]" in text
+    (weights,) = [row for row in found.rows if row.phase == "forward" and row.op == "/ softmax"]
+    assert weights.hashes[0] != weights.hashes[1]  # each rank has other rows
+    assert all(digits in text for digits in weights.hashes)
+    loss = [row for row in found.rows if row.phase == "forward" and " < fan_in " in row.op][-1]
+    assert loss.hashes[0] == loss.hashes[1]  # the loss is whole

@@ -1,0 +1,224 @@
+"""`verify` passes where the program is right, and names the tensor where it is not."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.errors import InputError, ParityError, PlanError
+from shardwright.parallelize import plan as make_plan
+from shardwright.runtime import comm
+from shardwright.verify import verify
+from tests.models.zoo import ZOO
+
+
+def check(name, plan, **options):
+    module, args, kwargs = ZOO[name]()
+    return verify(module, plan, example=(args, kwargs), **options)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero2=2", "zero3=2"])
+def test_an_mlp_is_the_same_under_every_plan(plan):
+    report = check("mlp", plan)
+
+    assert report.passed, str(report)
+    assert {row.kind for row in report.rows} == {"output", "gradient", "parameter"}
+    assert {row.name for row in report.rows if row.kind == "gradient"} == {
+        "up.weight", "up.bias", "down.weight", "down.bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,tp=2"])
+def test_a_gpt_with_a_tied_embedding(plan):
+    report = check("gpt", plan, entries=("train", "eval"))
+
+    assert report.passed, str(report)
+    assert "eval output" in {row.kind for row in report.rows}
+
+
+def test_buffers_are_compared():
+    report = check("resnet", "dp=2", steps=2)
+
+    assert report.passed, str(report)
+    assert "layer1.bn1.running_mean" in {row.name for row in report.rows if row.kind == "buffer"}
+
+
+def test_float32_has_a_wider_limit():
+    report = check("mlp", "tp=2", dtype=torch.float32)
+
+    assert report.passed, str(report)
+    assert report.tolerance == 1e-5
+
+
+def test_adamw_and_own_optimizers():
+    assert check("mlp", "dp=2", optimizer="adamw").passed
+    assert check("mlp", "dp=2", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9)).passed
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_dropout_is_exact(plan):
+    report = check("dropout_gpt", plan)
+
+    assert report.passed, str(report)
+
+
+def test_dropout_would_differ_if_its_masks_were_not_the_same(monkeypatch):
+    from shardwright.verify import original
+
+    monkeypatch.setattr(original, "dropouts", lambda graph: [])
+    torch.manual_seed(0)
+    assert not check("dropout_gpt", "dp=2", steps=1).passed
+
+
+def test_dropout_in_checkpointed_regions():
+    from tests.models.zoo import transformer_case
+
+    torch.manual_seed(0)
+    module, args, kwargs = transformer_case(4, dropout=0.1, checkpoint=True)
+    report = verify(module, "dp=2", example=(args, kwargs), steps=1)
+
+    assert report.passed, str(report)
+    assert "capture" in {row.kind for row in report.rows}
+    assert "checkpointed" in report.notes[0]
+
+
+@pytest.mark.parametrize("name", ["hf_llama"])
+def test_models_that_cast_to_float32_are_promoted(name):
+    report = check(name, "tp=2")
+
+    assert report.passed, str(report)
+    assert report.tolerance == 1e-10
+    assert "capture" in {row.kind for row in report.rows}
+
+
+def test_the_model_is_not_changed():
+    module, args, kwargs = ZOO["mlp"]()
+    before = copy.deepcopy(module.state_dict())
+
+    verify(module, "tp=2", example=(args, kwargs))
+
+    assert all(torch.equal(module.state_dict()[key], held) for key, held in before.items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+# Wrong programs.
+
+
+def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
+    monkeypatch.setattr(comm, "fan_out", lambda x, group: x)
+    report = check("gpt", "tp=2", steps=1)
+
+    assert not report.passed
+    assert report.worst.kind == "gradient"
+    assert "blocks.0.ln1.weight" in {row.name for row in report.failures}
+    assert "lnf" not in report.worst.name
+    assert not any(row.kind == "output" for row in report.failures)  # forward is right
+    with pytest.raises(ParityError, match=r"gradient blocks\.0"):
+        report.raise_on_failure()
+
+
+def test_a_sum_that_is_forgotten_shows_in_the_output(monkeypatch):
+    monkeypatch.setattr(comm, "fan_in", lambda x, group: x)
+
+    assert "output" in {row.kind for row in check("mlp", "tp=2", steps=1).failures}
+
+
+def test_an_update_of_a_buffer_that_is_lost_shows(monkeypatch):
+    from shardwright.runtime.model import ParallelModel
+
+    monkeypatch.setattr(ParallelModel, "_write_updates", lambda self, stage, holding: stage.updates.clear())
+
+    assert {row.kind for row in check("resnet", "dp=2", steps=1).failures} == {"buffer"}
+
+
+def test_a_step_that_is_not_taken_shows_in_the_parameters():
+    class Lazy(torch.optim.SGD):
+        def step(self, closure=None):
+            if not isinstance(self.param_groups[0]["params"][0], nn.Parameter) or hasattr(
+                self.param_groups[0]["params"][0], "held"
+            ):
+                return None
+            return super().step(closure)
+
+    report = check("mlp", "dp=2", steps=1, optimizer=lambda ps: Lazy(ps, lr=0.1))
+    assert {row.kind for row in report.failures} == {"parameter"}
+
+
+# Plans that are objects or files.
+
+
+def test_a_plan_object_and_a_plan_file_made_for_float32_are_verified_in_float64(tmp_path):
+    module, args, kwargs = ZOO["hf_llama"]()
+    plan = make_plan(module, example=(args, kwargs), plan="tp=2")
+    plan.save(tmp_path / "plan.json")
+
+    assert verify(module, plan, example=(args, kwargs), steps=1).passed
+    assert verify(module, tmp_path / "plan.json", example=(args, kwargs), steps=1).passed
+
+
+def test_a_plan_of_another_model_is_refused():
+    module, args, kwargs = ZOO["mlp"]()
+    other, other_args, other_kwargs = ZOO["repeated"]()
+    plan = make_plan(other, example=(other_args, other_kwargs), plan="tp=2")
+
+    with pytest.raises(PlanError, match="another graph"):
+        verify(module, plan, example=(args, kwargs))
+
+
+# Bad input.
+
+
+def test_what_makes_no_sense_is_refused():
+    module, args, kwargs = ZOO["mlp"]()
+    with pytest.raises(InputError, match="entries"):
+        verify(module, "tp=2", example=(args, kwargs), entries=("test",))
+    with pytest.raises(InputError, match="steps=0"):
+        verify(module, "tp=2", example=(args, kwargs), steps=0)
+    with pytest.raises(InputError, match="adam'"):
+        verify(module, "tp=2", example=(args, kwargs), optimizer="adam")
+    with pytest.raises(InputError, match="meta"):
+        verify(copy.deepcopy(module).to("meta"), "tp=2", example=(args, kwargs))
+    with pytest.raises(InputError, match="size=2"):
+        verify(module, lambda graph, world: None, example=(args, kwargs))
+
+
+def test_an_error_on_a_rank_comes_out():
+    module, args, kwargs = ZOO["mlp"](batch=3)
+    with pytest.raises(PlanError, match="batch of 3 does not divide"):
+        verify(module, "dp=2", example=(args, kwargs))
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.up(x) + torch.randn_like(x)).square().mean()
+
+
+def test_random_numbers_that_are_not_dropout_are_refused():
+    with pytest.raises(InputError, match="draws random numbers"):
+        verify(Noisy(), "tp=2", example=(torch.randn(4, 8),))
+
+
+class Plain(nn.Module):
+    """Returns no loss, but outputs by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        return {"hidden": hidden, "logits": self.down(hidden)}
+
+
+def test_a_model_without_a_loss_is_compared_by_its_outputs():
+    torch.manual_seed(0)
+    report = verify(Plain(), "tp=2", example=(torch.randn(4, 8),))
+
+    assert report.passed, str(report)
+    assert {row.name for row in report.rows if row.kind == "output"} == {"hidden", "logits"}
