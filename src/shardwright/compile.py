@@ -173,16 +173,20 @@ class Compiler:
             text = f"dp={self.world.size}" if self.wish == "auto" and self.world.size > 1 else self.wish
             request = read_request("single" if text == "auto" else text, self.world.size)
             return _product(axis.size for policy, axis in request.parts if policy in ("dp", "zero1", "zero2", "zero3"))
-        raise InputError('inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning')
+        raise InputError(
+            'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
+        )
 
     def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
         if known is None:
             return make_plan(graph, facts, self.wish, self.world.size)
         more = draw(graph, read_request(known.policy, self.world.size), facts, known.cluster)
         return replace(
-            known, entries={**known.entries, **more.entries}, fingerprints={**known.fingerprints, **more.fingerprints},
+            known,
+            entries={**known.entries, **more.entries},
+            fingerprints={**known.fingerprints, **more.fingerprints},
             notes=tuple(dict.fromkeys((*known.notes, *more.notes))),
-        )  # fmt: skip
+        )
 
     def _hold(self, model: ParallelModel, module: Any, program: Program, captured: Captured) -> None:
         assert self.module is not None
@@ -207,12 +211,16 @@ class Compiler:
                 units.setdefault(one.unit, []).append((one, p))
         model.hold(
             Holding(
-                groups=groups, held=held, parameters=pieces, buffers=buffers,
+                groups=groups,
+                held=held,
+                parameters=pieces,
+                buffers=buffers,
                 sync=GradientSync(trained, groups) if mesh.size > 1 else None,
                 zero=Zero3(units, groups, [u for u in module.UNITS if u in units]) if units else None,
-                random=self.random, replica_axes=replica_axes(model.plan),
+                random=self.random,
+                replica_axes=replica_axes(model.plan),
                 persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
-            )  # fmt: skip
+            )
         )
         self.homes = {one.key: one.layout for one in program.holdings}
         if self.optimizer is not None:
@@ -254,11 +262,16 @@ class Compiler:
         leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
         values = captured.graph.values
         return Entry(
-            stage=stage, path=path, flatten=captured.flatten, unflatten=captured.unflatten,
+            stage=stage,
+            path=path,
+            flatten=captured.flatten,
+            unflatten=captured.unflatten,
             literals=tuple(output.value is None for output in outputs),
-            rows=tuple(name is not None and self.mode == "rows" and any(program.layouts[name].cuts) for name in program.outputs),
+            rows=tuple(
+                self.mode == "rows" and name is not None and any(program.layouts[name].cuts) for name in program.outputs
+            ),
             dtypes=tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
-        )  # fmt: skip
+        )
 
 
 def _stand_in(tensor: Tensor, rows: int | None, scale: int) -> Tensor:
@@ -296,5 +309,3 @@ def write(text: str, directory: Path, program: Program) -> Path:
         draft.write_text(text)
         draft.replace(path)
     return path
-
-

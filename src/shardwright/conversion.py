@@ -163,13 +163,16 @@ def _steps_from_split(
     if wanted is not None and (to := _fits(bare, wanted)) is not None:
         after = bare.with_cut(wanted[0], to)
         if wanted[0] != dim:
-            yield Step(
-                kind="exchange", axes=(axis,), dim=dim, cut=cut, to_dim=wanted[0], to_cut=to, after=after
-            )
+            yield Step(kind="exchange", axes=(axis,), dim=dim, cut=cut, to_dim=wanted[0], to_cut=to, after=after)
 
 
 def _steps_from_rest(
-    layout: Layout, axis: str, held: Placement, wanted: tuple[int, Cut] | None, placement: Placement | None, gradient: bool
+    layout: Layout,
+    axis: str,
+    held: Placement,
+    wanted: tuple[int, Cut] | None,
+    placement: Placement | None,
+    gradient: bool,
 ) -> Iterator[Step]:
     def step(kind: str, to: Placement, reduction: str = "sum") -> Step:
         return Step(kind=kind, axes=(axis,), after=layout.with_placement(axis, to), reduction=reduction)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,6 @@ from .runtime.world import start
 GENERATED = Path(".shardwright")
 
 
-@overload
-def parallelize(model: nn.Module, optimizer: None = None, **options: Any) -> ParallelModel: ...
-
-
-@overload
-def parallelize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
-) -> tuple[ParallelModel, torch.optim.Optimizer]: ...
-
-
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -49,7 +39,7 @@ def parallelize(
     seed: int = 0,
     directory: str | Path = GENERATED,
     timeout: float = 600.0,
-) -> ParallelModel | tuple[ParallelModel, torch.optim.Optimizer]:
+) -> Any:
     """Compile a model for all processes of this run.
 
     example     arguments of a call: a tuple, a dict of keyword arguments, or (args, kwargs). Without
@@ -113,7 +103,12 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (example,), {}
     if isinstance(example, Mapping):
         return (), dict(example)
-    if isinstance(example, Sequence) and len(example) == 2 and isinstance(example[1], dict) and isinstance(example[0], tuple):
+    if (
+        isinstance(example, Sequence)
+        and len(example) == 2
+        and isinstance(example[1], dict)
+        and isinstance(example[0], tuple)
+    ):
         return example[0], example[1]
     if isinstance(example, Sequence):
         return tuple(example), {}

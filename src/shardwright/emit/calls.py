@@ -97,7 +97,8 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
     if op.target.startswith("comm."):
         return _converter(printing, parts)
     if op.target.startswith("call."):
-        return f"{op.target.removeprefix('call.').replace('.', '_')}({', '.join(printing.show(v) for _, v in op.arguments)})"
+        shown = ", ".join(printing.show(value) for _, value in op.arguments)
+        return f"{op.target.removeprefix('call.').replace('.', '_')}({shown})"
     name = op.target.removeprefix("aten.")
     if name in OPERATORS:
         return _operator(printing, OPERATORS[name])
@@ -163,7 +164,9 @@ def _dims_method(name: str, *keys: str) -> Printer:
 def _reduction(name: str) -> Printer:
     def show(p: Printing) -> str:
         dims = p.literal("dim")
-        shown = [] if dims in (None, ()) else [p.show(dims if not isinstance(dims, tuple) or len(dims) > 1 else dims[0])]
+        shown = (
+            [] if dims in (None, ()) else [p.show(dims if not isinstance(dims, tuple) or len(dims) > 1 else dims[0])]
+        )
         shown += [f"keepdim={p['keepdim']}"] if p.literal("keepdim") else []
         shown += [f"dtype={p['dtype']}"] if p.has("dtype") else []
         return f"{bracketed(p.first())}.{name}({', '.join(shown)})"
@@ -328,15 +331,17 @@ PRINTERS: dict[str, Printer] = {
     "sum": _reduction("sum"), "mean": _reduction("mean"), "linear": _functional("linear", "input", "weight", "bias"),
     "addmm": lambda p: f"torch.addmm({p['self']}, {p['mat1']}, {p['mat2']}{p.options('beta', 'alpha')})",
     "gelu": _functional("gelu", "self", options=("approximate",)), "silu": _functional("silu", "self"),
-    "softmax": _functional("softmax", "self", "dim", options=("dtype",)), "_softmax": _functional("softmax", "self", "dim"),
+    "softmax": _functional("softmax", "self", "dim", options=("dtype",)),
+    "_softmax": _functional("softmax", "self", "dim"),
     "log_softmax": _functional("log_softmax", "self", "dim", options=("dtype",)),
     "layer_norm": _layer_norm, "embedding": _embedding, "runtime.embedding_rows": _embedding,
-    "cross_entropy_loss": _cross_entropy, "runtime.cross_entropy": _cross_entropy, "runtime.nll_loss": _cross_entropy,
+    "cross_entropy_loss": _cross_entropy, "runtime.cross_entropy": _cross_entropy,
+    "runtime.nll_loss": _cross_entropy,
     "mse_loss": _loss("mse_loss"), "l1_loss": _loss("l1_loss"), "scaled_dot_product_attention": _attention,
     "slice": _slice, "select": _select, "split": _split, "split_with_sizes": _split, "convolution": _conv,
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
-    "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention, "_to_copy": _cast, "where": _where,
+    "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention,
+    "_to_copy": _cast, "where": _where,
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),
     "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",
 }  # fmt: skip
-

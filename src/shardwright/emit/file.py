@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from ..ir import Op
 from ..layout import FANNED
-from ..lower import Holding, Program
+from ..lower import Program
 from ..lower.program import sizes_of
-from .calls import call_text, plain, show_cut
-from .layers import Folder, Invoke, Item, Loop, Method, layer_of
+from .calls import call_text
+from .layers import Folder, Invoke, Item, Loop, Method
 from .names import Names
+from .pieces import bytes_held, piece_table, unit_of, unit_ranges
 from .sizes import SizeNames
 
 SAID = {
@@ -32,9 +33,7 @@ SAID = {
 }
 
 
-RESERVED = frozenset(
-    "fixed held random device updates zero open close update place sizes constants forward".split()
-)
+RESERVED = frozenset("fixed held random device updates zero open close update place sizes constants forward".split())
 """What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
 
 
@@ -53,12 +52,6 @@ def emit(program: Program) -> Emitted:
     writer = Writer(program)
     text = "\n".join(writer.file()) + "\n"
     return Emitted(name=f"{program.graph.entry}.py", text=text, class_name=writer.class_name, inputs=writer.inputs)
-
-
-def unit_of(key: str) -> str:
-    """The gather unit of a parameter: the layer it is in, or "" outside of layers."""
-    found = layer_of(key)
-    return "" if found is None else f"{found[0]}.{found[1]}" if found[0] else str(found[1])
 
 
 class Writer:
@@ -90,7 +83,9 @@ class Writer:
         methods = [list(self.method(method)) for method in folder.methods]
         ragged = list(self.sizes.ragged_definitions())
         yield from self.head()
-        yield from self.pieces()
+        yield from piece_table(self.program, self.class_name)
+        if self.zero3:
+            yield f"UNITS = [{', '.join(unit_ranges(list(self.units)))}]  # in the order in which they are gathered"
         yield ""
         yield ""
         yield f"class {self.class_name}(Stage):"
@@ -108,7 +103,7 @@ class Writer:
 
     def head(self) -> Iterator[str]:
         program, graph = self.program, self.program.graph
-        held = sum(_local_elements(h, self.parts) * _bytes(h.dtype) for h in program.holdings)
+        held = sum(bytes_held(holding, self.parts) for holding in program.holdings)
         kind = {"train": "training"}.get(graph.entry, graph.entry)
         yield f'"""{graph.name}, {kind}. Generated from plan {program.plan_name}: edit the plan, not this file.'
         yield ""
@@ -151,41 +146,6 @@ class Writer:
             if sums:
                 found.add(sums)
         return sorted(found)
-
-    def pieces(self) -> Iterator[str]:
-        yield f"PIECES = {{  # key in {self.class_name}.state_dict() -> how it is held"
-        rows: dict[str, str] = {}
-        for holding in self.program.holdings:
-            rows[holding.key] = self.piece(holding)
-        for key, text in _starred(rows).items():
-            yield f'    "{key}": {text},'
-        yield "}"
-        if self.zero3:
-            yield f"UNITS = [{', '.join(_ranges(list(self.units)))}]  # in the order in which they are gathered"
-
-    def piece(self, holding: Holding) -> str:
-        shown = [f"shape={_tuple(holding.shape)}"]
-        cuts = []
-        for dim, held in enumerate(holding.layout.cuts):
-            said = [f'cut("{c.axis}")' if plain(c, self.parts[c.axis]) else show_cut(c) for c in held]
-            if said:
-                cuts.append(f"{dim}: {said[0] if len(said) == 1 else '(' + ', '.join(said) + ')'}")
-        if cuts:
-            shown.append(f"cuts={{{', '.join(cuts)}}}")
-        sums = [name for name in self.program.mesh.names if holding.layout.placement(name) == FANNED]
-        if sums:
-            shown.append(f"sums=({', '.join(repr(name) for name in sums)},)".replace("'", '"'))
-        if holding.zero:
-            shown.append(f"zero={{{', '.join(f'{axis!r}: {level}' for axis, level in holding.zero)}}}".replace("'", '"'))
-        if not holding.trainable:
-            shown.append("frozen=True")
-        if holding.dtype != "float32":
-            shown.append(f"dtype=torch.{holding.dtype}")
-        if len(holding.keys) > 1:
-            shown.append("tied=(" + "".join(f'"{key}", ' for key in holding.keys[1:]).rstrip() + ")")
-        if any(level == 3 for _, level in holding.zero) and unit_of(holding.key):
-            shown.append(f'unit="{unit_of(holding.key)}"')
-        return f"Piece({', '.join(shown)})"
 
     def constants(self) -> Iterator[str]:
         """Constants are computed when the file is loaded; those that the body reads become attributes."""
@@ -233,7 +193,9 @@ class Writer:
         words = [names.bind(name, -1) for name in method.inputs]
         at = ", at" if method.lead is not None else ""
         said = ", ".join(f"{word} {self.shape(name)}" for word, name in zip(words, method.inputs, strict=True))
-        yield f"    def {method.name}(self{at}{''.join(', ' + word for word in words)}):" + (f"  # {said}" if said else "")
+        yield f"    def {method.name}(self{at}{''.join(', ' + word for word in words)}):" + (
+            f"  # {said}" if said else ""
+        )
         yield from self.body(method.items, names, method.lead)
         yield f"        return {', '.join(names.words[name] for name in method.outputs)}"
 
@@ -310,7 +272,9 @@ class Writer:
             return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
         shape = self.shape(op.outputs[0])
         partial = [name for name, held in self.program.layouts[op.outputs[0]].rest if str(held).startswith("partial")]
-        return f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"
+        return (
+            f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"
+        )
 
     def shape(self, name: str) -> str:
         if name.endswith("@sum"):
@@ -402,61 +366,3 @@ def _path(key: str) -> str:
             continue
         found += f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else f'["{part}"]'
     return found
-
-
-def _tuple(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-
-
-def _local_elements(holding: Holding, sizes: Mapping[str, int]) -> int:
-    local = holding.layout.local_shape(holding.shape, sizes, dict.fromkeys(sizes, 0))
-    total = 1
-    for size in local:
-        total *= size
-    for axis, level in holding.zero:
-        total = -(-total // sizes[axis]) if level == 3 else total
-    return total
-
-
-def _bytes(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
-
-
-def _starred(rows: Mapping[str, str]) -> dict[str, str]:
-    """Keys that differ only in the layer's number and are held alike, said once."""
-    def star(key: str) -> str:
-        found = layer_of(key)
-        if found is None:
-            return key
-        lead = f"{found[0]}." if found[0] else ""
-        return f"{lead}*{key[len(lead) + len(str(found[1])) :]}"
-
-    def starred_text(key: str, text: str) -> str:
-        return text.replace(f'unit="{unit_of(key)}"', f'unit="{star(unit_of(key))}"')
-
-    held: dict[str, set[str]] = {}
-    for key, text in rows.items():
-        held.setdefault(star(key), set()).add(starred_text(key, text))
-    found: dict[str, str] = {}
-    for key, text in rows.items():
-        alike = len(held[star(key)]) == 1 and "tied=" not in text
-        found[star(key) if alike else key] = starred_text(key, text) if alike else text
-    return found
-
-
-def _ranges(units: list[str]) -> Iterator[str]:
-    """Unit names, runs of layers said with a range."""
-    at = 0
-    while at < len(units):
-        found = layer_of(units[at])
-        end = at + 1
-        while found and end < len(units) and layer_of(units[end]) == (found[0], found[1] + end - at):
-            end += 1
-        if found and end - at > 2:
-            lead = f"{found[0]}." if found[0] else ""
-            yield f'*(f"{lead}{{i}}" for i in range({found[1]}, {found[1] + end - at}))'
-        else:
-            yield from (f'"{unit}"' for unit in units[at:end])
-        at = end
-
-

@@ -202,7 +202,11 @@ class Folder:
             if len(set(column)) == 1:
                 continue
             froms = {places[i].get(column[i + 1]) for i in range(len(runs) - 1)}
-            if len(froms) != 1 or None in froms or any(column[i + 1] not in runs[i].outputs for i in range(len(runs) - 1)):
+            if (
+                len(froms) != 1
+                or None in froms
+                or any(column[i + 1] not in runs[i].outputs for i in range(len(runs) - 1))
+            ):
                 return None
             (place,) = froms
             assert place is not None
@@ -212,7 +216,9 @@ class Folder:
         moved = {place for _, place in carried}
         for place in used:
             column = [names[place] for names in made]
-            outside = [self._read_outside(name, runs[i + 1] if i + 1 < len(runs) else None) for i, name in enumerate(column)]
+            outside = [
+                self._read_outside(name, runs[i + 1] if i + 1 < len(runs) else None) for i, name in enumerate(column)
+            ]
             if any(outside[:-1]):
                 collected.append((place, tuple(column)))
             elif outside[-1]:
@@ -221,11 +227,16 @@ class Folder:
         rank = {place: at for at, place in enumerate(returned)}
         method = self._method(first, tuple(made[0][place] for place in returned))
         return Loop(
-            method=method, path=first.path, first=first.index, last=last.index, total=self.totals[first.path],
-            inputs=tuple(first.externals), carried=tuple((at, rank[place]) for at, place in carried),
+            method=method,
+            path=first.path,
+            first=first.index,
+            last=last.index,
+            total=self.totals[first.path],
+            inputs=tuple(first.externals),
+            carried=tuple((at, rank[place]) for at, place in carried),
             finals=tuple((rank[place], name) for place, name in finals),
             collected=tuple((rank[place], names) for place, names in collected),
-        )  # fmt: skip
+        )
 
     def _made(self, run: _Run) -> list[str]:
         return [name for op in run.ops for name in op.outputs]
@@ -288,8 +299,12 @@ class Folder:
             if name in self.needed or any(self.program.body[r].name not in own for r in self.readers.get(name, ()))
         ]
         method = Method(
-            name=self._free("recomputed"), inputs=tuple(inputs), outputs=tuple(outputs), items=tuple(ops), lead=lead,
+            name=self._free("recomputed"),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            items=tuple(ops),
+            lead=lead,
             recompute=True,
-        )  # fmt: skip
+        )
         self.methods.append(method)
         return Invoke(method, tuple(inputs), tuple(outputs))

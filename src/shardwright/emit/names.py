@@ -10,7 +10,20 @@ from collections.abc import Iterable, Sequence
 from ..lower.program import base_of
 from .layers import Item
 
-RESERVED = {"self", "at", "F", "torch", "comm", "runtime", "cut", "share", "Piece", "Stage", *keyword.kwlist, *dir(builtins)}
+RESERVED = {
+    "self",
+    "at",
+    "F",
+    "torch",
+    "comm",
+    "runtime",
+    "cut",
+    "share",
+    "Piece",
+    "Stage",
+    *keyword.kwlist,
+    *dir(builtins),
+}
 _SUFFIX = re.compile(r"(_\d+)+$")
 
 
@@ -48,5 +61,3 @@ class Names:
     def use(self, value: str, word: str) -> None:
         self.held[word] = value
         self.words[value] = word
-
-

@@ -214,7 +214,11 @@ class Graph:
             value = self.values[parameter.value]
             digest.update(repr((parameter.keys, value.shape, value.dtype, parameter.trainable)).encode())
         number: dict[str, int] = {}
-        for name in (*(i.value for i in self.inputs), *(p.value for p in self.parameters), *(b.value for b in self.buffers)):
+        for name in (
+            *(i.value for i in self.inputs),
+            *(p.value for p in self.parameters),
+            *(b.value for b in self.buffers),
+        ):
             number[name] = len(number)
         for op in self.ops:
             for name in op.outputs:

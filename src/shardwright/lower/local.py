@@ -137,16 +137,30 @@ def _divided(op: Op, count: int) -> tuple[Op, ...]:
     inner = f"{out}@sum"
     total = replace(op, outputs=(inner,))
     share = Op(
-        name=f"{op.name} share", target="aten.div.Scalar", inputs=(inner,), outputs=(out,),
-        arguments=(("self", Slot(0)), ("other", count)), source=op.source, module_path=op.module_path,
-        region=op.region, autocast=op.autocast, no_grad=op.no_grad,
-    )  # fmt: skip
+        name=f"{op.name} share",
+        target="aten.div.Scalar",
+        inputs=(inner,),
+        outputs=(out,),
+        arguments=(("self", Slot(0)), ("other", count)),
+        source=op.source,
+        module_path=op.module_path,
+        region=op.region,
+        autocast=op.autocast,
+        no_grad=op.no_grad,
+    )
     return total, share
 
 
-@local("aten.mse_loss.default", "aten.l1_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default",
-       "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default",
-       "aten.soft_margin_loss.default", "aten.kl_div.default")  # fmt: skip
+@local(
+    "aten.mse_loss.default",
+    "aten.l1_loss.default",
+    "aten.smooth_l1_loss.default",
+    "aten.huber_loss.default",
+    "aten.binary_cross_entropy.default",
+    "aten.binary_cross_entropy_with_logits.default",
+    "aten.soft_margin_loss.default",
+    "aten.kl_div.default",
+)
 def elementwise_loss(program: Program, op: Op) -> Op | tuple[Op, ...]:
     if op.argument("reduction", 1) != 1 or not cut_axes(program.layouts[op.inputs[0]]):
         return op

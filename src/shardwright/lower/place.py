@@ -38,7 +38,9 @@ class _Tree:
 class Placer:
     """Walks the graph once and writes the program's ops."""
 
-    def __init__(self, graph: Graph, plan: Plan, facts: Analysis, homes: Mapping[str, Layout] | None, mode: str) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, facts: Analysis, homes: Mapping[str, Layout] | None, mode: str
+    ) -> None:
         self.graph, self.plan, self.facts, self.mesh, self.mode = graph, plan, facts, plan.mesh, mode
         self.sizes = plan.mesh.sizes
         self.values: dict[str, Value] = {}
@@ -103,10 +105,20 @@ class Placer:
             (b.key, self._use(b.update, self._leaving(b.update), None)) for b in graph.buffers if b.update is not None
         )
         return Program(
-            graph=graph, facts=self.facts, mesh=self.mesh, plan_name=self.plan.name, plan_policy=self.plan.policy,
-            values=self.values, layouts=self.layouts, holdings=tuple(holdings), body=tuple(self.ops),
-            outputs=outputs, updates=updates, mode=self.mode, choices=self.choices,
-        )  # fmt: skip
+            graph=graph,
+            facts=self.facts,
+            mesh=self.mesh,
+            plan_name=self.plan.name,
+            plan_policy=self.plan.policy,
+            values=self.values,
+            layouts=self.layouts,
+            holdings=tuple(holdings),
+            body=tuple(self.ops),
+            outputs=outputs,
+            updates=updates,
+            mode=self.mode,
+            choices=self.choices,
+        )
 
     def _produce(self, name: str, layout: Layout) -> None:
         value = self.graph.values[name]
@@ -136,10 +148,17 @@ class Placer:
         names = tuple(self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True))
         self.ops.append(
             Op(
-                name=op.name, target=op.target, inputs=names, outputs=op.outputs, arguments=op.arguments,
-                source=op.source, module_path=op.module_path, region=op.region, autocast=op.autocast,
+                name=op.name,
+                target=op.target,
+                inputs=names,
+                outputs=op.outputs,
+                arguments=op.arguments,
+                source=op.source,
+                module_path=op.module_path,
+                region=op.region,
+                autocast=op.autocast,
                 no_grad=op.no_grad,
-            )  # fmt: skip
+            )
         )
         for name, layout in zip(op.outputs, outputs, strict=True):
             self._produce(name, layout)
@@ -158,24 +177,36 @@ class Placer:
         self.counts[name] = self.counts.get(name, 0) + 1
         node.name = f"{name}@{self.counts[name]}"
         self.values[node.name] = Value(
-            name=node.name, shape=self.values[name].shape, dtype=self.values[name].dtype,
+            name=node.name,
+            shape=self.values[name].shape,
+            dtype=self.values[name].dtype,
             gradient=self.values[name].gradient,
-        )  # fmt: skip
+        )
         self.layouts[node.name] = node.layout
         self.ops.append(convert_op(node.step, source, node.name, op, self.graph.producer.get(name)))
         return node.name
 
     def _hold(self, parameter: Parameter) -> Holding:
         value = self.graph.values[parameter.value]
-        home = self.homes.get(parameter.key) or home_layout(self.uses[parameter.value], self.mesh, len(value.shape))
+        wish = self.plan.storage.get(parameter.key, ())
+        home = self.homes.get(parameter.key)
+        if home is None:
+            home = home_layout(self.uses[parameter.value], self.mesh, len(value.shape))
+            for axis, _ in wish if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
+                home = home.with_placement(axis, FANNED) if home.placement(axis) == WHOLE else home
+        zero = tuple(held for held in wish if not parameter.trainable or home.placement(held[0]) == FANNED)
         if not parameter.trainable:
             home = forget_gradient(home)
         self._produce(parameter.value, home)
-        zero = tuple(self.plan.storage.get(parameter.key, ()))
         return Holding(
-            value=parameter.value, keys=parameter.keys, shape=value.shape, dtype=value.dtype,
-            trainable=parameter.trainable, layout=home, zero=zero,
-        )  # fmt: skip
+            value=parameter.value,
+            keys=parameter.keys,
+            shape=value.shape,
+            dtype=value.dtype,
+            trainable=parameter.trainable,
+            layout=home,
+            zero=zero,
+        )
 
 
 def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
@@ -188,10 +219,15 @@ def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op
     if step.kind == "reduce":
         arguments.append(("op", step.reduction))
     return Op(
-        name=f"{near.name if near else ''} < {step.kind} {source}", target=f"comm.{step.kind}", inputs=(source,),
-        outputs=(result,), arguments=tuple(arguments), module_path=near.module_path if near else "",
-        region=op.region if op else None, no_grad=False,
-    )  # fmt: skip
+        name=f"{near.name if near else ''} < {step.kind} {source}",
+        target=f"comm.{step.kind}",
+        inputs=(source,),
+        outputs=(result,),
+        arguments=tuple(arguments),
+        module_path=near.module_path if near else "",
+        region=op.region if op else None,
+        no_grad=False,
+    )
 
 
 def home_layout(uses: list[Layout], mesh: Mesh, rank: int) -> Layout:

@@ -131,7 +131,9 @@ def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size
         else:
             total = atoms.product(dim)
             return Size(((Factor(total, None, tuple(held.axis for held in cuts)),),))
-    return Size(tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in _flat(atoms, dim, axes)))
+    return Size(
+        tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in _flat(atoms, dim, axes))
+    )
 
 
 def _flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tuple[int, ...]]:

@@ -19,7 +19,12 @@ def fuse(program: Program) -> Program:
     for op in program.body:
         if op.target in FUSABLE:
             first = made.get(op.inputs[0])
-            if first is not None and first.target == op.target and len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed:
+            if (
+                first is not None
+                and first.target == op.target
+                and len(users[op.inputs[0]]) == 1
+                and op.inputs[0] not in needed
+            ):
                 both = (*first.argument("axes"), *op.argument("axes"))
                 axes = tuple(axis for axis in program.mesh.names if axis in both)
                 op = replace(op, inputs=first.inputs).with_arguments(axes=axes)
@@ -113,6 +118,10 @@ def _with_bias(product: Op, add: Op, bias: str) -> Op:
         arguments = (*arguments[:at], ("bias", Slot(2)), *arguments[at:])
         target = product.target
     return replace(
-        product, target=target, inputs=(*product.inputs, bias), outputs=add.outputs, arguments=arguments,
+        product,
+        target=target,
+        inputs=(*product.inputs, bias),
+        outputs=add.outputs,
+        arguments=arguments,
         source=product.source or add.source,
-    )  # fmt: skip
+    )

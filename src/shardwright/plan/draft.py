@@ -95,11 +95,14 @@ class Draft:
                 self.note(f"{op} has no rule and runs whole on every device")
         segment = Segment(mesh=self.mesh, choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops})
         return Plan(
-            model=self.graph.name, policy=policy, cluster=cluster,
-            fingerprints={self.graph.entry: self.graph.fingerprint}, entries={self.graph.entry: (segment,)},
+            model=self.graph.name,
+            policy=policy,
+            cluster=cluster,
+            fingerprints={self.graph.entry: self.graph.fingerprint},
+            entries={self.graph.entry: (segment,)},
             storage={key: tuple(held.items()) for key, held in self.storage.items()},
             notes=tuple(dict.fromkeys(self.notes)),
-        )  # fmt: skip
+        )
 
     def _pass_partial(self, axis: Axis) -> None:
         """Let partial sums through linear ops where all that is added is partial, and nothing else wants the sum."""
@@ -114,9 +117,10 @@ class Draft:
             if choice is not None:
                 _, outputs = self.signature(op).layouts({axis.name: choice}, self.mesh)
                 partial.update(
-                    name for name, out in zip(op.outputs, outputs, strict=True)
+                    name
+                    for name, out in zip(op.outputs, outputs, strict=True)
                     if isinstance(out.placement(axis.name), Partial)
-                )  # fmt: skip
+                )
 
     def _open_group(self, op: Op, partial: set[str], sinks: set[str]) -> int | None:
         values = self.graph.values
@@ -133,7 +137,10 @@ class Draft:
                 continue
             if any(values[name].gradient for name in others) and not small:
                 continue
-            if any(name in sinks or len(self.graph.users[name]) > 1 for name in members if name in partial) and not small:
+            if (
+                any(name in sinks or len(self.graph.users[name]) > 1 for name in members if name in partial)
+                and not small
+            ):
                 continue
             if sum(values[name].elements for name in op.outputs) <= sum(values[name].elements for name in members):
                 return group

@@ -98,13 +98,15 @@ class Plan:
             "fingerprints": dict(sorted(self.fingerprints.items())),
             "storage": {key: dict(held) for key, held in sorted(fold(self.storage).items())},
             "entries": {
-                entry: [{"choices": {k: dict(v) for k, v in fold(s.choices).items()}, "recompute": list(s.recompute)}
-                        for s in segments]
+                entry: [
+                    {"choices": {k: dict(v) for k, v in fold(s.choices).items()}, "recompute": list(s.recompute)}
+                    for s in segments
+                ]
                 for entry, segments in self.entries.items()
             },
             "notes": list(self.notes),
             "predicted": dict(self.predicted),
-        }  # fmt: skip
+        }
 
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all."""
@@ -165,25 +167,50 @@ def load(path: str | Path, graph: Graph) -> Plan:
         if entry == graph.entry:
             known = data["fingerprints"].get(entry)
             if known == graph.fingerprint or known is None:
-                held = [Segment(mesh=mesh, choices=unfold(s["choices"], ops), recompute=tuple(s["recompute"])) for s in segments]
+                held = [
+                    Segment(mesh=mesh, choices=unfold(s["choices"], ops), recompute=tuple(s["recompute"]))
+                    for s in segments
+                ]
                 entries[entry] = tuple(held)
             else:
                 loose = Segment(mesh=mesh, choices=segments[0]["choices"])
-                Plan(model=data["model"], policy="", cluster="", fingerprints=data["fingerprints"],
-                     entries={entry: (loose,)}).check_against(graph)  # fmt: skip
+                Plan(
+                    model=data["model"],
+                    policy="",
+                    cluster="",
+                    fingerprints=data["fingerprints"],
+                    entries={entry: (loose,)},
+                ).check_against(graph)
     keys = [key for parameter in graph.parameters for key in parameter.keys]
-    storage = {key: tuple((axis, level) for axis, level in held.items()) for key, held in unfold(data["storage"], keys).items()}
+    storage = {
+        key: tuple((axis, level) for axis, level in held.items()) for key, held in unfold(data["storage"], keys).items()
+    }
     return Plan(
-        model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
-        entries=entries, storage=storage, microbatches=data["microbatches"], notes=tuple(data["notes"]),
+        model=data["model"],
+        policy=data["policy"],
+        cluster=data["cluster"],
+        fingerprints=data["fingerprints"],
+        entries=entries,
+        storage=storage,
+        microbatches=data["microbatches"],
+        notes=tuple(data["notes"]),
         predicted=data["predicted"],
-    )  # fmt: skip
+    )
 
 
 _SCHEMA: dict[str, type] = {
-    "version": int, "model": str, "policy": str, "cluster": str, "mesh": dict, "microbatches": int,
-    "fingerprints": dict, "storage": dict, "entries": dict, "notes": list, "predicted": dict,
-}  # fmt: skip
+    "version": int,
+    "model": str,
+    "policy": str,
+    "cluster": str,
+    "mesh": dict,
+    "microbatches": int,
+    "fingerprints": dict,
+    "storage": dict,
+    "entries": dict,
+    "notes": list,
+    "predicted": dict,
+}
 
 
 def _validate(data: Any, path: str | Path) -> None:
@@ -202,6 +229,8 @@ def _validate(data: Any, path: str | Path) -> None:
         faults += [f"axis {k!r} has size {v!r}" for k, v in data["mesh"].items() if not isinstance(v, int) or v < 1]
     if isinstance(data.get("entries"), dict):
         for entry, segments in data["entries"].items():
-            if not isinstance(segments, list) or not all(isinstance(s, dict) and {"choices", "recompute"} == set(s) for s in segments):
+            if not isinstance(segments, list) or not all(
+                isinstance(s, dict) and {"choices", "recompute"} == set(s) for s in segments
+            ):
                 faults.append(f"entry {entry!r} should be a list of objects with 'choices' and 'recompute'")
     raise_all(PlanError, f"{path} is not a valid plan:", faults)

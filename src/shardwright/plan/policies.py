@@ -1,10 +1,10 @@
 """The fixed policies. Each is a function of a draft and an axis; an expert's own looks the same.
 
-    def mine(draft: Draft, axis: Axis) -> None:
-        for op in draft.ops:
-            for role in draft.roles(op):
-                if ...:
-                    draft.split(op, axis, role)
+def mine(draft: Draft, axis: Axis) -> None:
+    for op in draft.ops:
+        for role in draft.roles(op):
+            if ...:
+                draft.split(op, axis, role)
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def tp(draft: Draft, axis: Axis) -> None:
             draft.split(op, axis, draft.role_among(op, axis, (atom,)) or role)
             taken.add(op.name)
     if not taken:
-        draft.note(f"{axis.name}={axis.size}: no parameter has a dim that {axis.size} devices can share; all run the same")
+        draft.note(
+            f"{axis.name}={axis.size}: no parameter has a dim that {axis.size} devices can share; all run the same"
+        )
 
 
 def sp(draft: Draft, axis: Axis) -> None:
@@ -95,7 +97,7 @@ def _check_sizes(graph: Graph, request: Request) -> None:
     if replicas > 1 and graph.batch is not None and graph.batch % replicas:
         raise PlanError(
             f"a batch of {graph.batch} does not divide over {replicas} data-parallel devices ({request}); "
-            f"use a batch of {graph.batch // replicas * replicas or replicas} or {-(-graph.batch // replicas) * replicas}"
+            f"use a batch of {-(-graph.batch // replicas) * replicas}, or another number of devices"
         )
 
 
@@ -112,32 +114,41 @@ def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
             for atom in facts.atoms.splittable(dim):
                 owned[atom] = owned.get(atom, 0) + values[parameter.value].elements
     everything = sum(values[parameter.value].elements for parameter in draft.graph.parameters)
-    multiplied = {atom for atom in owned if any(is_product(draft.signature(op)) for op, _ in facts.by_atom.get(atom, ()))}
+    multiplied = {
+        atom for atom in owned if any(is_product(draft.signature(op)) for op, _ in facts.by_atom.get(atom, ()))
+    }
     worth = {atom for atom, held in owned.items() if atom in multiplied or held > 0.1 * everything}
     found: list[tuple[float, int, int]] = []
     for order, atom in enumerate(sorted(worth & set(facts.by_atom))):
         if facts.atoms.size[atom] < axis.size or atom in facts.batch:
             continue
-        split = {op.name for op, _ in facts.by_atom[atom]}
-        moved: dict[str, float] = {}
-        for op, role in facts.by_atom[atom]:
-            inputs, outputs = draft.signature(op).layouts({axis.name: role.name}, draft.mesh)
-            for name, layout in zip(op.outputs, outputs, strict=True):
-                if layout.cut_of(axis.name) is None and layout.placement(axis.name) is not None and layout.rest:
-                    moved[name] = 2.0 * values[name].bytes
-                elif any(user.name not in split for user, _ in draft.graph.users[name]):
-                    moved[name] = 1.0 * values[name].bytes
-            for name, layout in zip(op.inputs, inputs, strict=True):
-                owner = draft.graph.parameter_of(name)
-                if layout.rest and owner is None and values[name].gradient:
-                    moved[name] = 2.0 * values[name].bytes
-                elif layout.cut_of(axis.name) and owner is None and draft.graph.producer.get(name) is not None:
-                    if draft.graph.producer[name].name not in split and name not in facts.constants:
-                        moved[name] = 1.0 * values[name].bytes
         uneven = 0.5 if facts.atoms.size[atom] % axis.size else 1.0
-        gain = uneven * _work(draft, atom) / (sum(moved.values()) + 1.0)
+        gain = uneven * _work(draft, atom) / (bytes_moved(draft, axis, atom) + 1.0)
         found.append((-gain, order, atom))
     return [atom for _, _, atom in sorted(found)]
+
+
+def bytes_moved(draft: Draft, axis: Axis, atom: int) -> float:
+    """What is reduced or gathered if every op that can takes an atom on an axis, each value once."""
+    graph, values = draft.graph, draft.graph.values
+    split = {op.name for op, _ in draft.facts.by_atom[atom]}
+    moved: dict[str, float] = {}
+    for op, role in draft.facts.by_atom[atom]:
+        inputs, outputs = draft.signature(op).layouts({axis.name: role.name}, draft.mesh)
+        for name, layout in zip(op.outputs, outputs, strict=True):
+            if layout.cut_of(axis.name) is None and layout.rest:
+                moved[name] = 2.0 * values[name].bytes
+            elif any(user.name not in split for user, _ in graph.users[name]):
+                moved[name] = 1.0 * values[name].bytes
+        for name, layout in zip(op.inputs, inputs, strict=True):
+            producer = graph.producer.get(name)
+            if graph.parameter_of(name) is not None:
+                continue
+            if layout.rest and values[name].gradient:
+                moved[name] = 2.0 * values[name].bytes
+            elif layout.cut_of(axis.name) and producer is not None and producer.name not in split:
+                moved[name] = 0.0 if name in draft.facts.constants else 1.0 * values[name].bytes
+    return sum(moved.values())
 
 
 def sequence_atoms(draft: Draft, axis: Axis) -> set[int]:
@@ -147,8 +158,10 @@ def sequence_atoms(draft: Draft, axis: Axis) -> set[int]:
     for op in draft.ops:
         if draft.chosen(op, axis) is None:
             for name in op.outputs:
-                if len(values[name].shape) == 3 and values[name].gradient and values[name].shape[0] == draft.graph.batch:
+                if (
+                    len(values[name].shape) == 3
+                    and values[name].gradient
+                    and values[name].shape[0] == draft.graph.batch
+                ):
                     found.update(facts.atoms.splittable(facts.dims[name][1]))
     return {atom for atom in found - facts.batch if facts.atoms.size[atom] >= axis.size}
-
-

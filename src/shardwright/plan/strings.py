@@ -37,7 +37,9 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
         if not equals or not number.isdigit():
             raise PlanError(f"the plan {text!r} does not say how many devices {policy} has; write {policy}=2")
         if int(number) < 2:
-            raise PlanError(f"the plan {text!r} gives {policy} {number} device(s); leave an axis out if it has just one")
+            raise PlanError(
+                f"the plan {text!r} gives {policy} {number} device(s); leave an axis out if it has just one"
+            )
         if any(policy == held for held, _ in parts):
             raise PlanError(f"the plan {text!r} names {policy} twice")
         name = "dp" if policy in REPLICAS and not any(axis.name == "dp" for _, axis in parts) else policy

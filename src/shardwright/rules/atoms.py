@@ -158,7 +158,10 @@ class Atoms:
             return True
         if one is None or other is None or [self.product(s) for s in one] != [self.product(s) for s in other]:
             return False
-        return all([self.unify(s, t) for s, t in zip(one, other, strict=True)])
+        whole = True
+        for s, t in zip(one, other, strict=True):
+            whole = self.unify(s, t) and whole
+        return whole
 
     def splittable(self, dim: Dim) -> Iterator[int]:
         """The atoms that an axis may take: leaves, what all sections of a row share, or else the row itself."""

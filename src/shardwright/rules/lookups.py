@@ -12,7 +12,9 @@ def embedding(call: Call) -> Rule:
     """A table split on its rows is looked up by the algorithm "rows", which leaves a partial sum."""
     weight, ids = (call.inputs[0], call.inputs[1])
     places = " ".join(n if s != 1 else "1" for n, s in zip(letters(len(ids.shape), "i"), ids.shape, strict=True))
-    return parse(f"v=rows+ d ~1, {places} -> {places} d") if weight.shape[0] > 1 else parse(f"1 d, {places} -> {places} d")
+    return (
+        parse(f"v=rows+ d ~1, {places} -> {places} d") if weight.shape[0] > 1 else parse(f"1 d, {places} -> {places} d")
+    )
 
 
 @rule("aten.cross_entropy_loss.default")

@@ -70,9 +70,14 @@ class Rule:
 
     def with_sizes(self, sizes: Mapping[str, int]) -> Rule:
         return Rule(
-            inputs=self.inputs, outputs=self.outputs, sums=self.sums, blocked=self.blocked,
-            algorithms=self.algorithms, sizes={**self.sizes, **sizes}, text=self.text,
-        )  # fmt: skip
+            inputs=self.inputs,
+            outputs=self.outputs,
+            sums=self.sums,
+            blocked=self.blocked,
+            algorithms=self.algorithms,
+            sizes={**self.sizes, **sizes},
+            text=self.text,
+        )
 
 
 _TOKEN = re.compile(r"\s*(\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*)(=[a-z_]+)?(\+(?:max|min)?(?![a-z]))?(\^)?")
@@ -99,9 +104,14 @@ class _Parser:
         inputs = tuple(self.term(part) for part in left.split(","))
         outputs = tuple(self.term(part) for part in right.split(","))
         return Rule(
-            inputs=inputs, outputs=outputs, sums=self.sums, blocked=frozenset(self.blocked),
-            algorithms=self.algorithms, sizes=self.numbers, text=self.text,
-        )  # fmt: skip
+            inputs=inputs,
+            outputs=outputs,
+            sums=self.sums,
+            blocked=frozenset(self.blocked),
+            algorithms=self.algorithms,
+            sizes=self.numbers,
+            text=self.text,
+        )
 
     def term(self, text: str) -> Term:
         if text.strip() == "?":
@@ -113,8 +123,10 @@ class _Parser:
             else:
                 linear = int(found[1][1:])
             text = text[: found.start()]
-        star, dims, sections, section = False, [], [], []
-        depth, at = 0, 0
+        star, depth, at = False, 0, 0
+        dims: list[Dim] = []
+        sections: list[Section] = []
+        section: list[str] = []
         text = text.strip()
         while at < len(text):
             token = _TOKEN.match(text, at)

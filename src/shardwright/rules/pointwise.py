@@ -36,7 +36,9 @@ def broadcast(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...], groups: S
     def term(shape: tuple[int, ...], group: int | None) -> str:
         shown = names[len(out) - len(shape) :]
         sizes = out[len(out) - len(shape) :]
-        dims = [name if held == size and size != 1 else "1" for name, held, size in zip(shown, shape, sizes, strict=True)]
+        dims = [
+            name if held == size and size != 1 else "1" for name, held, size in zip(shown, shape, sizes, strict=True)
+        ]
         return " ".join(dims) + (f" ~{group}" if group is not None else "")
 
     result = " ".join(name if size != 1 else "1" for name, size in zip(names, out, strict=True))

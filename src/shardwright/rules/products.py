@@ -122,5 +122,3 @@ def _mask_term(shape: tuple[int, ...], out: tuple[int, ...], lead: list[str], he
     return " ".join(
         name if want is None or size == want else "1" for name, size, want in zip(shown, shape, held, strict=True)
     )
-
-

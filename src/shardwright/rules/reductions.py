@@ -64,7 +64,7 @@ def trailing_norm(call: Call) -> Rule:
     rest = " ".join(names[len(names) - width :])
     outs = [" ".join(names)]
     for value in call.outputs[1:]:
-        outs.append(" ".join(n if s != 1 else "1" for n, s in zip(names, value.shape)))
+        outs.append(" ".join(n if s != 1 else "1" for n, s in zip(names, value.shape, strict=True)))
     return parse(f"{', '.join([' '.join(names), *[rest] * (len(call.inputs) - 1)])} -> {', '.join(outs)}")
 
 
@@ -78,7 +78,8 @@ def group_norm(call: Call) -> Rule:
 
 
 @rule("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-      "_native_batch_norm_legit", "aten._native_batch_norm_legit.no_stats", "native_batch_norm", "_batch_norm_with_update_functional")  # fmt: skip
+      "_native_batch_norm_legit", "aten._native_batch_norm_legit.no_stats", "native_batch_norm",
+      "_batch_norm_with_update_functional")  # fmt: skip
 def batch_norm(call: Call) -> Rule:
     """Channels are free. Rows, in training, by the algorithm that sums the statistics; in eval they are free too."""
     training = call.op.argument("training", "no_training" not in call.op.target)

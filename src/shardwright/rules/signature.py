@@ -118,7 +118,9 @@ class Signature:
     def _layouts(self, picked: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         values = self.facts.graph.values
         inputs = tuple(self._layout(bound, picked, mesh, True, values[bound.value].gradient) for bound in self.inputs)
-        outputs = tuple(self._layout(bound, picked, mesh, False, values[bound.value].gradient) for bound in self.outputs)
+        outputs = tuple(
+            self._layout(bound, picked, mesh, False, values[bound.value].gradient) for bound in self.outputs
+        )
         return inputs, outputs
 
     def _layout(self, bound: Bound, choice: Mapping[str, str], mesh: Mesh, is_input: bool, gradient: bool) -> Layout:
@@ -276,7 +278,13 @@ def _patterns(term: Term, rank: int, op: Op) -> Iterator[notation.Dim]:
 
 
 def _bind_input(
-    pattern: notation.Dim, dim: Dim, size: int, rule: Rule | None, labels: dict[str, Dim], blocked: set[str], atoms: Atoms
+    pattern: notation.Dim,
+    dim: Dim,
+    size: int,
+    rule: Rule | None,
+    labels: dict[str, Dim],
+    blocked: set[str],
+    atoms: Atoms,
 ) -> None:
     names = [label for section in pattern for label in section]
     if not names or rule is None:
@@ -302,7 +310,9 @@ def _sizes(names: list[str], size: int, rule: Rule, labels: dict[str, Dim], atom
     """Sizes of the labels of a product; at most one is inferred from the dim."""
     found: list[int | None] = []
     for name in names:
-        found.append(rule.sizes[name] if name in rule.sizes else atoms.product(labels[name]) if name in labels else None)
+        found.append(
+            rule.sizes[name] if name in rule.sizes else atoms.product(labels[name]) if name in labels else None
+        )
     known = 1
     for held in found:
         known *= held or 1

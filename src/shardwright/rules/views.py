@@ -208,9 +208,11 @@ def pad(call: Call) -> Rule:
     """Padded dims know where they end; the others may be split. Linear if the padding is zero."""
     widths = call.op.argument("pad", ())
     touched = {len(call.shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
-    out = call.outputs[0].shape
-    source = [str(size) if at in touched else name for at, (name, size) in enumerate(zip(named(call.shape), call.shape))]
-    result = [str(size) if at in touched else name for at, (name, size) in enumerate(zip(named(call.shape), out))]
+    out, names = call.outputs[0].shape, named(call.shape)
+    source = [
+        str(size) if at in touched else name for at, (name, size) in enumerate(zip(names, call.shape, strict=True))
+    ]
+    result = [str(size) if at in touched else name for at, (name, size) in enumerate(zip(names, out, strict=True))]
     linear = " ~1" if not call.op.argument("value", 0) else ""
     return parse(f"{' '.join(source)}{linear} -> {' '.join(result)}")
 
@@ -221,8 +223,6 @@ def triangle(call: Call) -> Rule:
     names = named(call.shape)
     names[-2:] = [name if name == "1" else f"{name}^" for name in names[-2:]]
     return parse(f"{' '.join(names)} ~1 -> {' '.join(names)}")
-
-
 
 
 @rule("broadcast_tensors")

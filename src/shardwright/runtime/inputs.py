@@ -52,9 +52,9 @@ def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequenc
     if mode == "same" and len(set(found)) > 1:
         odd = next(rank for rank in range(size) if found[rank] != found[0])
         raise InputError(
-            f'inputs="same" means that every rank passes the same global batch, but rank {odd} passes another batch '
-            f'than rank 0; pass the same data everywhere, or say inputs="rows" (each data-parallel group its own rows) '
-            f'or inputs="gather" (each rank its own rows)'
+            f'inputs="same" means that every rank passes the same global batch, but rank {odd} passes another '
+            f'batch than rank 0; pass the same data everywhere, or say inputs="rows" (each data-parallel group its own '
+            'rows) or inputs="gather" (each rank its own rows)'
         )
     if mode == "rows":
         for ranks in replicas:
@@ -79,7 +79,7 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Non
     if len(set(found)) > 1:
         odd = next(rank for rank, held in enumerate(found) if held != found[0])
         raise InputError(
-            f"rank {odd} passes inputs of other shapes than rank 0; this rank passes {[list(shape) for shape in shapes]}"
+            f"rank {odd} passes inputs of other shapes than rank 0; this one passes {[list(shape) for shape in shapes]}"
         )
 
 

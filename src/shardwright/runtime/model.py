@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 
+from . import comm, state
 from .gradients import GradientSync
 from .holding import Held
 from .inputs import Mode, check_mode, check_shapes, gather_rows, rows_of
 from .parameters import ShardParameter
 from .random import Randomness
 from .stage import Stage, nested
-from . import comm, state
 from .world import Groups, World
 
 
