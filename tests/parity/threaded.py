@@ -1,0 +1,145 @@
+"""A tiny module through `sw.parallelize` on ranks that are threads, and beside it the original.
+
+    one = compare(Net, (x, y), "dp=2")
+
+raises if loss, any gradient or any buffer differs by more than 1e-10 (the measure of the
+design, section 11), and returns what both sides found, for what a test wants to know more.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.parallelize import parallelize
+from shardwright.runtime import comm, gradients
+from shardwright.runtime.holding import gather, kept_layout
+from shardwright.runtime.model import ParallelModel
+from tests.runtime.ranks import run_ranks
+
+TOLERANCE = 1e-10
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """What one rank found."""
+
+    outputs: Any
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    forward: list[comm.Issued]
+    backward: list[comm.Issued]
+    synced: list[int]  # the elements of each bucket of parameter gradients
+    text: str
+
+
+@dataclass(kw_only=True)
+class Compared:
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    ranks: list[Rank] = field(default_factory=list)
+
+    def sent(self, kind: str, axis: str) -> tuple[int, int]:
+        """How many collectives of a kind went over an axis, forward and backward, on the first rank."""
+        first = self.ranks[0]
+        forward, backward = (
+            sum(k == kind and axis in a for k, a, _ in held) for held in (first.forward, first.backward)
+        )
+        return forward, backward
+
+
+def world_of(plan: str) -> int:
+    return math.prod(int(part.split("=")[1]) for part in plan.split(","))
+
+
+def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
+    holding = model._ready()
+    found: dict[str, Tensor | None] = {}
+    for held in holding.held:
+        parameter = holding.parameters[held.name]
+        gradient, layout = parameter.grad, kept_layout(held, holding.groups.mesh.sizes)
+        if held.level == 2 and parameter.shard is not None:
+            layout = parameter.shard.spread
+        found[held.name] = None if gradient is None else gather(gradient, held, holding.groups, layout).clone()
+    return found
+
+
+def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str, **options: Any) -> list[Rank]:
+    """Compile and run one step on every rank; `make` gives each rank its module."""
+    folder = Path(tempfile.mkdtemp(prefix="section4-"))
+    noted = _Noted()
+
+    def run(rank: int) -> Rank:
+        model = parallelize(make(rank), plan=plan, example=args, directory=folder, **options)
+        with comm.recording() as forward:
+            outputs = model(*args)
+        with comm.recording() as backward:
+            outputs.backward()
+        return Rank(
+            outputs=outputs.detach().clone(), gradients=whole_gradients(model), forward=forward, backward=backward,
+            synced=noted.sent.get(rank, []),
+            buffers={key: held.clone() for key, held in model._ready().buffers.items()},
+            text=model.generated.read_text() if model.generated else "",
+        )  # fmt: skip
+
+    with mock.patch.object(gradients, "dist", noted):
+        return run_ranks(world_of(plan), run)
+
+
+class _Noted:
+    """torch.distributed, with a list of what the gradient sync sends."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: Tensor, **options: Any) -> Any:
+        self.sent.setdefault(dist.get_rank(), []).append(tensor.numel())
+        return dist.all_reduce(tensor, **options)
+
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, **options: Any) -> Any:
+        self.sent.setdefault(dist.get_rank(), []).append(tensor.numel())
+        return dist.reduce_scatter_single(out, tensor, **options)
+
+
+def compare(module: nn.Module, args: tuple[Any, ...], plan: str, **options: Any) -> Compared:
+    """Run both and assert that they agree on every rank."""
+    module = module.double()
+    args = tuple(held.double() if held.is_floating_point() else held for held in args)
+    original = copy.deepcopy(module)
+    loss = original(*args)
+    loss.backward()
+    expected = Compared(loss=loss.detach(), gradients={key: p.grad for key, p in original.named_parameters()})
+    expected.ranks = ranks_of(lambda rank: copy.deepcopy(module), args, plan, **options)
+    scale = max((float(g.abs().max()) for g in expected.gradients.values() if g is not None), default=0.0)
+    for rank in expected.ranks:
+        assert_close(rank.outputs, expected.loss, scale, "the loss")
+        for key, gradient in rank.gradients.items():
+            wanted = expected.gradients[key]
+            assert (gradient is None) == (wanted is None), key
+            if gradient is not None and wanted is not None:
+                assert_close(gradient, wanted, scale, key)
+        for key, held in original.named_buffers():
+            assert_close(rank.buffers[key], held, 0.0, key)
+    return expected
+
+
+def assert_close(mine: Tensor, theirs: Tensor, scale: float, what: str) -> None:
+    apart = float((mine.double() - theirs.double()).abs().max())
+    assert apart <= TOLERANCE * (float(theirs.abs().max()) + scale), f"{what} is off by {apart:.3g}"
+
+
+def apart(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether a wrong way shows: a test that can't tell it from the right one proves nothing."""
+    return float((mine - theirs).detach().abs().max()) > 1e-4 * (1e-9 + float(theirs.detach().abs().max()))
