@@ -20,6 +20,13 @@ OPERATORS = {
     "ge.Tensor": ">=", "bitwise_and.Tensor": "&", "bitwise_or.Tensor": "|", "logical_and.default": "&",
     "__and__.Tensor": "&", "__or__.Tensor": "|", "bmm.default": "@",
 }  # fmt: skip
+FUNCTIONS = (
+    "arange ones zeros full full_like ones_like zeros_like cumsum gather index_select masked_fill topk sort clamp "
+    "clamp_min clamp_max rms_norm repeat_interleave flip roll tril triu diff where argmax amax amin logsumexp var "
+    "maximum minimum logical_not bitwise_not einsum baddbmm group_norm"
+).split()
+"""Ops that torch has under the same name with the same arguments."""
+
 METHODS = (
     "relu tanh sigmoid exp log sqrt rsqrt neg abs cos sin erf contiguous detach t reciprocal square "
     "floor ceil round sign clone"
@@ -107,7 +114,14 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
         return PRINTERS.get(op.target, PRINTERS.get(base, _fallback))(printing)
     if base in METHODS and len(op.arguments) == 1:
         return f"{bracketed(printing.first())}.{base}()"
+    if base in FUNCTIONS and op.arguments:
+        return _function(printing, base)
     return _fallback(printing)
+
+
+def _function(p: Printing, name: str) -> str:
+    shown = [p.first(), *(f"{key}={p.show(value)}" for key, value in p.op.arguments[1:])]
+    return f"torch.{name}({', '.join(shown)})"
 
 
 def bracketed(text: str) -> str:
@@ -301,6 +315,16 @@ def _keyed_attention(p: Printing) -> str:
     )
 
 
+def _index(p: Printing) -> str:
+    shown = [":" if held is None else p.show(held) for held in p.literal("indices")]
+    return f"{p.first()}[{', '.join(shown)}]"
+
+
+def _pad(p: Printing) -> str:
+    value = p.literal("value")
+    return f"F.pad({p.first()}, {p['pad']}{f', value={p.show(value)}' if value else ''})"
+
+
 def _cast(p: Printing) -> str:
     return f"{bracketed(p.first())}.to({p['dtype']})"
 
@@ -342,6 +366,7 @@ PRINTERS: dict[str, Printer] = {
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
     "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention,
     "_to_copy": _cast, "where": _where,
+    "index": _index, "constant_pad_nd": _pad, "pad": _pad, "relu": _functional("relu", "self"),
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),
     "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",
 }  # fmt: skip

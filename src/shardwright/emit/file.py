@@ -12,6 +12,7 @@ from ..lower import Program
 from ..lower.program import sizes_of
 from .calls import call_text
 from .layers import Folder, Invoke, Item, Loop, Method
+from .lines import narrowed
 from .names import Names
 from .pieces import bytes_held, piece_table, unit_of, unit_ranges
 from .sizes import SizeNames
@@ -50,7 +51,7 @@ class Emitted:
 def emit(program: Program) -> Emitted:
     """The text of the program; the same for every rank."""
     writer = Writer(program)
-    text = "\n".join(writer.file()) + "\n"
+    text = "\n".join(line for long in writer.file() for line in narrowed(long)) + "\n"
     return Emitted(name=f"{program.graph.entry}.py", text=text, class_name=writer.class_name, inputs=writer.inputs)
 
 
@@ -81,9 +82,11 @@ class Writer:
         constants = list(self.constants())
         forward = list(self.forward(items))
         methods = [list(self.method(method)) for method in folder.methods]
+        table = list(piece_table(self.program, self.class_name))
         ragged = list(self.sizes.ragged_definitions())
-        yield from self.head()
-        yield from piece_table(self.program, self.class_name)
+        text = "\n".join([*constants, *forward, *(line for lines in methods for line in lines), *table])
+        yield from self.head([name for name in ("cut", "share") if f"{name}(" in text or (name == "share" and ragged)])
+        yield from table
         if self.zero3:
             yield f"UNITS = [{', '.join(unit_ranges(list(self.units)))}]  # in the order in which they are gathered"
         yield ""
@@ -101,7 +104,7 @@ class Writer:
             yield ""
         yield from forward
 
-    def head(self) -> Iterator[str]:
+    def head(self, names: Sequence[str]) -> Iterator[str]:
         program, graph = self.program, self.program.graph
         held = sum(bytes_held(holding, self.parts) for holding in program.holdings)
         kind = {"train": "training"}.get(graph.entry, graph.entry)
@@ -116,7 +119,7 @@ class Writer:
         yield "import torch.nn.functional as F"
         yield ""
         yield "from shardwright import runtime"
-        yield "from shardwright.runtime import Piece, Stage, comm, cut, share"
+        yield f"from shardwright.runtime import {', '.join(['Piece', 'Stage', 'comm', *names])}"
         yield from self.imports()
         yield ""
         yield f"MESH = {{{', '.join(f'{a.name!r}: {a.size}' for a in program.mesh.axes)}}}".replace("'", '"')
@@ -182,7 +185,7 @@ class Writer:
         for key, name in program.updates:
             yield f'        self.update("{key}", {self.ref(name, names, None)})'
         shown = [self.ref(name, names, None) for name in program.outputs if name is not None]
-        yield f"        return {', '.join(shown)}{',' if len(shown) == 1 else ''}" if shown else "        return ()"
+        yield f"        return ({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
     def said_inputs(self) -> str:
         shapes = [f"{held.path} {self.shape(held.value)}" for held in self.program.graph.inputs]

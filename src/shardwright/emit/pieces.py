@@ -97,7 +97,8 @@ def unit_ranges(units: list[str]) -> Iterator[str]:
             end += 1
         if found and end - at > 2:
             lead = f"{found[0]}." if found[0] else ""
-            yield f'*(f"{lead}{{i}}" for i in range({found[1]}, {found[1] + end - at}))'
+            first = f"{found[1]}, " if found[1] else ""
+            yield f'*(f"{lead}{{i}}" for i in range({first}{found[1] + end - at}))'
         else:
             yield from (f'"{unit}"' for unit in units[at:end])
         at = end

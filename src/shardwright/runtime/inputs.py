@@ -60,8 +60,8 @@ def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequenc
         for ranks in replicas:
             if len({found[rank] for rank in ranks}) > 1:
                 raise InputError(
-                    f'inputs="rows" means that the ranks {list(ranks)} pass the same rows, since they hold parts of one '
-                    "replica, but theirs differ; sample by model.data_rank, not by the rank"
+                    f'inputs="rows" means that the ranks {list(ranks)} pass the same rows, since they hold parts of '
+                    "one replica, but theirs differ; sample by model.data_rank, not by the rank"
                 )
         if len(replicas) > 1 and len({found[ranks[0]] for ranks in replicas}) == 1:
             raise InputError(
