@@ -1,0 +1,156 @@
+"""A plan on one screen: mesh, how ops are split, how parameters are held, what is sent, what fell back.
+
+With the plan alone this says what was decided. With the model's graph it also says what
+follows from that: shapes of pieces, memory, collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..ir import Graph
+from ..layout import FANNED
+from ..lower import Holding, Program, lower
+from ..plan import Plan
+from ..plan.plan import fold
+from ..verify.measure import render
+from .plans import star
+from .traffic import said_bytes, stored_bytes, totals
+
+ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A plan, and the program that it makes of a graph if one was given. Prints as tables."""
+
+    plan: Plan
+    program: Program | None = None
+    entry: str = "train"
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [*self._head(), self._splits()]
+        if self.program is not None:
+            parts += [_held(self.program), *_memory(self.program), _sent(self.program)]
+        elif self.plan.storage:
+            parts.append(self._storage())
+        if self.plan.notes:
+            parts += [Text("notes", style="bold"), *(Text(f"  - {note}") for note in self.plan.notes)]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def _head(self) -> Iterator[Text]:
+        plan = self.plan
+        yield Text(f"{plan.model} under {plan.policy or 'an own plan'}, plan {plan.name}", style="bold")
+        yield Text(f"mesh {plan.mesh}: {plan.mesh.size} devices" + (f" of {plan.cluster}" if plan.cluster else ""))
+        shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
+        parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
+        yield Text(f"made for the graphs: {shown}{parts}")
+
+    def _splits(self) -> Table:
+        """Without a program the labels of the ops' rules; with one, how what they make lies on the mesh."""
+        axes = self.plan.mesh.names
+        heads = axes if self.program is None else ("makes",)
+        table = Table("op", "in", "count", *heads, title=f"how ops are split ({self.entry})", title_justify="left")
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for name, cells in self._roles(axes) if self.program is None else _layouts(self.program):
+            kind = name.rsplit("/ ", 1)[-1].split(".")[0]
+            rows.setdefault((kind, *cells), []).append(name)
+        for (kind, *cells), names in rows.items():
+            count = f"{len(names)} *" if any("*" in name for name in names) else str(len(names))
+            table.add_row(*(Text(cell) for cell in (kind, _modules(names), count, *cells)))
+        return table
+
+    def _roles(self, axes: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+        for name, choice in self.plan.choices(self.entry).items():
+            yield name, tuple(_role(choice.get(axis)) for axis in axes)
+
+    def _storage(self) -> Table:
+        table = Table("parameter", "what is split for storage", title="how parameters are stored", title_justify="left")
+        for key, held in fold(self.plan.storage).items():
+            table.add_row(Text(key), ", ".join(f"{_zero(level)} over {axis}" for axis, level in held))
+        return table
+
+
+def explain(plan: Plan, graph: Graph | None = None) -> Explanation:
+    """What a plan decides; with the graph of the model also what a rank holds and sends. Print it."""
+    entry = graph.entry if graph is not None else next(iter(plan.entries))
+    program = lower(graph, plan) if graph is not None else None
+    return Explanation(plan=plan, program=program, entry=entry)
+
+
+def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for op in program.graph.ops:
+        if not all(name in program.facts.constants for name in op.outputs):
+            held = program.layouts.get(op.outputs[0])
+            yield op.name, ("-" if held is None else str(held),)
+
+
+def _role(choice: str | None) -> str:
+    if choice is None:
+        return "whole"
+    return "partial sum passes" if choice.startswith("partial:") else ROLES.get(choice, choice)
+
+
+def _zero(level: int) -> str:
+    return {1: "optimizer state", 2: "gradient and optimizer state", 3: "all of it"}.get(level, f"level {level}")
+
+
+def _modules(names: Sequence[str], most: int = 3) -> str:
+    found = list(dict.fromkeys(star(name.rsplit("/ ", 1)[0].rstrip()) or "the model itself" for name in names))
+    more = f", {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
+
+
+def _held(program: Program) -> Table:
+    table = Table("parameter", "count", "shape", "a rank has", "laid out", "gradient summed over", "stored split",
+                  title="how parameters are held", title_justify="left")  # fmt: skip
+    rows: dict[tuple[str, ...], list[str]] = {}
+    first = dict.fromkeys(program.mesh.names, 0)
+    for holding in program.holdings:
+        local = holding.layout.local_shape(holding.shape, program.mesh.sizes, first)
+        sums = ", ".join(axis for axis, held in holding.layout.rest if held == FANNED)
+        sums = sums if holding.trainable else "frozen"
+        zero = ", ".join(f"{_zero(level)} over {axis}" for axis, level in holding.zero)
+        cuts = str(holding.layout).split(" (")[0]
+        key = (_shape(holding.shape), _shape(local), cuts, sums or "-", zero or "-")
+        rows.setdefault((star(holding.key), *key), []).append(holding.key)
+    for (name, *cells), keys in rows.items():
+        table.add_row(*(Text(cell) for cell in (name, str(len(keys)), *cells)))
+    return table
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def _memory(program: Program) -> Iterator[Text]:
+    every, trained = program.holdings, [held for held in program.holdings if held.trainable]
+
+    def total(held: Sequence[Holding], level: int, times: int = 1) -> str:
+        return said_bytes(times * sum(stored_bytes(program, one, level) for one in held))
+
+    yield Text(
+        f"a rank keeps {total(every, 3)} of parameters, {total(trained, 2)} of gradients, "
+        f"{total(trained, 1, 2)} for Adam's two moments"
+    )
+
+
+def _sent(program: Program) -> Table:
+    heads = ("when", "collective", "over", "count", "bytes a rank")
+    table = Table(*heads, title="what a training step sends", title_justify="left")
+    found = totals(program)
+    for total in found:
+        over = ", ".join(total.axes)
+        table.add_row(total.when, total.collective, over, str(total.count), said_bytes(total.bytes))
+    if not found:
+        table.add_row("-", "nothing", "-", "0", "0 B")
+    return table

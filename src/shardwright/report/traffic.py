@@ -1,0 +1,126 @@
+"""What a program sends: its collectives by kind and axis, with counts and bytes, both directions.
+
+Bytes are those of the tensor that a rank hands to a collective or gets from it, whichever is
+larger; what really crosses the wire depends on the algorithm, and is not this room's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..ir.graph import ITEM_SIZE
+from ..layout import FANNED, Layout
+from ..lower import Holding, Program
+
+SENDS: dict[str, tuple[str, str]] = {  # converter: forward, backward
+    "fan_in": ("all_reduce", ""),
+    "fan_out": ("", "all_reduce"),
+    "fan_in_out": ("all_reduce", "all_reduce"),
+    "gather": ("all_gather", ""),
+    "gather_sum": ("all_gather", "reduce_scatter"),
+    "take": ("", "all_gather"),
+    "take_pad": ("", ""),
+    "reduce_scatter": ("reduce_scatter", "all_gather"),
+    "pad": ("", ""),
+    "exchange": ("all_to_all", "all_to_all"),
+    "on_first": ("", ""),
+    "gradient_on_first": ("", ""),
+    "reduce": ("all_reduce", ""),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One collective of a step."""
+
+    when: str  # "forward", "backward", "once a step"
+    collective: str
+    axes: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """Collectives of one kind over the same axes."""
+
+    when: str
+    collective: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: int
+
+
+def totals(program: Program) -> tuple[Total, ...]:
+    """What one training step sends, added up, in the order forward, backward, once a step."""
+    found: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    for sent in (*_of_converters(program), *_of_parameters(program)):
+        found.setdefault((sent.when, sent.collective, sent.axes), []).append(sent.bytes)
+    order = {"forward": 0, "backward": 1, "once a step": 2}
+    return tuple(
+        Total(when=when, collective=collective, axes=axes, count=len(held), bytes=sum(held))
+        for (when, collective, axes), held in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0]))
+    )
+
+
+def _of_converters(program: Program) -> Iterator[Sent]:
+    for op in program.body:
+        if not op.target.startswith("comm."):
+            continue
+        forward, backward = SENDS[op.target.removeprefix("comm.")]
+        name = op.outputs[0]
+        value = program.values[name]
+        ends = [program.layouts[held] for held in (name, op.inputs[0])]
+        size = max(_local_bytes(program, value.shape, value.dtype, layout) for layout in ends)
+        axes = op.argument("axes")
+        if forward:
+            yield Sent(when="forward", collective=forward, axes=axes, bytes=size)
+        if backward and value.gradient and program.graph.entry.startswith("train"):
+            yield Sent(when="backward", collective=backward, axes=axes, bytes=size)
+
+
+def _of_parameters(program: Program) -> Iterator[Sent]:
+    """Once a step: sums of gradients, and what ZeRO gathers (in fact joined into buckets)."""
+    if not program.graph.entry.startswith("train"):
+        return
+    for holding in program.holdings:
+        size = parameter_bytes(program, holding)
+        level = max((level for _, level in holding.zero), default=0)
+        stored = tuple(axis for axis, _ in holding.zero)
+        sums = tuple(axis for axis in program.mesh.names if holding.layout.placement(axis) == FANNED)
+        rest = tuple(axis for axis in sums if axis not in stored or level < 2)
+        if holding.trainable and rest:
+            yield Sent(when="once a step", collective="all_reduce", axes=rest, bytes=size)
+        if holding.trainable and stored and level >= 2:
+            yield Sent(when="once a step", collective="reduce_scatter", axes=stored, bytes=size)
+        for _ in range({0: 0, 3: 2 if holding.trainable else 1}.get(level, 1)):
+            yield Sent(when="once a step", collective="all_gather", axes=stored, bytes=size)
+
+
+def parameter_bytes(program: Program, holding: Holding) -> int:
+    """What a rank computes with of a parameter."""
+    return _local_bytes(program, holding.shape, holding.dtype, holding.layout)
+
+
+def stored_bytes(program: Program, holding: Holding, level: int) -> int:
+    """What a rank keeps of something that is split from a ZeRO level on: 1 state, 2 gradient, 3 parameter."""
+    size = parameter_bytes(program, holding)
+    for axis, held in holding.zero:
+        if held >= level:
+            size = -(-size // program.mesh.sizes[axis])
+    return size
+
+
+def _local_bytes(program: Program, shape: tuple[int, ...], dtype: str, layout: Layout) -> int:
+    first = dict.fromkeys(program.mesh.names, 0)
+    return math.prod(layout.local_shape(shape, program.mesh.sizes, first)) * ITEM_SIZE.get(dtype, 4)
+
+
+def said_bytes(size: float) -> str:
+    """A size as people say it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
