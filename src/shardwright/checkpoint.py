@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as read
+from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.optim import Optimizer
 
 from .errors import InputError
@@ -26,7 +27,7 @@ def save(path: str | Path, model: ParallelModel, optimizer: Optimizer | None = N
     if _first():
         shutil.rmtree(draft, ignore_errors=True)
     _meet()
-    dcp.save(_state(model, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized())
+    write(_state(model, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized())
     _meet()
     if _first():
         old = Path(f"{path}.old")
@@ -44,7 +45,7 @@ def load(path: str | Path, model: ParallelModel, optimizer: Optimizer | None = N
     if optimizer is not None:
         fill_state(optimizer)
     held = _state(model, optimizer)
-    dcp.load(held, checkpoint_id=path, no_dist=not dist.is_initialized())
+    read(held, checkpoint_id=path, no_dist=not dist.is_initialized())
     model.load_state_dict(held["model"])
     if optimizer is not None:
         load_optimizer_state_dict(optimizer, held["optimizer"])
