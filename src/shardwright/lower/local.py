@@ -77,8 +77,12 @@ def unflatten(program: Program, op: Op) -> Op:
 def split(program: Program, op: Op) -> Op:
     dim = op.argument("dim", 0) % len(program.values[op.inputs[0]].shape)
     parts = tuple(sizes_of(program, name)[dim] for name in op.outputs)
-    key = next(key for key in ("split_size", "split_sizes") if op.argument(key) is not None)
-    return op.with_arguments(**{key: parts[0] if key == "split_size" else parts})
+    if op.argument("split_size") is None:
+        return op.with_arguments(split_sizes=parts)
+    if all(cut.even(program.mesh.sizes[cut.axis]) for cut in program.layouts[op.inputs[0]].cuts[dim]):
+        return op.with_arguments(split_size=parts[0])
+    arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, held) for key, held in op.arguments)
+    return replace(op, target="aten.split_with_sizes.default", arguments=arguments)  # an empty piece has no size to step by
 
 
 @local("aten.slice.Tensor")
