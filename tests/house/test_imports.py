@@ -20,12 +20,15 @@ MAY_IMPORT = {
     "lower": "errors layout conversion ir rules plan",
     "emit": "errors layout ir rules plan lower",
     "runtime": "errors layout",
-    "verify": "errors layout conversion ir rules capture cluster cost plan lower emit runtime",
-    "parallelize": "errors layout conversion ir rules capture cluster cost plan lower emit runtime verify",
+    "compile": "errors layout conversion ir rules capture cluster cost plan lower emit runtime",
+    "verify": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile",
+    "parallelize": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile verify",
+    "checkpoint": "errors runtime",
+    "register": "errors rules",
+    "report": "errors layout conversion ir rules cost plan lower",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
-    "report": "errors parallelize runtime",
-    "cli": "errors parallelize runtime",
+    "cli": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile verify parallelize report",
 }
 NO_TORCH = frozenset(["errors", "layout", "conversion", "ir", "rules", "cluster", "cost", "plan", "lower", "emit"])
 
