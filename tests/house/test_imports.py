@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "parallelize": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile verify",
     "checkpoint": "errors runtime",
     "register": "errors rules",
-    "report": "errors layout conversion ir rules cost plan lower",
+    "report": "errors layout conversion ir rules cost plan lower verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
     "cli": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile verify parallelize report",
