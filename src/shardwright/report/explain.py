@@ -64,9 +64,9 @@ class Explanation:
         for name, cells in self._roles(axes) if self.program is None else _layouts(self.program):
             kind = name.rsplit("/ ", 1)[-1].split(".")[0]
             rows.setdefault((kind, *cells), []).append(name)
-        for (kind, *cells), names in rows.items():
+        for (kind, *shown), names in rows.items():
             count = f"{len(names)} *" if any("*" in name for name in names) else str(len(names))
-            table.add_row(*(Text(cell) for cell in (kind, _modules(names), count, *cells)))
+            table.add_row(*(Text(cell) for cell in (kind, _modules(names), count, *shown)))
         return table
 
     def _roles(self, axes: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +14,7 @@ from rich.text import Text
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..plan import Plan, Segment
-from ..plan.plan import _validate, fold
+from ..plan.plan import _validate
 from ..verify.measure import render
 
 _NUMBER = re.compile(r"(?<![\w*])\d+(?=[./@ ]|$)")
@@ -108,15 +107,19 @@ def _storage(plan: Plan) -> dict[str, str]:
 
 
 def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str]) -> list[Changed]:
-    """One plan may say with a star what the other says for every layer."""
-    a, b = fold(a), fold(b)
-    said_fully = {star(name) for name in (*a, *b) if star(name) != name}
-    changed: dict[str, Any] = {}
-    for name in dict.fromkeys((*a, *b)):
-        pair = [held.get(name, held.get(star(name), "whole")) for held in (a, b)]
-        if pair[0] != pair[1] and name not in said_fully:
-            changed[name] = pair
-    return [Changed(what=what, name=name, a=one, b=other) for name, (one, other) in fold(changed).items()]
+    """Rows for what differs, layers that differ alike as one. A plan read from a file may have stars already."""
+    every = dict.fromkeys((*a, *b))
+    spelled_out = {star(name) for name in every if star(name) != name}
+    names = [name for name in every if name not in spelled_out]
+    pairs = {name: tuple(held.get(name, held.get(star(name), "whole")) for held in (a, b)) for name in names}
+    alike: dict[str, set[tuple[str, ...]]] = {}
+    for name, pair in pairs.items():
+        alike.setdefault(star(name), set()).add(pair)
+    rows: dict[str, tuple[str, ...]] = {}
+    for name, pair in pairs.items():
+        if pair[0] != pair[1]:
+            rows[star(name) if len(alike[star(name)]) == 1 else name] = pair
+    return [Changed(what=what, name=name, a=one, b=other) for name, (one, other) in rows.items()]
 
 
 def said(choice: Mapping[str, str]) -> str:

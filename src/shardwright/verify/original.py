@@ -117,9 +117,9 @@ def check_original(side: Original) -> tuple[list[Row], str]:
     """If the reference is the model's graph: rows that hold it against the model itself, and a word about it."""
     if not side.by_graph:
         return [], ""
-    said = "the reference is the model's graph run op by op, in float64 throughout" if side.promote else (
-        "the reference is the model's graph run op by op, since it drops in checkpointed regions"
-    )  # fmt: skip
+    dropped = any(redraws(side.captured(entry).graph) for entry in side.task.entries)
+    why = "since it drops in checkpointed regions" if dropped else "in float64 throughout"
+    said = f"the reference is the model's graph run op by op, {why}"
     return _check_graph(side), said
 
 

@@ -1,0 +1,155 @@
+"""The commands, as a user types them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardwright.cli import main, with_rows
+from shardwright.runtime import comm
+
+NET = '''
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.down(F.gelu(self.up(x))), y)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Net(), (torch.randn(4, 8), torch.randn(4, 8))
+
+
+def make_alone():
+    return Net()
+
+
+def make_nothing():
+    return 3
+'''
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    yield "net.py:make_model"
+    sys.modules.pop("net", None)
+
+
+def test_plan_writes_a_file_that_explain_and_verify_read(net, tmp_path, capsys):
+    assert main(["plan", net, "--plan", "tp=2", "-o", "plans/plan.json"]) == 0
+    assert json.loads((tmp_path / "plans/plan.json").read_text())["mesh"] == {"tp": 2}
+    assert "up.weight" in capsys.readouterr().out
+
+    assert main(["explain", "plans/plan.json"]) == 0
+    assert "Net under tp=2" in capsys.readouterr().out
+    assert main(["explain", "plans/plan.json", "--model", net]) == 0
+    assert "what a training step sends" in capsys.readouterr().out
+
+    assert main(["verify", net, "--plan", "plans/plan.json", "--steps", "1"]) == 0
+
+
+def test_compile_writes_code_that_can_be_read(net, tmp_path, capsys):
+    assert main(["compile", net, "--plan", "dp=2,tp=2", "-o", "out", "--batch", "8"]) == 0
+
+    (path,) = (tmp_path / "out").rglob("*.py")
+    text = path.read_text()
+    compile(text, str(path), "exec")
+    assert "class Net(Stage)" in text
+    assert "B = 8" in text
+    assert "4 devices" in capsys.readouterr().out
+    assert not list((tmp_path / "out").rglob("*.part"))
+
+
+def test_compile_for_evaluation(net, tmp_path):
+    assert main(["compile", net, "--plan", "tp=2", "-o", "out", "--entry", "eval"]) == 0
+    assert len(list((tmp_path / "out").rglob("eval_*.py"))) == 1
+
+
+def test_verify_prints_a_table_and_says_yes(net, capsys):
+    assert main(["verify", net, "--plan", "tp=2", "--eval"]) == 0
+
+    out = capsys.readouterr().out
+    assert "eval output" in out
+    assert "the same; worst: " in out
+
+
+def test_verify_says_no_and_where(net, capsys, monkeypatch):
+    monkeypatch.setattr(comm, "fan_in", lambda x, group: x)
+
+    assert main(["verify", net, "--plan", "tp=2", "--steps", "1", "--trace"]) == 1
+
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tensors differ" in out
+    assert "the first difference: down / bias < fan_in down" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "net.py:nope", "--plan", "tp=2"], "no function 'nope'; it has Net, make_model"),
+        (["plan", "none.py:make", "--plan", "tp=2"], "no file none.py"),
+        (["plan", "no.such.module:make", "--plan", "tp=2"], "no module 'no.such.module'"),
+        (["plan", "net.py", "--plan", "tp=2"], "does not name a model"),
+        (["plan", "net.py:make_alone", "--plan", "tp=2"], "return (module, example)"),
+        (["plan", "net.py:make_nothing", "--plan", "tp=2"], "returns a int"),
+        (["plan", "net.py:make_model", "--plan", "qp=2"], "known are dp, tp"),
+        (["plan", "net.py:make_model", "--plan", "tp=2", "--devices", "4"], "--devices 4 does not fit"),
+        (["plan", "net.py:make_model", "--plan", "tp=2", "--batch", "0"], "is no batch"),
+        (["verify", "net.py:make_model", "--plan", "dp=3"], "batch of 4 does not divide"),
+        (["explain", "none.json"], "none.json can't be read"),
+        (["plan", "hf:none.json", "--plan", "tp=2"], "none.json"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(net, tmp_path, capsys, arguments, said):
+    before = set(tmp_path.rglob("*.json"))
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+    assert set(tmp_path.rglob("*.json")) == before
+
+
+def test_a_wrong_command_is_refused():
+    with pytest.raises(SystemExit) as ended:
+        main(["bogus"])
+    assert ended.value.code == 2
+
+
+def test_a_hugging_face_config_on_meta(tmp_path, capsys):
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert main(["plan", f"hf:{tmp_path / 'config.json'}", "--plan", "tp=8", "--batch", "1", "--seq", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM under tp=8" in out
+    assert "512 x 4096" in out  # of the 4096 x 4096 of q_proj
+
+
+def test_rows_are_repeated_or_cut():
+    x, y = torch.arange(3), torch.arange(6).view(3, 2)
+    (a,), kwargs = with_rows(((x,), {"y": y, "flag": True}), 5)
+    assert a.tolist() == [0, 1, 2, 0, 1]
+    assert kwargs["y"].shape == (5, 2)
+    assert kwargs["flag"] is True
+    assert with_rows(((x,), {}), 2)[0][0].tolist() == [0, 1]
+
+
+def test_the_installed_command_helps():
+    command = [sys.executable, "-m", "shardwright.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "plan,explain,compile,verify" in done.stdout
