@@ -85,13 +85,28 @@ class Signature:
         """Whether every tensor that has the label has the atom there, once."""
         atoms = self.facts.atoms
         for bound in (*self.inputs, *self.outputs):
-            at = bound.dim_of(label)
+            at = self._dim_of(bound, label)
             if at is None:
                 continue
             dim = self.facts.dims[bound.value][at]
             if atoms.blocks(dim, atom) is None or atoms.expand(dim).count(atom) > 1:
                 return False
         return True
+
+    def _dim_of(self, bound: Bound, label: str) -> int | None:
+        """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
+        places = (bound.dim_of(name) for name in (label, *self._beside.get(label, ())))
+        return next((at for at in places if at is not None), None)
+
+    @cached_property
+    def _beside(self) -> dict[str, tuple[str, ...]]:
+        """For a label that is a section the labels of the sections beside it."""
+        found: dict[str, tuple[str, ...]] = {}
+        for bound in (*self.inputs, *self.outputs):
+            for sections in bound.dims:
+                names = tuple(label for section in sections for label in section) if len(sections) > 1 else ()
+                found.update(dict.fromkeys(names, names))
+        return found
 
     def role(self, name: str) -> Role:
         for role in self.roles:
@@ -134,7 +149,7 @@ class Signature:
                 rest[name] = self._unsplit(bound, picked, is_input)
                 continue
             role = self.role(picked)
-            at = bound.dim_of(role.label)
+            at = self._dim_of(bound, role.label)
             if at is None:
                 rest[name] = self._absent(bound, role, is_input)
                 continue

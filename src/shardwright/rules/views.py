@@ -128,6 +128,17 @@ def repeat(call: Call) -> Rule:
     return parse(f"{' '.join(source)} ~1 -> {' '.join(result)}").with_sizes(sizes)
 
 
+@rule("aten.repeat_interleave.self_int")
+def repeat_interleave(call: Call) -> Rule | None:
+    """Copies next to each other: the dim becomes (dim, copies^), as grouped heads do."""
+    repeats, names = call.op.argument("repeats"), named(call.shape)
+    if call.op.argument("dim") is None or repeats < 2:
+        return None
+    dim, result = call.dim(), list(names)
+    result[dim] = str(repeats) if names[dim] == "1" else f"({names[dim]} {repeats})"
+    return parse(f"{' '.join(names)} ~1 -> {' '.join(result)}").with_sizes({names[dim]: call.shape[dim]})
+
+
 @rule("aten.select.int")
 def select(call: Call) -> Rule:
     dim, names = call.dim(), named(call.shape)
