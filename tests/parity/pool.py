@@ -8,12 +8,15 @@ place; the next job starts new ones.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.runtime.ranks import RankFailed, _failure
+from tests.runtime.ranks import RankFailed
 
 START = 120.0  # seconds that processes may take to start, on a busy machine
-GRACE = 5.0  # seconds in which other ranks may say what they saw of a failure
+GRACE = 30.0  # seconds in which other ranks may say what they saw of a failure
 
 
 class Pool:
@@ -70,7 +73,7 @@ class Pool:
 
     def _start(self, timeout: float) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["tests.parity.preload"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system picks the port
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -127,5 +130,17 @@ def _serve(connection: Connection, rank: int, size: int, port: int, timeout: flo
     except EOFError:
         os._exit(0)
     except BaseException as error:
-        connection.send_bytes(_failure(error))
+        said = io.StringIO()
+        with redirect_stderr(said):
+            sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script
+        connection.send_bytes(_failed(error, said.getvalue()))
         os._exit(1)
+
+
+def _failed(error: BaseException, text: str) -> bytes:
+    try:
+        sent = pickle.dumps((False, (error, text)))
+        pickle.loads(sent)
+    except Exception:
+        return pickle.dumps((False, (None, text)))
+    return sent

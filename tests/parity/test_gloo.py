@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.models.zoo import CASTS_TO_FLOAT32
+
 from . import single
 
 MODELS = (
@@ -20,3 +22,16 @@ def test_trains_as_on_one_device(pools, tmp_path, model, plan):
         single.parity, model, plan, "float64", ("sgd", "adamw"), directory, timeout=LIMIT
     ):
         assert faults == []
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt_ignore", "resnet", "hf_gpt2"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_trains_as_on_one_device_in_float32(pools, tmp_path, model, plan):
+    for faults in pools[2].run(single.parity, model, plan, "float32", ("sgd",), str(tmp_path), timeout=LIMIT):
+        assert faults == []
+
+
+@pytest.mark.parametrize("model", sorted(CASTS_TO_FLOAT32))
+def test_the_promoted_graph_is_the_model_as_far_as_its_casts_allow(pools, model):
+    (apart, _) = pools[2].run(single.graph_agrees, model, timeout=LIMIT)
+    assert apart < 1e-5

@@ -105,7 +105,7 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
         return _converter(printing, parts)
     if op.target.startswith("call."):
         shown = ", ".join(printing.show(value) for _, value in op.arguments)
-        return f"{op.target.removeprefix('call.').replace('.', '_')}({shown})"
+        return f"{function_name(op.target.removeprefix('call.'))}({shown})"
     name = op.target.removeprefix("aten.")
     if name in OPERATORS:
         return _operator(printing, OPERATORS[name])
@@ -117,6 +117,11 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
     if base in FUNCTIONS and op.arguments:
         return _function(printing, base)
     return _fallback(printing)
+
+
+def function_name(path: str) -> str:
+    """The name of a user's function in the file. No leading underscores: a class would mangle `__main___f`."""
+    return "_".join(part.strip("_") for part in path.split("."))
 
 
 def _function(p: Printing, name: str) -> str:

@@ -10,7 +10,7 @@ from ..ir import Op
 from ..layout import FANNED
 from ..lower import Program
 from ..lower.program import sizes_of
-from .calls import call_text
+from .calls import call_text, function_name
 from .layers import Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
 from .names import Names
@@ -134,7 +134,7 @@ class Writer:
     def imports(self) -> Iterator[str]:
         calls = sorted({op.target.removeprefix("call.") for op in self.program.body if op.target.startswith("call.")})
         for path in calls:
-            yield f'{path.replace(".", "_")} = runtime.find("{path}")'
+            yield f'{function_name(path)} = runtime.find("{path}")'
 
     def groups(self) -> list[tuple[str, ...]]:
         """The sets of axes that the program talks over."""

@@ -31,6 +31,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Cut, Reduction
 
 from . import blocks
+from .faults import told
 from .world import Group, here
 
 Issued = tuple[str, tuple[str, ...], tuple[int, ...]]
@@ -66,6 +67,7 @@ def note(kind: str, group: Group, shape: tuple[int, ...]) -> None:
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+@told
 def all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     """The reduction of a value over the group, in a new tensor. No autograd."""
     if x.dtype is torch.bool:
@@ -78,6 +80,7 @@ def all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     return out
 
 
+@told
 def _gather(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
     dim %= x.ndim
     cut = cut or blocks.plain(x.shape[dim] * group.size)
@@ -90,6 +93,7 @@ def _gather(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
     return blocks.unstack(stacked, dim, cut)
 
 
+@told
 def _reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
     dim %= x.ndim
     cut = cut or _even(x, dim, group)
@@ -115,6 +119,7 @@ def _pad(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
     return blocks.pad_to(x, dim, cut, group.size, group.index)
 
 
+@told
 def _exchange(x: Tensor, gather_dim: int, take_dim: int, group: Group, given: tuple[Cut | None, Cut | None]) -> Tensor:
     gather_dim, take_dim = gather_dim % x.ndim, take_dim % x.ndim
     if gather_dim == take_dim:

@@ -38,6 +38,7 @@ from torch.nn import Parameter
 
 from shardwright.errors import InputError
 
+from .faults import told
 from .holding import Held, coordinates, summing_axes, zero_axes
 from .packing import Pack
 from .parameters import ShardParameter, Untouched, raw_gradient, set_raw_gradient
@@ -272,6 +273,7 @@ class GradientSync:
         for handle in self._handles:
             handle.remove()
 
+    @told
     def _arrived(self, entry: Entry, gradient: Tensor) -> None:
         """Autograd has this backward's gradient of one parameter, and is about to add it to `.grad`."""
         _expect_plain(entry, gradient)
@@ -313,6 +315,7 @@ class GradientSync:
                 early.finish()  # its whole-sized buffer must not live until the end
                 self._finished += 1
 
+    @told
     @torch.no_grad()
     def _end(self) -> None:
         """Complete the buckets that lack gradients, wait for all, hand out."""

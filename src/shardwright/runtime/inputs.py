@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, raise_all
 
 Mode = Literal["same", "rows", "gather"]
 
@@ -81,6 +81,20 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Non
         raise InputError(
             f"rank {odd} passes inputs of other shapes than rank 0; this one passes {[list(shape) for shape in shapes]}"
         )
+
+
+def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], given: Sequence[torch.dtype]) -> None:
+    """A call must pass the dtypes it was compiled for: another one is a slip in the data far more often than a wish."""
+    faults = [
+        f"{name} is {_short(now)}, and the model was compiled for {_short(then)}; pass {name}.to({then})"
+        for name, then, now in zip(names, known, given, strict=True)
+        if then != now
+    ]
+    raise_all(InputError, "the data has another dtype than the example:", faults)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def gather_rows(tensor: Tensor, batch: int | None) -> Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 
-from . import comm, state
+from . import comm, faults, state
 from .gradients import GradientSync
 from .holding import Held
-from .inputs import Mode, check_mode, check_shapes, gather_rows, rows_of
+from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, rows_of
 from .parameters import ShardParameter
 from .random import Randomness
 from .stage import Stage, nested
@@ -81,6 +81,7 @@ class ParallelModel(nn.Module):
         self._holding: Holding | None = None
         self._checked: set[Any] = set()
         self._backwards = 0
+        self._flags = tuple(module.training for module in skeleton.modules())
         self.plan = None
         self.training = skeleton.training
 
@@ -119,7 +120,8 @@ class ParallelModel(nn.Module):
             return found
 
     def train(self, mode: bool = True) -> ParallelModel:
-        self._around["skeleton"].train(mode)
+        skeleton: nn.Module = self._around["skeleton"].train(mode)
+        self._flags = tuple(module.training for module in skeleton.modules())
         return super().train(mode)
 
     @contextmanager
@@ -164,7 +166,8 @@ class ParallelModel(nn.Module):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
-        self._entry(args, kwargs)
+        with faults.calling():
+            self._entry(args, kwargs)
 
     def wait_with(self, module: nn.Module) -> None:
         """Until the first call, show the parameters that the original has."""
@@ -181,6 +184,10 @@ class ParallelModel(nn.Module):
     # -- running -------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with faults.calling():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._mode == "gather":
             args, kwargs = self._gathered(args, kwargs)
         entry = self._entry(args, kwargs)
@@ -222,12 +229,21 @@ class ParallelModel(nn.Module):
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        flags = tuple(module.training for module in self._around["skeleton"].modules())
-        key = (flags, str(spec), shapes)
+        key = (self._flags, str(spec), shapes)
         if key not in self._entries:
+            self._check_dtypes(key)
             check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)], self._world.device)
             self._entries[key] = self._around["compile"](self, args, kwargs)
         return self._entries[key]
+
+    def _check_dtypes(self, key: Any) -> None:
+        """A new program is made for other shapes or another mode, never for other dtypes."""
+        for (_, spec, shapes), entry in self._entries.items():
+            if spec == key[1]:
+                pairs = [(a[1], b[1]) for a, b in zip(shapes, key[2], strict=True) if not isinstance(a, str) and not isinstance(b, str)]
+                if len(pairs) == len(entry.dtypes):
+                    check_dtypes([path for path, _ in entry.dtypes], [a for a, _ in pairs], [b for _, b in pairs])
+                return
 
     def _check(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
         if id(entry) not in self._checked and self._mode != "gather":

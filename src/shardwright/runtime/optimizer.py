@@ -34,6 +34,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _device_has_foreach_support
 
+from .faults import told
 from .holding import coordinates, gather, scatter, zero_axes
 from .packing import Pack
 from .parameters import ShardParameter, Untouched
@@ -139,6 +140,7 @@ class Refresh:
         assert groups is not None
         return Pack([p.held for p in parameters], axes, groups.mesh.sizes, coordinates(groups))
 
+    @told
     @torch.no_grad()
     def __call__(self) -> None:
         with Untouched():

@@ -30,6 +30,7 @@ from torch import Tensor
 from shardwright.errors import RankError
 from shardwright.layout import Layout
 
+from .faults import told
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .packing import Slot, make_slot
 from .world import Groups
@@ -298,6 +299,7 @@ def _lazy(x: Tensor, norm: Tensor, order: float) -> Tensor:
     return made
 
 
+@told
 def _settle(norms: Sequence[Tensor]) -> list[Tensor]:
     """Plain global norms, with one collective for each axis that cuts any of them."""
     lazy = [norm for norm in norms if isinstance(norm, ShardNorm)]

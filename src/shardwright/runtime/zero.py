@@ -32,6 +32,7 @@ from torch.nn import Parameter
 
 from shardwright.errors import LayoutError
 
+from .faults import told
 from .holding import Held, coordinates, summing_axes, zero_axes
 from .packing import Pack, whole_buffer
 from .parameters import Untouched, raw_gradient, set_raw_gradient
@@ -295,6 +296,7 @@ class Zero3:
             return tensor
         return Saved(shards, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
+    @told
     def _unpack(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
@@ -308,6 +310,7 @@ class Zero3:
             self._ahead(self._names[id(shards)], -1)
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
+    @told
     def _returned(self, shards: Shards, gradients: Sequence[Tensor | None]) -> None:
         """A unit's backward is through: its gradients go out, its parameters go."""
         self._begin()
@@ -328,6 +331,7 @@ class Zero3:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
+    @told
     def _end(self) -> None:
         for back in self._sent:
             back.receive()

@@ -1,0 +1,56 @@
+"""A rank that raises or is killed: the others stop soon, and say whose fault it was."""
+
+import time
+
+import pytest
+
+from shardwright.errors import RankError
+
+from .failing import launch, train
+
+SOON = 30.0  # seconds from the failure to the end of all, on a busy machine
+LIMIT = 150.0  # with start-up
+
+
+def fail(pool, plan, policy, tmp_path):
+    """Every rank's (error, text), of a training in which one rank fails."""
+    pool.run(train, {}, policy, str(tmp_path), timeout=LIMIT)  # compiled, warm, and nobody says anything
+    start = time.monotonic()
+    answers = pool.try_run(train, plan, policy, str(tmp_path), timeout=LIMIT)
+    assert time.monotonic() - start < SOON
+    assert not any(fine for fine, _ in answers)
+    return [held for _, held in answers]
+
+
+@pytest.mark.parametrize(("when", "policy"), [("forward", "dp=2"), ("forward", "tp=2"), ("backward", "dp=2")])
+def test_the_others_stop_with_the_error_of_the_rank_that_raised(pools, tmp_path, when, policy):
+    failed, other = fail(pools[2], {"rank": 0, when: "raise"}, policy, tmp_path)
+    assert isinstance(failed[0], ValueError)
+    assert isinstance(other[0], RankError)
+    assert f"rank 0 raised ValueError: the data went bad in {when}, at " in str(other[0])
+    assert "failing.py:" in str(other[0])
+
+
+@pytest.mark.parametrize(("when", "policy"), [("forward", "tp=2"), ("backward", "dp=2"), ("backward", "zero3=2")])
+def test_the_others_name_a_rank_that_was_killed(pools, tmp_path, when, policy):
+    other, killed = fail(pools[2], {"rank": 1, when: "kill"}, policy, tmp_path)
+    assert killed == (None, "rank 1 died without a word")
+    assert isinstance(other[0], RankError)
+    assert "rank 1 was lost" in str(other[0])
+
+
+def test_all_of_four_name_the_one_that_was_killed(pools, tmp_path):
+    answers = fail(pools[4], {"rank": 2, "backward": "kill"}, "dp=2,tp=2", tmp_path)
+    for rank in (0, 1, 3):
+        assert isinstance(answers[rank][0], RankError), answers[rank][1]
+        assert "rank 2 was lost" in str(answers[rank][0])
+
+
+def test_scripts_of_their_own_end_with_the_error_even_if_the_failed_one_lives_on(tmp_path):
+    other, failed = launch(2, {"rank": 1, "forward": "raise", "stay": 45}, "tp=2", tmp_path, LIMIT)
+    assert other[0] == 1
+    assert "RankError: rank 1 raised ValueError: the data went bad in forward" in other[1]
+    assert failed[0] == 1
+    assert failed[2] - other[2] > 10  # it was not the end of the other that told
+    assert "ValueError: the data went bad in forward" in failed[1]
+    assert "RankError" not in failed[1]

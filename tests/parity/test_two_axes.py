@@ -1,0 +1,36 @@
+"""Two axes at once, and the other ZeRO levels: on ranks that are threads, against one device."""
+
+import pytest
+
+from tests.runtime.ranks import run_ranks
+
+from . import single
+from .threaded import world_of
+
+PLANS = ("zero1=2", "zero2=2", "zero3=2,tp=2", "zero1=2,tp=2", "dp=2,sp=2", "dp=2,zero3=2")
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_trains_as_on_one_device(tmp_path, model, plan):
+    single.captured(model, "float64", False)  # torch.export is not made for threads
+    references = {kind: single.reference(model, "float64", kind) for kind in ("sgd", "adamw")}
+
+    def run(rank):
+        found = []
+        for kind, wanted in references.items():
+            mine = single.compiled(model, "float64", plan, kind, str(tmp_path))
+            found += [f"{kind}: {fault}" for fault in single.faults_of(mine, wanted, 1e-10)]
+        return found
+
+    for faults in run_ranks(world_of(plan), run, timeout=120):
+        assert faults == []
+
+
+def test_the_measure_sees_a_gradient_that_is_a_little_off():
+    right, wrong = single.reference("mlp", "float64", "sgd"), single.reference.__wrapped__("mlp", "float64", "sgd")
+    assert single.faults_of(right, wrong, 1e-10) == []
+    wrong.gradients[1]["up.weight"][0, 0] += 1e-8
+    assert len(single.faults_of(right, wrong, 1e-10)) == 1
+    wrong.gradients[1]["up.weight"] = None
+    assert len(single.faults_of(right, wrong, 1e-10)) == 1
