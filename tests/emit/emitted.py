@@ -1,0 +1,23 @@
+"""Emitted text of the zoo, made once a session."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shardwright.emit import emit
+from shardwright.lower import lower
+from shardwright.plan import draw, read_request
+from shardwright.rules import analyse
+from tests.plan.graphs import deep_gpt, facts_of, graph_of
+
+
+@lru_cache
+def text_of(plan: str, name: str = "gpt", batch: int = 4) -> str:
+    graph, facts = graph_of(name, batch), facts_of(name, batch)
+    return emit(lower(graph, draw(graph, read_request(plan), facts), facts)).text
+
+
+def deep_text(plan: str, layers: int) -> str:
+    graph = deep_gpt(layers)
+    facts = analyse(graph)
+    return emit(lower(graph, draw(graph, read_request(plan), facts), facts)).text

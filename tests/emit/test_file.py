@@ -1,0 +1,121 @@
+"""What the generated file promises to its reader."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+
+import pytest
+
+from tests.emit.emitted import deep_text, text_of
+
+NAMES = ["gpt", "gqa_fused", "rotary", "hf_llama", "resnet", "unet", "checkpointed_gpt", "regularized", "contrastive"]
+PLANS = ["tp=2", "dp=2", "zero3=2,tp=2"]
+
+
+def methods(text: str) -> dict[str, ast.FunctionDef]:
+    (made,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {node.name: node for node in made.body if isinstance(node, ast.FunctionDef)}
+
+
+def bound(node: ast.AST) -> set[str]:
+    """The names that a piece of code gives a meaning to."""
+    found = {held.id for held in ast.walk(node) if isinstance(held, ast.Name) and isinstance(held.ctx, ast.Store)}
+    return found | {held.arg for held in ast.walk(node) if isinstance(held, ast.arg)}
+
+
+def sizes(text: str) -> set[str]:
+    """The size symbols at the head of the file."""
+    return set(re.findall(r"^(\w+) = \d+", text, re.M))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_compiles_and_no_name_shadows_a_builtin_a_module_or_a_size(name, plan):
+    text = text_of(plan, name)
+
+    compile(text, "generated.py", "exec")
+    taken = sizes(text) | set(dir(builtins)) | {"torch", "F", "comm", "runtime", "cut", "share", "Piece", "Stage"}
+    for method in methods(text).values():
+        assert not (bound(method) - {"self"}) & taken
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_that_is_read_has_been_bound(name, plan):
+    text = text_of(plan, name)
+
+    known = sizes(text) | set(dir(builtins)) | {"torch", "F", "comm", "runtime", "cut", "share", "Piece", "Stage"}
+    known |= {"MESH", "GROUPS", "PIECES", "UNITS"}
+    for method in methods(text).values():
+        read = {held.id for held in ast.walk(method) if isinstance(held, ast.Name) and isinstance(held.ctx, ast.Load)}
+        assert read <= bound(method) | known
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,tp=2", "sp=2"])
+def test_layers_of_the_same_text_are_one_method_and_a_loop(plan):
+    text = text_of(plan)
+
+    assert "block" in methods(text)
+    assert text.count("F.scaled_dot_product_attention") == 1
+    assert "for at in self.blocks:" in text
+    assert '"blocks.*.attn.qkv.weight"' in text
+
+
+def test_eighty_layers_are_as_short_as_two():
+    short, long = text_of("tp=2"), deep_text("tp=2", 80)
+
+    assert len(long.splitlines()) <= len(short.splitlines()) + 2
+    assert len(long.splitlines()) < 120
+
+
+def test_the_number_of_ranks_changes_numbers_and_not_lines():
+    """One text for all ranks; 8 or 4096 of them differ in the mesh and in local sizes only."""
+    few, many = (text_of(plan, "gpt", batch=1024) for plan in ("dp=4,tp=2", "dp=1024,tp=4"))
+
+    def lines(text: str) -> list[str]:
+        return re.sub(r'cut\("tp", [\d, ]+\)', "cut", text.split("class ")[1]).splitlines()
+
+    assert lines(few) == lines(many)
+
+
+def test_products_name_their_shape_in_size_symbols_and_the_users_source_lines_are_there():
+    text = text_of("tp=2")
+    products = [line for line in text.splitlines() if " = F.linear(" in line]
+
+    assert len(products) == 5
+    assert all(re.search(r"# \[B, S, \w+(\*\w+)*\]|# \[B\*S", line) for line in products)
+    assert re.search(r"transformer\.py:\d+", text)
+
+
+def test_a_partial_sum_and_its_reduction_are_said_in_words():
+    text = text_of("tp=2")
+
+    assert "a partial sum over tp" in text
+    assert "# sums" in text
+    assert "# backward sums" in text
+
+
+def test_a_region_that_the_model_recomputes_is_a_method_run_by_recompute():
+    text = text_of("tp=2", "checkpointed_gpt")
+
+    assert "runtime.recompute(self.block, at, " in text
+    assert text.count("F.scaled_dot_product_attention") == 1
+
+
+def test_zero3_opens_units_in_the_order_of_the_list():
+    text = text_of("zero3=2")
+
+    assert "self.open(at)" in text
+    assert "self.close(at)" in text
+    assert 'UNITS = ["", "blocks.0", "blocks.1"]' in text
+
+
+def test_buffer_writes_are_made_at_the_end_of_forward():
+    lines = [line.strip() for line in text_of("dp=2", "resnet").split("def forward")[1].splitlines()]
+    writes = [at for at, line in enumerate(lines) if line.startswith("self.update(")]
+
+    assert writes
+    assert writes[-1] == len(lines) - 2
+    assert writes == list(range(writes[0], writes[0] + len(writes)))

@@ -1,0 +1,161 @@
+"""Each pass is checked, and what it promises holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.errors import LoweringError, PlanError
+from shardwright.layout import whole
+from shardwright.lower import PASSES, Size, lower
+from shardwright.lower.check import check
+from shardwright.lower.place import check_edges
+from shardwright.lower.program import sizes_of
+from shardwright.plan import draw, read_request
+from tests.lower.test_collectives import program_of
+from tests.plan.graphs import facts_of, graph_of
+
+
+def passes_of(text: str) -> list:
+    """(name, program after it) of every pass, the placing first."""
+    graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
+    plan = draw(graph, read_request(text), facts)
+    lower(graph, plan, facts, show=lambda name, program: shown.append((name, program)))
+    return shown
+
+
+def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
+    graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
+
+    lower(
+        graph, draw(graph, read_request("tp=2"), facts), facts, show=lambda name, program: shown.append((name, program))
+    )
+
+    assert [name for name, _ in shown[1:]] == [name for name, _ in PASSES]
+    assert all(check(program) is program for _, program in shown)
+
+
+def test_a_plan_for_another_graph_is_refused_before_anything_is_lowered():
+    plan = draw(graph_of("gpt"), read_request("tp=2"), facts_of("gpt"))
+
+    with pytest.raises(PlanError, match="another graph"):
+        lower(graph_of("rotary"), plan, facts_of("rotary"))
+
+
+# Broken programs.
+
+
+def test_an_op_that_reads_what_nothing_made_is_named_with_its_line():
+    program = program_of("tp=2")
+    at = next(i for i, op in enumerate(program.body) if op.target == "aten.gelu.default")
+    wrong = dataclasses.replace(program.body[at], inputs=("nowhere",))
+
+    with pytest.raises(LoweringError, match=r"gelu.*transformer\.py:\d+ reads nowhere, which nothing before it makes"):
+        check(program.with_(body=(*program.body[:at], wrong, *program.body[at + 1 :])))
+
+
+def test_all_faults_are_named_at_once():
+    program = program_of("tp=2")
+    name = program.body[3].outputs[0]
+    layouts = {key: held for key, held in program.layouts.items() if key != name}
+    broken = program.with_(body=(*program.body, program.body[0]), layouts=layouts, outputs=("gone",))
+
+    with pytest.raises(LoweringError) as error:
+        check(broken)
+
+    for fault in ("which exists already", "which has no layout", "returns gone, which nothing makes"):
+        assert fault in str(error.value)
+
+
+def test_a_cut_that_does_not_fit_its_shape_is_found():
+    program = program_of("tp=2")
+    name, layout = next((n, held) for n, held in program.layouts.items() if held.cut_of("tp") and n in _made(program))
+    value = dataclasses.replace(program.values[name], shape=tuple(size + 1 for size in program.values[name].shape))
+
+    with pytest.raises(LoweringError, match=r"a cut of \d+ elements over tp meets a dim of \d+"):
+        check(program.with_(values={**program.values, name: value}))
+    assert layout is not None
+
+
+def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
+    """The converter before the second half of a block is taken out."""
+    shown = {}
+    graph, facts = graph_of("gpt"), facts_of("gpt")
+    lower(
+        graph,
+        draw(graph, read_request("tp=2"), facts),
+        facts,
+        show=lambda name, program: shown.setdefault(name, program),
+    )
+    placed = shown["place: layouts and converters"]
+    at, op = next((i, op) for i, op in enumerate(placed.body) if op.target == "comm.fan_in")
+    body = [
+        dataclasses.replace(held, inputs=tuple(op.inputs[0] if n == op.outputs[0] else n for n in held.inputs))
+        for held in (*placed.body[:at], *placed.body[at + 1 :])
+    ]
+
+    with pytest.raises(LoweringError, match=r"wants .* as .* and finds it as .*partial sum"):
+        check_edges(placed.with_(body=tuple(body)))
+
+
+def _made(program) -> set[str]:
+    return {name for op in program.body for name in op.outputs}
+
+
+# Local sizes.
+
+
+def numbers(value, program) -> tuple:
+    at = dict.fromkeys(program.mesh.names, 0)
+    return tuple(size.local(program.mesh.sizes, at) if isinstance(size, Size) else size for size in value)
+
+
+def test_views_get_local_sizes_from_atoms():
+    """[4, 12, 32] as [4, 12, 4 heads, 8], with heads on tp and rows on dp."""
+    program = program_of("dp=2,tp=2")
+    view = next(op for op in program.body if op.name == "blocks.0.attn / view")
+
+    assert numbers(view.argument("size"), program) == (2, 12, 2, 8)
+    assert [str(f.axes) for f in sizes_of(program, view.outputs[0])[2].sections[0]] == ["('tp',)"]
+
+
+def test_positions_are_made_whole_once_and_cut_where_they_are_used():
+    program = program_of("sp=2")
+    (arange,) = (op for op in program.constants if "arange" in op.target)
+
+    assert program.layouts[arange.outputs[0]] == whole(1)
+    assert arange.argument("end") == 12, "all places, not this rank's"
+    assert not any("arange" in op.target for op in program.body)
+
+
+def test_rotary_tables_are_shared_constants_of_all_layers():
+    program = program_of("tp=2", "hf_llama")
+
+    assert not any(op.target in ("aten.cos.default", "aten.sin.default") for op in program.body)
+    assert sum(op.target == "aten.cos.default" for op in program.constants) == 1
+
+
+def test_the_divisor_of_a_mean_stays_global():
+    program = program_of("dp=2", "mlp")
+    share = next(op for op in program.body if op.target == "aten.div.Scalar")
+
+    assert share.argument("other") == 4 * 16, "4 rows of 16, of which a rank has 2"
+
+
+def test_a_mean_of_what_is_whole_stays_a_mean():
+    assert any(
+        op.target == "aten.mse_loss.default" and op.argument("reduction", 1) == 1
+        for op in program_of("tp=2", "mlp").body
+    )
+
+
+def test_fixed_homes_are_kept_for_the_entries_after_the_first():
+    graph, facts = graph_of("gpt"), facts_of("gpt")
+    homes = {held.key: held.layout for held in program_of("tp=2").holdings}
+
+    again = lower(graph, draw(graph, read_request("tp=2"), facts), facts, homes=homes)
+    other = lower(graph, draw(graph, read_request("tp=2"), facts), facts, homes={"wte.weight": whole(2)})
+
+    assert {held.key: held.layout for held in again.holdings} == homes
+    assert next(held.layout for held in other.holdings if held.key == "wte.weight") == whole(2)
