@@ -25,7 +25,7 @@ Choices = Mapping[str, Mapping[str, str]]
 
 
 def _frozen(choices: Choices) -> Choices:
-    return MappingProxyType({name: MappingProxyType(dict(held)) for name, held in choices.items() if held})
+    return MappingProxyType({name: MappingProxyType(dict(held)) for name, held in choices.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ class Plan:
         return next(iter(self.entries.values()))[0].mesh
 
     def choices(self, entry: str) -> Choices:
-        return self.entries[entry][0].choices
+        """The ops that are split. A segment also lists those that are not, so that no star takes them in."""
+        return MappingProxyType({name: held for name, held in self.entries[entry][0].choices.items() if held})
 
     @property
     def name(self) -> str:
@@ -73,7 +74,8 @@ class Plan:
         known = self.fingerprints.get(graph.entry)
         if known is None or known == graph.fingerprint:
             return
-        missing = [name for name in self.choices(graph.entry) if name not in graph.by_name]
+        there = {*graph.by_name, *map(star, graph.by_name)}
+        missing = [name for name in self.choices(graph.entry) if name not in there]
         said = [f"the plan splits {name}, which the model does not have" for name in missing[:8]]
         if not missing:
             said = ["the ops have the same names, but they are connected otherwise, or a parameter has another shape"]
@@ -99,7 +101,7 @@ class Plan:
             "storage": {key: dict(held) for key, held in sorted(fold(self.storage).items())},
             "entries": {
                 entry: [
-                    {"choices": {k: dict(v) for k, v in fold(s.choices).items()}, "recompute": list(s.recompute)}
+                    {"choices": {k: dict(v) for k, v in fold(s.choices).items() if v}, "recompute": list(s.recompute)}
                     for s in segments
                 ]
                 for entry, segments in self.entries.items()
@@ -119,19 +121,18 @@ class Plan:
 _NUMBER = re.compile(r"(?<![\w*])\d+(?=[./@ ]|$)")
 
 
+def star(name: str) -> str:
+    """A name with stars for layer numbers; the number of an op in its module stays."""
+    path, slash, kind = name.partition(" / ")
+    return _NUMBER.sub("*", path) + slash + kind
+
+
 def fold(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Names that differ only in one layer number and have the same entry, said once with a star."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    plain: dict[str, Any] = {}
+    """Names that differ only in layer numbers and have the same entry, said once with a star."""
     stars: dict[str, set[str]] = {}
     for name, value in held.items():
-        stars.setdefault(_NUMBER.sub("*", name), set()).add(json.dumps(_plain(value), sort_keys=True))
-    for name, value in held.items():
-        star = _NUMBER.sub("*", name)
-        alike = len(stars[star]) == 1 and star != name
-        plain[star if alike else name] = value
-        rows.setdefault((star, ""), []).append(name)
-    return plain
+        stars.setdefault(star(name), set()).add(json.dumps(_plain(value), sort_keys=True))
+    return {star(name) if len(stars[star(name)]) == 1 else name: value for name, value in held.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -143,7 +144,7 @@ def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     used: set[str] = set()
     for name in names:
-        for key in (name, _NUMBER.sub("*", name)):
+        for key in (name, star(name)):
             if key in held:
                 found[name] = held[key]
                 used.add(key)
@@ -168,7 +169,11 @@ def load(path: str | Path, graph: Graph) -> Plan:
             known = data["fingerprints"].get(entry)
             if known == graph.fingerprint or known is None:
                 held = [
-                    Segment(mesh=mesh, choices=unfold(s["choices"], ops), recompute=tuple(s["recompute"]))
+                    Segment(
+                        mesh=mesh,
+                        choices={name: {} for name in ops} | unfold(s["choices"], ops),
+                        recompute=tuple(s["recompute"]),
+                    )
                     for s in segments
                 ]
                 entries[entry] = tuple(held)

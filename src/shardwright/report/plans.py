@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,8 @@ from rich.text import Text
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..plan import Plan, Segment
-from ..plan.plan import _validate
+from ..plan.plan import _validate, star
 from ..verify.measure import render
-
-_NUMBER = re.compile(r"(?<![\w*])\d+(?=[./@ ]|$)")
-
-
-def star(name: str) -> str:
-    """A name with its layer numbers as stars."""
-    return _NUMBER.sub("*", name)
 
 
 def read_plan(path: str | Path) -> Plan:
