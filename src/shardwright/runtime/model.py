@@ -240,9 +240,9 @@ class ParallelModel(nn.Module):
         """A new program is made for other shapes or another mode, never for other dtypes."""
         for (_, spec, shapes), entry in self._entries.items():
             if spec == key[1]:
-                pairs = [(a[1], b[1]) for a, b in zip(shapes, key[2], strict=True) if not isinstance(a, str) and not isinstance(b, str)]
-                if len(pairs) == len(entry.dtypes):
-                    check_dtypes([path for path, _ in entry.dtypes], [a for a, _ in pairs], [b for _, b in pairs])
+                known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))
+                if len(known) == len(given) == len(entry.dtypes):
+                    check_dtypes([path for path, _ in entry.dtypes], known, given)
                 return
 
     def _check(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
