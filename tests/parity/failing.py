@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 class Flaky(torch.autograd.Function):
     """The identity, until `Flaky.plan` says what a rank should do instead, forward or backward."""
 
-    plan: dict[str, Any] = {}
+    plan: ClassVar[dict[str, Any]] = {}
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _made(policy: str, directory: str) -> Any:
 def launch(
     size: int, plan: dict[str, Any], policy: str, directory: Path, timeout: float
 ) -> list[tuple[int, str, float]]:
-    """(exit code, what it wrote, seconds after the first that ended) of every rank, run as own scripts like torchrun's."""
+    """(exit code, what it wrote, seconds after the first that ended) of every rank, as scripts of their own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = []
     for rank in range(size):
