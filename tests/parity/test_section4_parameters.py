@@ -194,3 +194,23 @@ def test_dropout_masks_agree_where_a_value_is_whole():
     assert all(torch.equal(a, ranks[1].gradients[key]) for key, a in ranks[0].gradients.items())
     kept = net.down(torch.tanh(net.up(x))).square()
     assert apart(kept.sum(), ranks[0].outputs)
+
+
+# Uneven shares.
+
+
+class NamedAsASize(nn.Module):
+    """Five channels on two ranks, in parts that are called as the size of a rank's share would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.m = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(F.relu(self.c(x)).flatten(2).view(4, 5, 6, 6)).square().mean()
+
+
+def test_a_size_that_differs_between_ranks_does_not_take_the_name_of_a_part():
+    found = compare(NamedAsASize(), (batch(4, 3, 8, 8),), "tp=2")
+
+    assert "self.c_share = share(" in found.ranks[0].text

@@ -59,6 +59,8 @@ class SizeNames:
         self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
         self.uneven: dict[str, Factor] = {}
         self.used: set[str] = set()
+        keys = (*(h.key for h in program.holdings), *(b.key for b in program.graph.buffers))
+        self.parts = {key.split(".")[0] for key in keys}  # `self.c` is a part of the model already
 
     def text(self, size: Size) -> str:
         return " + ".join(self._product(section) for section in size.sections)
@@ -91,7 +93,8 @@ class SizeNames:
             return whole
         key = (letter, factor.size, factor.axes)
         if key not in self.local:
-            self.local[key] = self._free(whole.lower())
+            clash = self._ragged(factor) and whole.lower() in self.parts
+            self.local[key] = self._free(f"{whole.lower()}_share" if clash else whole.lower())
             if self._ragged(factor):
                 self.uneven[self.local[key]] = factor
         name = self.local[key]
