@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "report": "errors layout conversion ir rules cost plan lower verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
-    "cli": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile verify parallelize report",
+    "cli": "errors ir capture plan lower emit runtime compile verify parallelize report",
 }
 NO_TORCH = frozenset(["errors", "layout", "conversion", "ir", "rules", "cluster", "cost", "plan", "lower", "emit"])
 

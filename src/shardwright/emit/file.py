@@ -10,6 +10,7 @@ from ..ir import Op
 from ..layout import FANNED
 from ..lower import Program
 from ..lower.program import sizes_of
+from ..rules import is_drawn_whole
 from .calls import call_text, function_name
 from .layers import Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
@@ -213,7 +214,7 @@ class Writer:
                     self.units.setdefault(unit)
                     yield f"        self.open({self.unit_text(unit, lead)})"
             if isinstance(item, Op):
-                wanted = self.context(item)
+                wanted = self.context(item, lead)
                 if wanted and wanted != context:
                     yield f"        with {wanted}:"
                 context = wanted
@@ -245,7 +246,11 @@ class Writer:
     def unit_text(self, unit: str, lead: str | None) -> str:
         return "at" if unit == lead else f'"{unit}"'
 
-    def context(self, op: Op) -> str:
+    def context(self, op: Op, lead: str | None) -> str:
+        if is_drawn_whole(op):
+            inside = lead is not None and op.name.startswith(lead)
+            key = f'f"{{at}}{op.name[len(lead or "") :]}"' if inside else f'"{op.name}"'
+            return f"self.random.drawing({key})"
         if op.no_grad:
             return "torch.no_grad()"
         if op.autocast:

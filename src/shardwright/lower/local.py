@@ -82,7 +82,9 @@ def split(program: Program, op: Op) -> Op:
     if all(cut.even(program.mesh.sizes[cut.axis]) for cut in program.layouts[op.inputs[0]].cuts[dim]):
         return op.with_arguments(split_size=parts[0])
     arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, held) for key, held in op.arguments)
-    return replace(op, target="aten.split_with_sizes.default", arguments=arguments)  # an empty piece has no size to step by
+    return replace(
+        op, target="aten.split_with_sizes.default", arguments=arguments
+    )  # an empty piece has no size to step by
 
 
 @local("aten.slice.Tensor")
@@ -102,12 +104,14 @@ def slice_(program: Program, op: Op) -> Op:
     return op.with_arguments(start=unit.times(part) if part else 0, end=unit.times(part + 1))
 
 
-@local("convolution", "aten.conv2d.default", "aten.conv1d.default", "aten.conv3d.default")
+@local("convolution", "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
+       "aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")  # fmt: skip
 def convolution(program: Program, op: Op) -> Op:
     groups = op.argument("groups", 1)
     axes = split_axes(program.layouts[op.inputs[1]], 0)
-    if groups == 1 or not axes or split_axes(program.layouts[op.inputs[0]], 1) != axes:
-        return op
+    around = (program.layouts[op.inputs[0]], program.layouts[op.outputs[0]])
+    if groups == 1 or not axes or any(split_axes(layout, 1) != axes for layout in around):
+        return op  # the channels inside the groups are split, or nothing is
     whole = program.values[op.inputs[0]].shape[1]
     parts = 1
     for axis in axes:

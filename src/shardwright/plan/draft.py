@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from ..errors import PlanError
 from ..ir import Graph, Op
 from ..layout import FANNED, Axis, Layout, Mesh, Partial
-from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse
+from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_drawn_whole
 from .plan import Plan, Segment
 
 
@@ -91,8 +91,13 @@ class Draft:
             self._pass_partial(axis)
             self._fan(axis)
         for op in self.ops:
-            if self.signature(op).rule is None and not op.target.startswith("shardwright."):
+            if is_drawn_whole(op):
+                self.note(f"{op} draws random numbers, which all devices draw alike and whole")
+            elif self.signature(op).rule is None:
                 self.note(f"{op} has no rule and runs whole on every device")
+        if self.storage:  # said of every parameter, so that a star in the file takes in none that is left alone
+            for parameter in self.graph.parameters:
+                self.storage.setdefault(parameter.key, {})
         segment = Segment(mesh=self.mesh, choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops})
         return Plan(
             model=self.graph.name,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ..cost import flops, is_product
 from ..errors import PlanError
 from ..ir import Graph
-from ..layout import Axis
+from ..layout import Axis, share
 from ..rules import Analysis
 from .draft import Draft
 from .plan import Plan
@@ -120,9 +120,10 @@ def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
     worth = {atom for atom, held in owned.items() if atom in multiplied or held > 0.1 * everything}
     found: list[tuple[float, int, int]] = []
     for order, atom in enumerate(sorted(worth & set(facts.by_atom))):
-        if facts.atoms.size[atom] < axis.size or atom in facts.batch:
-            continue
-        uneven = 0.5 if facts.atoms.size[atom] % axis.size else 1.0
+        size = facts.atoms.size[atom]
+        if share(size, axis.size, axis.size - 1)[1] == 0 or atom in facts.batch:
+            continue  # the last device would have nothing, which not every kernel can do
+        uneven = 0.5 if size % axis.size else 1.0
         gain = uneven * _work(draft, atom) / (bytes_moved(draft, axis, atom) + 1.0)
         found.append((-gain, order, atom))
     return [atom for _, _, atom in sorted(found)]
@@ -164,4 +165,4 @@ def sequence_atoms(draft: Draft, axis: Axis) -> set[int]:
                     and values[name].shape[0] == draft.graph.batch
                 ):
                     found.update(facts.atoms.splittable(facts.dims[name][1]))
-    return {atom for atom in found - facts.batch if facts.atoms.size[atom] >= axis.size}
+    return {atom for atom in found - facts.batch if share(facts.atoms.size[atom], axis.size, axis.size - 1)[1]}

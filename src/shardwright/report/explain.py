@@ -18,9 +18,8 @@ from ..ir import Graph
 from ..layout import FANNED
 from ..lower import Holding, Program, lower
 from ..plan import Plan
-from ..plan.plan import fold
+from ..plan.plan import fold, star
 from ..verify.measure import render
-from .plans import star
 from .traffic import said_bytes, stored_bytes, totals
 
 ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}

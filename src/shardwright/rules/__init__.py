@@ -4,7 +4,7 @@ from . import lookups, pointwise, products, reductions, views
 from .atoms import Atoms
 from .notation import Rule, parse
 from .registry import Call, find_rule, known_targets, register
-from .signature import FAN, ROWS, Analysis, Role, Signature, analyse
+from .signature import FAN, ROWS, Analysis, Role, Signature, analyse, is_drawn_whole
 
 __all__ = [
     "FAN",
@@ -17,6 +17,7 @@ __all__ = [
     "Signature",
     "analyse",
     "find_rule",
+    "is_drawn_whole",
     "known_targets",
     "lookups",
     "parse",

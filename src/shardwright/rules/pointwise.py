@@ -14,8 +14,8 @@ UNARY = (
     "log_sigmoid square isnan isinf isfinite clamp clamp_min clamp_max nan_to_num logit acos asin atan cosh sinh "
     "hardshrink softshrink threshold frac erfc lgamma digamma pow.Tensor_Scalar remainder.Scalar fmod.Scalar "
     "floor_divide.Scalar add.Scalar sub.Scalar rsub.Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
-    "ge.Scalar bitwise_and.Scalar bitwise_or.Scalar pow.Scalar zeros_like ones_like full_like empty_like rand_like "
-    "randn_like masked_fill.Scalar __and__.Scalar __or__.Scalar"
+    "ge.Scalar bitwise_and.Scalar bitwise_or.Scalar pow.Scalar zeros_like ones_like full_like empty_like "
+    "masked_fill.Scalar __and__.Scalar __or__.Scalar"
 )
 BINARY = (
     "pow.Tensor_Tensor maximum minimum eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and "
@@ -109,7 +109,7 @@ def ternary(call: Call) -> Rule:
     return pointwise(call)
 
 
-@rule("aten.native_dropout.default", "aten.dropout.default", "aten.bernoulli.p")
+@rule("aten.native_dropout.default", "aten.dropout.default")
 def dropout(call: Call) -> Rule:
     """Each element by itself; the mask is drawn by position (runtime.random)."""
     names = letters(len(call.shape))

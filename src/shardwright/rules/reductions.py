@@ -101,8 +101,10 @@ def batch_norm(call: Call) -> Rule:
       "adaptive_avg_pool1d", "adaptive_max_pool2d", "max_pool1d", "avg_pool1d", "aten.upsample_nearest2d.vec",
       "aten.upsample_bilinear2d.vec", "upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle",
       "aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.default_")  # fmt: skip
-def over_space(call: Call) -> Rule:
+def over_space(call: Call) -> Rule | None:
     """Batch and channels are free, space is not."""
+    if len(call.shape) != (3 if "1d" in call.op.target else 4):  # without a batch dim
+        return None
     channels = call.shape[1] == call.outputs[0].shape[1]
     lead = ["n" if call.shape[0] != 1 else "1", "c" if channels and call.shape[1] != 1 else str(call.shape[1])]
     inside = [*lead, *map(str, call.shape[2:])]

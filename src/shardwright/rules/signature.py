@@ -216,15 +216,24 @@ class Analysis:
         return {atom: tuple(uses) for atom, uses in found.items()}
 
 
-RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson")
+RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson", "exponential", "uniform")
+
+
+def is_random(op: Op) -> bool:
+    """Whether an op draws random numbers."""
+    return any(word in op.target for word in RANDOM)
+
+
+def is_drawn_whole(op: Op) -> bool:
+    """Random ops other than dropout have no masks by position: all ranks draw the same, whole."""
+    return is_random(op) and "dropout" not in op.target
 
 
 def constants_of(graph: Graph) -> frozenset[str]:
     """Values that depend on no input, no parameter and no changing buffer, and on no chance."""
     fixed = {buffer.value for buffer in graph.buffers if buffer.update is None}
     for op in graph.ops:
-        random = any(word in op.target for word in RANDOM)
-        if not random and not op.target.startswith("call.") and all(name in fixed for name in op.inputs):
+        if not is_random(op) and not op.target.startswith("call.") and all(name in fixed for name in op.inputs):
             fixed.update(op.outputs)
     return frozenset(fixed)
 
@@ -252,7 +261,7 @@ def _bind(op: Op, facts: Analysis) -> Signature:
     graph = facts.graph
     inputs = tuple(graph.values[name] for name in op.inputs)
     outputs = tuple(graph.values[name] for name in op.outputs)
-    rule = find_rule(Call(op, inputs, outputs))
+    rule = None if is_drawn_whole(op) else find_rule(Call(op, inputs, outputs))
     labels: dict[str, Dim] = {}
     blocked: set[str] = set(rule.blocked) if rule else set()
     bound_in: list[Bound] = []

@@ -62,6 +62,13 @@ class Randomness:
         finally:
             self.step, self.microbatch = held
 
+    @contextmanager
+    def drawing(self, op: str) -> Iterator[None]:
+        """For random ops that know no pieces (`rand_like`): all ranks draw the same, whole, by the key of the op."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed_of((self.seed, self.step, self.microbatch, op)))
+            yield
+
     def dropout(self, x: Tensor, p: float, op: str, splits: Splits = (), *, training: bool = True) -> Tensor:
         """`F.dropout`, where `op` names the call (once a step) and `splits` says what is split and how."""
         if not training or p == 0.0:
