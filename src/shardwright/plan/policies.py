@@ -46,8 +46,20 @@ def tp(draft: Draft, axis: Axis) -> None:
             draft.split(op, axis, draft.role_among(op, axis, (atom,)) or role)
             taken.add(op.name)
     if not taken:
+        _refuse_too_large(draft, axis)
         draft.note(
             f"{axis.name}={axis.size}: no parameter has a dim that {axis.size} devices can share; all run the same"
+        )
+
+
+def _refuse_too_large(draft: Draft, axis: Axis) -> None:
+    facts = draft.facts
+    dims = [dim for parameter in draft.graph.parameters for dim in facts.dims[parameter.value]]
+    most = max((facts.atoms.size[atom] for dim in dims for atom in facts.atoms.splittable(dim)), default=axis.size)
+    if most < axis.size:
+        raise PlanError(
+            f"{axis.name}={axis.size} is larger than every dim of a parameter that can be split, at most {most}; "
+            f"use {axis.name}={most} or less"
         )
 
 

@@ -45,6 +45,7 @@ from shardwright.errors import RankError
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 10.0  # seconds without one after which a rank counts as lost, once something has failed
 PATIENCE = 60.0  # seconds in one collective after which a rank asks whether all others live
+LATE = 600.0  # seconds that ranks may be apart when a model is compiled
 GRACE = 5.0  # seconds that a waiting thread gets to fail by itself, before its process is ended
 
 P = ParamSpec("P")
@@ -67,7 +68,7 @@ class Watch(AbstractContextManager[None]):
         self._thread_watched = threading.get_ident()
         self._ended = threading.Event()
         self._store.set(f"who/{rank}", f"{_place()} {os.getpid()}")
-        self._store.set(f"beat/{rank}", "0")
+        self._store.set(f"beat/{rank}", "0 0")
         self._beat = BEAT * max(1.0, size / 256)
         self._thread = threading.Thread(target=self._live, name="shardwright-faults", daemon=True)
         self._before, sys.excepthook = sys.excepthook, self._uncaught
@@ -125,6 +126,42 @@ class Watch(AbstractContextManager[None]):
         except RuntimeError:
             return "the store of the process group is gone: rank 0 or torchrun, whoever hosts it, was lost"
 
+    def agree(self, text: str) -> dict[int, str]:
+        """What every rank says about this call; without those that went on in it and say nothing.
+
+        A collective would not do: a rank that has nothing to say would meet it with another one.
+        """
+        keys = [f"say/{self.call}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], text)
+        start = looked = time.monotonic()
+        late: dict[int, float] = {}
+        while not self._store.check(keys):
+            now = time.monotonic()
+            time.sleep(0.002 if now - start < 0.1 else 0.05)
+            if now - looked < 1.0:
+                continue
+            looked = now
+            silent = [rank for rank in self._others if not self._store.check([keys[rank]])]
+            late = {rank: late.get(rank, now) for rank in silent if self._at(rank) >= self.call}
+            if any(now - seen > SILENCE for seen in late.values()):
+                return {rank: self._store.get(keys[rank]).decode() for rank in range(self.size) if rank not in silent}
+            self._expect(silent, now - start)
+        return {rank: held.decode() for rank, held in enumerate(self._store.multi_get(keys))}
+
+    def _expect(self, ranks: list[int], waited: float) -> None:
+        """Raise if it makes no sense to wait for these ranks any longer."""
+        gone = self._gone()
+        lost = self._told() or (self._lost(gone) if gone else None)
+        if lost is None and waited > LATE:
+            lost = f"rank {', '.join(map(str, ranks))} did not come to call {self.call} within {LATE:.0f} s"
+        if lost is not None:
+            raise RankError(lost)
+
+    def _at(self, rank: int) -> int:
+        """The call in which another rank is, as far as it has said."""
+        key = f"beat/{rank}"
+        return int(self._store.get(key).split()[1]) if self._store.check([key]) else 0
+
     def _told(self) -> str | None:
         key = f"fault/{self.call}"
         if not self._store.check([key]):
@@ -173,7 +210,7 @@ class Watch(AbstractContextManager[None]):
         while not self._ended.wait(self._beat):
             count += 1
             try:
-                self._store.set(f"beat/{self.rank}", str(count))
+                self._store.set(f"beat/{self.rank}", f"{count} {self.call}")
                 now, here = time.monotonic(), self._waiting()
                 if here is None or here != place or self.failed == self.call:
                     place, since, known = here, now, 0.0

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from shardwright.errors import InputError, raise_all
 
+from .faults import watch
+
 Mode = Literal["same", "rows", "gather"]
 
 
@@ -71,15 +73,23 @@ def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequenc
 
 
 def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
-    """All ranks must call with the same shapes."""
-    if not dist.is_initialized():
+    """All ranks must call with the same shapes. Called by a rank for shapes that are new to it."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
         return
-    number = int.from_bytes(hashlib.blake2b(repr(list(shapes)).encode(), digest_size=7).digest(), "big")
-    found = everyone(number, dist.get_world_size(), device)
-    if len(set(found)) > 1:
-        odd = next(rank for rank, held in enumerate(found) if held != found[0])
+    mine = str([list(shape) for shape in shapes])
+    watched = watch()
+    if watched is not None:
+        said = watched.agree(mine)
+    else:  # ranks that are threads
+        number = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
+        found = everyone(number, dist.get_world_size(), device)
+        said = {rank: mine if held == number else "other shapes" for rank, held in enumerate(found)}
+    every = {rank: said.get(rank, "shapes that it has passed before") for rank in range(dist.get_world_size())}
+    if len(set(every.values())) > 1:
+        other = next(rank for rank, held in every.items() if held != mine)
         raise InputError(
-            f"rank {odd} passes inputs of other shapes than rank 0; this one passes {[list(shape) for shape in shapes]}"
+            f"the ranks pass inputs of different shapes: rank {dist.get_rank()} passes {mine}, rank {other} passes "
+            f"{every[other]}; pass the same shapes everywhere, a smaller last batch too, or drop it (drop_last=True)"
         )
 
 

@@ -255,7 +255,12 @@ class ParallelModel(nn.Module):
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        batch = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if shapes not in self._checked:  # before the gather: unequal rows would not meet
+            check_shapes(shapes, self._world.device)
+            self._checked.add(shapes)
+        batch = rows_of(tensors)
         whole = [gather_rows(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         found: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_unflatten(whole, spec)
         return found
