@@ -5,6 +5,7 @@ All modules are in training mode. Batch 4 unless asked otherwise. The nets are i
 and `hugging_face.py`; here is only how they are configured and what they are fed.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class Case(NamedTuple):
 
 Builder = Callable[..., Case]
 ZOO: dict[str, Builder] = {}
+_SEEDED = threading.Lock()  # ranks that are threads share torch's one global generator
 
 
 def loss_of(output: Any) -> Tensor:
@@ -40,7 +42,7 @@ def case(make: Callable[[torch.dtype, int], tuple[nn.Module, tuple[Any, ...], di
     """Register a builder under its own name, seeded."""
 
     def build(*, dtype: torch.dtype = torch.float32, batch: int = 4, seed: int = 0) -> Case:
-        with torch.random.fork_rng(devices=[]):
+        with _SEEDED, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module, args, kwargs = make(dtype, batch)
         return Case(module.to(dtype).train(), args, kwargs)
