@@ -1,8 +1,8 @@
 """A model of the zoo on one device and under a plan, trained alike, and how far they are apart.
 
 The measure is the design's: |a - b| <= tol * (max |b| + the model's largest gradient). Both
-sides run here, in every process of a pool; what belongs to a model and not to a plan (its
-capture, the reference run) is kept between jobs.
+sides run here. What belongs to a model and not to a plan (its capture, the run on one device)
+is made once, by the test, and sent to the ranks.
 
 Models that cast to float32 in their own code end float64 parity at 5e-8. For these the graph
 is promoted, and the reference is the promoted graph run op by op, which is itself held
@@ -12,10 +12,14 @@ against the model at what float32 allows.
 from __future__ import annotations
 
 import copy
+import copyreg
+import pickle
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,9 +63,22 @@ def promoted(name: str, dtype: str) -> bool:
 
 
 @lru_cache(maxsize=2)
-def captured(name: str, dtype: str, promote: bool) -> Captured:
+def captured(name: str, dtype: str) -> Captured:
     case = build(name, dtype)
-    return capture(skeleton_of(case.module), case.args, case.kwargs, entry="train", promote=promote)
+    return capture(skeleton_of(case.module), case.args, case.kwargs, entry="train", promote=promoted(name, dtype))
+
+
+@lru_cache(maxsize=2)
+def sendable(name: str, dtype: str) -> bytes:
+    """A capture for other processes: no plan and no rank changes it, and it takes seconds."""
+    return pickle.dumps(captured(name, dtype))
+
+
+def _mapping(held: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(held)
+
+
+copyreg.pickle(MappingProxyType, lambda held: (_mapping, (dict(held),)))
 
 
 @lru_cache(maxsize=4)
@@ -73,7 +90,8 @@ def reference(name: str, dtype: str, kind: str) -> Trace:
     trace = Trace()
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = _by_graph(name, dtype, case) if promoted(name, dtype) else loss_of(module(*case.args, **case.kwargs))
+        by_graph = promoted(name, dtype)
+        loss = _by_graph(case, captured(name, dtype)) if by_graph else loss_of(module(*case.args, **case.kwargs))
         loss.backward()
         trace.losses.append(loss.detach())
         trace.gradients.append({key: copy.copy(p.grad) for key, p in module.named_parameters()})
@@ -85,9 +103,8 @@ def reference(name: str, dtype: str, kind: str) -> Trace:
     return trace
 
 
-def _by_graph(name: str, dtype: str, case: Case, promote: bool = True) -> Tensor:
+def _by_graph(case: Case, held: Captured) -> Tensor:
     """The loss of the graph, run op by op on the model's parameters."""
-    held = captured(name, dtype, promote)
     parameters = dict(case.module.named_parameters(remove_duplicate=False))
     buffers = dict(case.module.named_buffers(remove_duplicate=False))
     outputs, updates, _ = run(held, held.flatten(case.args, case.kwargs), parameters, buffers)
@@ -95,10 +112,10 @@ def _by_graph(name: str, dtype: str, case: Case, promote: bool = True) -> Tensor
     return loss_of(held.unflatten(outputs))
 
 
-def graph_agrees(rank: int, name: str) -> float:
+def graph_apart(name: str) -> float:
     """How far one step of the promoted graph is from one step of the model, relative to the largest gradient."""
     case, other = build(name, "float64"), build(name, "float64")
-    _by_graph(name, "float64", case).backward()
+    _by_graph(case, captured(name, "float64")).backward()
     loss_of(other.module(*other.args, **other.kwargs)).backward()
     pairs = list(zip(case.module.parameters(), other.module.parameters(), strict=True))
     scale = max(float(b.grad.abs().max()) for _, b in pairs if b.grad is not None)
@@ -106,17 +123,16 @@ def graph_agrees(rank: int, name: str) -> float:
 
 
 class SharingCompiler(Compiler):
-    """A compiler that takes the capture of the training entry from the process, since no plan changes it."""
+    """A compiler that is given the capture of the training entry, since no plan changes it."""
 
-    name: str
-    dtype: str
+    given: Captured
 
     def _capture(self, model: ParallelModel, args: Any, kwargs: Any) -> Captured:
         assert model.training and not self.programs, "this harness trains, at one batch size"
-        return captured(self.name, self.dtype, self.promote)
+        return self.given
 
 
-def compiled(name: str, dtype: str, plan: str, kind: str, directory: str) -> Trace:
+def compiled(name: str, dtype: str, plan: str, kind: str, directory: str, given: Captured) -> Trace:
     """The run under a plan, everything brought to whole."""
     case = build(name, dtype)
     optimizer = optimizer_of(kind, case.module.parameters())
@@ -125,7 +141,7 @@ def compiled(name: str, dtype: str, plan: str, kind: str, directory: str) -> Tra
     compiler = SharingCompiler(
         case.module, optimizer, world, plan, "same", Path(directory), 0, promote=promoted(name, dtype)
     )
-    compiler.name, compiler.dtype = name, dtype
+    compiler.given = given
     model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
     trace = Trace()
     for _ in range(STEPS):
@@ -185,10 +201,15 @@ def _compare_all(what: str, mine: dict[str, Any], other: dict[str, Any], compare
         compare(f"{what} {key}", mine.get(key), other.get(key))
 
 
-def parity(rank: int, name: str, plan: str, dtype: str, kinds: tuple[str, ...], directory: str) -> list[str]:
-    """The faults of a model under a plan, seen by one rank."""
+def parity(
+    rank: int, name: str, plan: str, dtype: str, wanted: dict[str, Trace], held: bytes, directory: str
+) -> list[str]:
+    """The faults of a model under a plan, seen by one rank, for each optimizer."""
     found = []
-    for kind in kinds:
-        mine = compiled(name, dtype, plan, kind, directory)
-        found += [f"{kind}: {fault}" for fault in faults_of(mine, reference(name, dtype, kind), TOLERANCE[dtype])]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # torch unpickles its own so
+        given = pickle.loads(held)
+    for kind, trace in wanted.items():
+        mine = compiled(name, dtype, plan, kind, directory, given)
+        found += [f"{kind}: {fault}" for fault in faults_of(mine, trace, TOLERANCE[dtype])]
     return found

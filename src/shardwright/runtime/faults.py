@@ -35,7 +35,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -58,7 +58,8 @@ _WAITING_IN = (os.path.dirname(dist.__file__), os.path.dirname(__file__), os.pat
 class Watch(AbstractContextManager[None]):
     """This rank's word to the others, and theirs to it."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Any, rank: int, size: int) -> None:
+        self.of = ref(group)
         self.rank, self.size = rank, size
         self.call = 0  # how many times a model was called: the same on all ranks
         self.failed = -1  # the call in which this rank raised an error of its own
@@ -207,7 +208,7 @@ class Watch(AbstractContextManager[None]):
         place: Any = None
         since, known, count = 0.0, 0.0, 0
         beats: dict[int, tuple[bytes, float]] = {}
-        while not self._ended.wait(self._beat):
+        while not self._ended.wait(self._beat) and dist.is_initialized():
             count += 1
             try:
                 self._store.set(f"beat/{self.rank}", f"{count} {self.call}")
@@ -272,26 +273,27 @@ class Watch(AbstractContextManager[None]):
                 return
 
 
-# One watch for each default process group, as long as that lives.
-_watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+_running: Watch | None = None  # of the newest default process group
 
 
 def watch() -> Watch | None:
     """The watch of the running process group, started if it is new. None where there is nobody to watch."""
+    global _running
     whole = dist.group.WORLD if dist.is_initialized() else None
+    if whole is not None and _running is not None and _running.of() is whole:
+        return _running
     if whole is None or dist.get_world_size() < 2 or threading.current_thread() is not threading.main_thread():
         return None
-    if whole not in _watches:
-        store: Any = dist.distributed_c10d._get_default_store()
-        inner = store
-        while isinstance(inner, PrefixStore):
-            inner = inner.underlying_store
-        if not isinstance(inner, TCPStore):  # fake groups and ranks that are threads
-            return None
-        for old in list(_watches.values()):
-            old.end()
-        _watches[whole] = Watch(store.clone(), dist.get_rank(), dist.get_world_size())
-    return _watches[whole]
+    store: Any = dist.distributed_c10d._get_default_store()
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, TCPStore):  # fake groups and ranks that are threads
+        return None
+    if _running is not None:
+        _running.end()
+    _running = Watch(whole, store.clone(), dist.get_rank(), dist.get_world_size())
+    return _running
 
 
 def calling() -> AbstractContextManager[None]:
@@ -311,8 +313,8 @@ def told(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            for held in list(_watches.values()):
-                held.tell(error)
+            if _running is not None:
+                _running.tell(error)
             raise
 
     return run
