@@ -116,8 +116,11 @@ def _region(kept: Kept) -> Iterator[None]:
         yield
 
 
-def _checkpointed(kept: Kept) -> Callable[..., Iterator[None]]:
+def _checkpointed(kept: Kept, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        if _current.get() is not kept:
+            yield from original(function, *args, **kwargs)
+            return
         with _region(kept):
             yield
 
@@ -132,6 +135,8 @@ def keeping() -> Iterator[Kept]:
     generator = checkpointing._checkpoint_without_reentrant_generator
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if _current.get() is not kept:  # another thread, which computes while this one traces
+            return original.__get__(None, cls)(*args, **kwargs)
         if cls is checkpointing.CheckpointFunction:
             function, _, *rest = args
             with _region(kept):
@@ -144,7 +149,7 @@ def keeping() -> Iterator[Kept]:
     patched: Any = torch.autograd.Function
     try:
         patched.apply = classmethod(apply)
-        checkpointing._checkpoint_without_reentrant_generator = _checkpointed(kept)
+        checkpointing._checkpoint_without_reentrant_generator = _checkpointed(kept, generator)
         with torch.fx.traceback.preserve_node_meta():
             yield kept
     finally:
