@@ -6,6 +6,7 @@ file says it once, with a star: "blocks.*.attn.qkv / linear".
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -65,8 +66,6 @@ class Plan:
     @property
     def name(self) -> str:
         """Eight digits that stand for this plan."""
-        import hashlib
-
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
     def check_against(self, graph: Graph) -> None:

@@ -49,7 +49,7 @@ class Bound:
 
     def dim_of(self, label: str) -> int | None:
         for at, sections in enumerate(self.dims):
-            if all(label in section for section in sections) or any(label in section for section in sections):
+            if any(label in section for section in sections):
                 return at
         return None
 
