@@ -36,8 +36,8 @@ METHODS = (
 class Printing:
     """An op with the names of its inputs, ready to be printed."""
 
-    def __init__(self, op: Op, names: Mapping[int, str], sizes: SizeNames) -> None:
-        self.op, self.names, self.sizes = op, names, sizes
+    def __init__(self, op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> None:
+        self.op, self.names, self.sizes, self.parts = op, names, sizes, parts
 
     def __getitem__(self, name: str) -> str:
         return self.show(self.op.argument(name))
@@ -100,9 +100,9 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> str:
     """The right-hand side of an op's line."""
-    printing = Printing(op, names, sizes)
+    printing = Printing(op, names, sizes, parts)
     if op.target.startswith("comm."):
-        return _converter(printing, parts)
+        return _converter(printing)
     if op.target.startswith("call."):
         shown = ", ".join(printing.show(value) for _, value in op.arguments)
         return f"{function_name(op.target.removeprefix('call.'))}({shown})"
@@ -149,20 +149,20 @@ def _fallback(p: Printing) -> str:
     return f"torch.ops.{p.op.target}({', '.join(shown)})"
 
 
-def _converter(p: Printing, parts: Mapping[str, int]) -> str:
+def _converter(p: Printing) -> str:
     kind = p.op.target.removeprefix("comm.")
     axes: tuple[str, ...] = p.literal("axes")
     group, x = axes_text(axes), p.names[0]
     if kind == "exchange":
         cuts = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
-        extra = "".join(f", {key}={show_cut(cut)}" for key, cut in cuts if not plain(cut, parts[axes[0]]))
+        extra = "".join(f", {key}={show_cut(cut)}" for key, cut in cuts if not plain(cut, p.parts[axes[0]]))
         return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
     if kind == "reduce":
         return f"comm.reduce({x}, {group}, {p['op']})"
     if p.literal("dim") is None:
-        return f"comm.{kind}({x}, {group})"
+        return f"comm.{kind}{'_' if p.literal('in_place') else ''}({x}, {group})"
     cut = p.literal("cut")
-    extra = "" if plain(cut, parts[axes[0]]) else f", {show_cut(cut)}"
+    extra = "" if plain(cut, p.parts[axes[0]]) else f", {show_cut(cut)}"
     return f"comm.{kind}({x}, {p['dim']}, {group}{extra})"
 
 
@@ -293,6 +293,19 @@ def _embedding(p: Printing) -> str:
     return f"F.embedding({p['indices']}, {p['weight']}{extra})"
 
 
+def _linears(p: Printing) -> str:
+    """One layer by its weight and bias, several by lists of them."""
+    weights, biases, cut = p.literal("weights"), p.literal("biases"), p.literal("cut")
+    one = len(weights) == 1
+    shown = [p["input"], *([p["dim"]] if p.has("dim") else []), axes_text(p.literal("axes"))]
+    for column in (weights, biases):
+        if column is not None:
+            shown.append(p.show(column[0]) if one else f"[{', '.join(p.show(held) for held in column)}]")
+    if not plain(cut, p.parts[p.literal("axes")[0]]):
+        shown.append(f"cut={show_cut(cut)}")
+    return f"{p.op.target.removesuffix('s') if one else p.op.target}({', '.join(shown)})"
+
+
 def _batch_norm(p: Printing) -> str:
     axes = p.literal("axes")
     group = axes_text(axes) if axes else "None"
@@ -365,7 +378,7 @@ PRINTERS: dict[str, Printer] = {
     "log_softmax": _functional("log_softmax", "self", "dim", options=("dtype",)),
     "layer_norm": _layer_norm, "embedding": _embedding, "runtime.embedding_rows": _embedding,
     "cross_entropy_loss": _cross_entropy, "runtime.cross_entropy": _cross_entropy,
-    "runtime.nll_loss": _cross_entropy,
+    "runtime.nll_loss": _cross_entropy, "runtime.fan_out_linears": _linears, "runtime.gather_linears": _linears,
     "mse_loss": _loss("mse_loss"), "l1_loss": _loss("l1_loss"), "scaled_dot_product_attention": _attention,
     "slice": _slice, "select": _select, "split": _split, "split_with_sizes": _split, "convolution": _conv,
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,

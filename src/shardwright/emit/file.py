@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..ir import Op
 from ..layout import FANNED
 from ..lower import Program
+from ..lower.overlap import LINEARS
 from ..lower.program import sizes_of
 from ..rules import is_drawn_whole
 from .calls import call_text, function_name
@@ -279,6 +280,8 @@ class Writer:
             kind = op.target.removeprefix("comm.")
             return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
         shape = self.shape(op.outputs[0])
+        if op.target in LINEARS.values():
+            shape += f"; backward sums d{inputs[0]} over {', '.join(op.argument('axes'))}"
         partial = [name for name, held in self.program.layouts[op.outputs[0]].rest if str(held).startswith("partial")]
         return (
             f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"

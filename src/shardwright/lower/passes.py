@@ -10,6 +10,7 @@ from ..plan import Plan
 from ..rules import Analysis, analyse
 from .check import check
 from .local import localize
+from .overlap import in_place, overlap
 from .place import Placer, check_edges
 from .program import Program
 from .tidy import fold_bias, fuse, hoist, prune
@@ -23,6 +24,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("localize: sizes and algorithms of this rank", localize),
     ("hoist: constants, computed once", hoist),
     ("fold bias: products and their biases in one call", fold_bias),
+    ("in place: sums of what nobody else reads", in_place),
+    ("overlap: sums of gradients beside the products of weights' gradients", overlap),
 )
 
 

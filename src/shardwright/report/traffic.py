@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, Layout
 from ..lower import Holding, Program
+from ..lower.overlap import LINEARS
 
 SENDS: dict[str, tuple[str, str]] = {  # converter: forward, backward
     "fan_in": ("all_reduce", ""),
@@ -65,15 +66,16 @@ def totals(program: Program) -> tuple[Total, ...]:
 
 
 def _of_converters(program: Program) -> Iterator[Sent]:
+    joined = {target: kind for kind, target in LINEARS.items()}  # a converter and the products after it
     for op in program.body:
-        if not op.target.startswith("comm."):
+        kind = joined.get(op.target, op.target)
+        if not kind.startswith("comm."):
             continue
-        forward, backward = SENDS[op.target.removeprefix("comm.")]
-        name = op.outputs[0]
-        value = program.values[name]
-        ends = [program.layouts[held] for held in (name, op.inputs[0])]
-        size = max(_local_bytes(program, value.shape, value.dtype, layout) for layout in ends)
-        axes = op.argument("axes")
+        forward, backward = SENDS[kind.removeprefix("comm.")]
+        value, axes = program.values[op.inputs[0]], op.argument("axes")
+        size = _local_bytes(program, value.shape, value.dtype, program.layouts[op.inputs[0]])
+        if kind in ("comm.gather", "comm.gather_sum"):
+            size *= math.prod(program.mesh.sizes[axis] for axis in axes)
         if forward:
             yield Sent(when="forward", collective=forward, axes=axes, bytes=size)
         if backward and value.gradient and program.graph.entry.startswith("train"):

@@ -2,6 +2,7 @@
 
 from . import comm
 from .holding import Held, Piece, cut
+from .linears import fan_out_linear, fan_out_linears, gather_linear, gather_linears
 from .lookup import embedding_rows
 from .losses import cross_entropy, nll_loss
 from .norms import batch_norm
@@ -20,7 +21,11 @@ __all__ = [
     "cross_entropy",
     "cut",
     "embedding_rows",
+    "fan_out_linear",
+    "fan_out_linears",
     "find",
+    "gather_linear",
+    "gather_linears",
     "nll_loss",
     "recompute",
     "share",

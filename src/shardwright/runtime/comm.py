@@ -12,8 +12,8 @@ torch's own differentiable collectives are not used: they sum again in backward.
     S           gather            gather_sum     exchange          pad
 
 A `cut` of None means the contiguous even cut of the dim. Uneven cuts travel padded to
-the largest piece. Inputs and incoming gradients are never written to: another op may
-hold them. `recording` lists the collectives that are issued, forward and backward.
+the largest piece. Inputs and incoming gradients are never written to, as another op may
+hold them; only `fan_in_` sums in place, where lowering knows that nobody does. `recording` lists the collectives that are issued, forward and backward.
 """
 
 from __future__ import annotations
@@ -81,6 +81,23 @@ def all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
 
 
 @told
+def begin_all_reduce(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Begin to sum a contiguous tensor in place. The result gives it once the sum is there. No autograd."""
+    if not x.numel():
+        return lambda: x
+    if _listeners:
+        note("all_reduce", group, tuple(x.shape))
+    work = dist.all_reduce(x, group=group.process_group, async_op=True)
+
+    @told
+    def finish() -> Tensor:
+        work.wait()
+        return x
+
+    return finish
+
+
+@told
 def _gather(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
     dim %= x.ndim
     cut = cut or blocks.plain(x.shape[dim] * group.size)
@@ -94,18 +111,31 @@ def _gather(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
 
 
 @told
-def _reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
+def begin_reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Callable[[], Tensor]:
+    """Begin to sum a tensor and scatter it. The result gives this rank's piece once it is there. No autograd."""
     dim %= x.ndim
     cut = cut or _even(x, dim, group)
-    if x.dtype is torch.bool:
-        return _reduce_scatter(x.to(torch.int32), dim, group, cut).bool()
     stacked = blocks.stack(x, dim, cut, group.size)
     piece = stacked.new_empty(stacked.shape[1:])
+    work = None
     if piece.numel():
         if _listeners:
             note("reduce_scatter", group, tuple(x.shape))
-        dist.reduce_scatter_single(piece.view(-1), stacked.view(-1), group=group.process_group)
-    return piece.narrow(dim, 0, cut.local(group.size, group.index))
+        work = dist.reduce_scatter_single(piece.view(-1), stacked.view(-1), group=group.process_group, async_op=True)
+
+    @told
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        return piece.narrow(dim, 0, cut.local(group.size, group.index))
+
+    return finish
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
+    if x.dtype is torch.bool:
+        return _reduce_scatter(x.to(torch.int32), dim, group, cut).bool()
+    return begin_reduce_scatter(x, dim, group, cut)()
 
 
 def _take(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
@@ -181,6 +211,19 @@ def _convert(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tenso
     return there(x)
 
 
+class _SumInPlace(torch.autograd.Function):
+    """Sums where the value stands. Autograd refuses it if another op has kept the value for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        return begin_all_reduce(x, group)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class _Scale(torch.autograd.Function):
     """Not an adjoint pair, hence on its own."""
 
@@ -199,6 +242,16 @@ def fan_in(x: Tensor, group: Group) -> Tensor:
     if group.process_group is None:
         return x
     return _convert(x, partial(all_reduce, group=group), _nothing)
+
+
+def fan_in_(x: Tensor, group: Group) -> Tensor:
+    """`fan_in` in place, for a value that nobody else reads."""
+    if group.process_group is None or x.dtype is torch.bool or not x.is_contiguous():
+        return fan_in(x, group)
+    if x.requires_grad and torch.is_grad_enabled():
+        summed: Tensor = _SumInPlace.apply(x, group)  # type: ignore[no-untyped-call]
+        return summed
+    return begin_all_reduce(x, group)()
 
 
 def fan_out(x: Tensor, group: Group) -> Tensor:

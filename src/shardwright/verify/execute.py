@@ -166,6 +166,13 @@ class Executor:
             ignore_index=a.get("ignore_index", -100), reduction=REDUCTIONS[a.get("reduction", 1)],
         )  # fmt: skip
 
+    def _fan_out_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
+        return runtime.fan_out_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])
+
+    def _gather_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
+        group = self.groups[a["axes"]]
+        return runtime.gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["cut"])
+
     def _batch_norm(self, a: _Arguments) -> tuple[Tensor | None, ...]:
         return runtime.batch_norm(
             a["input"], a["weight"], a["bias"], a["running_mean"], a["running_var"], True, a["momentum"], a["eps"],
@@ -196,6 +203,8 @@ class _Arguments:
 
     def get(self, name: str, default: Any = None) -> Any:
         held = self.op.argument(name, default)
+        if isinstance(held, tuple):
+            return tuple(self.given[inner.index] if isinstance(inner, Slot) else inner for inner in held)
         return self.given[held.index] if isinstance(held, Slot) else default if held is None else held
 
 

@@ -1,0 +1,78 @@
+"""Passes for speed: sums in place, and sums of gradients beside the products of weights' gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir import Op
+from ..ir.graph import Slot
+from .program import Program
+
+FRESH = frozenset(
+    "aten.linear.default aten.mm.default aten.addmm.default aten.bmm.default aten.matmul.default "
+    "aten.embedding.default runtime.embedding_rows".split()
+)
+"""Ops whose result is a tensor of its own that their backward does not read."""
+
+LINEARS = {"comm.fan_out": "runtime.fan_out_linears", "comm.gather_sum": "runtime.gather_linears"}
+
+
+def in_place(program: Program) -> Program:
+    """A partial sum that only the converter reads is summed where it stands."""
+    makers = {name: op for op in program.body for name in op.outputs}
+    users, needed = program.users(), program.needed()
+
+    def only_reader(op: Op) -> bool:
+        source = op.inputs[0]
+        return source in makers and makers[source].target in FRESH and len(users[source]) == 1 and source not in needed
+
+    body = tuple(
+        op.with_arguments(in_place=True) if op.target == "comm.fan_in" and only_reader(op) else op
+        for op in program.body
+    )
+    return program.with_(body=body)
+
+
+def overlap(program: Program) -> Program:
+    """A value whose gradient is to be summed, and the products that alone read it, become one op."""
+    users, needed = program.users(), program.needed()
+    held = {holding.value for holding in program.holdings}
+    joined: dict[str, Op] = {}
+    gone: set[str] = set()
+    for op in program.body:
+        readers = users.get(op.outputs[0], [])
+        if op.target not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
+            continue
+        if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(readers):
+            joined[readers[0].name] = _joined(op, readers)
+            gone.update(name for name in (op.name, *(reader.name for reader in readers[1:])))
+    return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
+
+
+def _is_layer(op: Op, x: str, held: set[str]) -> bool:
+    """Whether an op is a product of a value with parameters, which are there from the start."""
+    return op.target == "aten.linear.default" and op.inputs[0] == x and all(name in held for name in op.inputs[1:])
+
+
+def _alike(readers: list[Op]) -> bool:
+    return len({(op.region, op.autocast, op.no_grad) for op in readers}) == 1 and not readers[0].no_grad
+
+
+def _joined(converter: Op, layers: list[Op]) -> Op:
+    inputs: list[str] = [*converter.inputs]
+    columns: dict[str, list[Slot | None]] = {"weight": [], "bias": []}
+    for op in layers:
+        for key, column in columns.items():
+            slot = op.argument(key)
+            column.append(Slot(len(inputs)) if isinstance(slot, Slot) else None)
+            if isinstance(slot, Slot):
+                inputs.append(op.inputs[slot.index])
+    biases = tuple(columns["bias"]) if any(columns["bias"]) else None
+    arguments = (("input", Slot(0)), *converter.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
+    return replace(
+        layers[0],
+        target=LINEARS[converter.target],
+        inputs=tuple(inputs),
+        outputs=tuple(name for op in layers for name in op.outputs),
+        arguments=arguments,
+    )

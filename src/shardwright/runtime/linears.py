@@ -1,0 +1,127 @@
+"""Products of one value, whose gradient is summed over a group while the weights' gradients are computed.
+
+    forward    x -> y_i = x w_i' + b_i                  x whole, or gathered first
+    backward   dx = sum_i dy_i w_i                      its sum over the group begins
+               dw_i = dy_i' x,  db_i = sum of dy_i      ... and goes on meanwhile
+               wait for dx
+
+A converter and a product in a row compute the same. But autograd's own product takes both
+gradients before the converter sees the first, and nothing is left to do while ranks talk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.layout import Cut
+
+from . import comm
+from .world import Group
+
+Begin = Callable[[Tensor], Callable[[], Tensor]]
+
+
+def fan_out_linear(x: Tensor, group: Group, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`fan_out`, then `F.linear`."""
+    return fan_out_linears(x, group, [weight], [bias])[0]
+
+
+def fan_out_linears(
+    x: Tensor, group: Group, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor, ...]:
+    """`fan_out`, then `F.linear` with each of the weights."""
+    if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return _each(x, weights, biases)
+    return _apply(x, lambda held: held, lambda gradient: comm.begin_all_reduce(gradient, group), weights, biases)
+
+
+def gather_linear(
+    x: Tensor, dim: int, group: Group, weight: Tensor, bias: Tensor | None = None, cut: Cut | None = None
+) -> Tensor:
+    """`gather_sum`, then `F.linear`."""
+    return gather_linears(x, dim, group, [weight], [bias], cut)[0]
+
+
+def gather_linears(
+    x: Tensor,
+    dim: int,
+    group: Group,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    cut: Cut | None = None,
+) -> tuple[Tensor, ...]:
+    """`gather_sum`, then `F.linear` with each of the weights."""
+    if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return _each(comm.gather_sum(x, dim, group, cut), weights, biases)
+
+    def begin(gradient: Tensor) -> Callable[[], Tensor]:
+        return comm.begin_reduce_scatter(gradient, dim, group, cut)
+
+    return _apply(x, lambda held: comm.gather_sum(held, dim, group, cut), begin, weights, biases)
+
+
+def _each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> tuple[Tensor, ...]:
+    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True))
+
+
+def _apply(
+    x: Tensor,
+    convert: Callable[[Tensor], Tensor],
+    begin: Begin,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+) -> tuple[Tensor, ...]:
+    biases = biases or [None] * len(weights)
+    made: tuple[Tensor, ...] = _Linears.apply(x, convert, begin, *weights, *biases)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, convert: Callable[[Tensor], Tensor], begin: Begin, *layers: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(layers) // 2
+        weights = [w for w in layers[:count] if w is not None]
+        whole = convert(x)
+        ctx.begin, ctx.biases = begin, [None if b is None else b.dtype for b in layers[count:]]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(whole, *weights)
+        return _each(whole, weights, layers[count:])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+        finish = ctx.begin(_of_input(x, rows, weights))
+        flat = x.reshape(-1, x.shape[-1])
+        of_weights = [
+            (g.t() @ flat.to(g.dtype)).to(w.dtype) if g is not None and wants else None
+            for g, w, wants in zip(rows, weights, ctx.needs_input_grad[3:], strict=False)
+        ]
+        of_biases = [
+            g.sum(0).to(dtype) if g is not None and wants else None
+            for g, dtype, wants in zip(rows, ctx.biases, ctx.needs_input_grad[3 + len(rows) :], strict=True)
+        ]
+        return finish(), None, None, *of_weights, *of_biases
+
+
+def _of_input(x: Tensor, rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """The sum over the products, in the dtype of x: under autocast the products are narrower."""
+    total: Tensor | None = None
+    for g, w in zip(rows, weights, strict=True):
+        if g is None:  # nobody used this product
+            continue
+        if total is not None and total.dtype == g.dtype:
+            total.addmm_(g, w.to(g.dtype))
+        else:
+            part = (g @ w.to(g.dtype)).to(x.dtype)
+            total = part if total is None else total.add_(part)
+    return torch.zeros_like(x) if total is None else total.view(x.shape)
