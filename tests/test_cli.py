@@ -10,7 +10,7 @@ import torch
 from shardwright.cli import main, with_rows
 from shardwright.runtime import comm
 
-NET = '''
+NET = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,7 +37,7 @@ def make_alone():
 
 def make_nothing():
     return 3
-'''
+"""
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def make_parser() -> ArgumentParser:
 def _model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL)
     parser.add_argument("--plan", default="auto", help='"dp=2,tp=2", the path of a plan file, or "auto"')
-    parser.add_argument("--devices", type=int, help='how many devices, for --plan auto; else the plan says it')
+    parser.add_argument("--devices", type=int, help="how many devices, for --plan auto; else the plan says it")
     _size_arguments(parser)
 
 

@@ -8,12 +8,10 @@ with that fixed. Generated files lie in a directory by content, so nothing stale
 from __future__ import annotations
 
 import copy
-import gc
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capture import Captured, capture
+from .capture import Captured, capture, without_collection
 from .emit import emit
 from .errors import InputError, PlanError
 from .ir import Graph
@@ -78,18 +76,6 @@ def make_plan(graph: Graph, facts: Analysis, wish: PlanLike, world: int, cluster
     return plan
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Compiling makes many small objects that live on; collecting garbage meanwhile only walks the heap."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def compile_graph(
     graph: Graph,
     wish: Callable[[Analysis], Plan],
@@ -98,7 +84,7 @@ def compile_graph(
     mode: str = "same",
 ) -> tuple[Plan, Program, str]:
     """Everything after capture: atoms, plan, lowering, text."""
-    with _without_collection():
+    with without_collection():
         facts = analyse(graph)
         plan = wish(facts)
         program = lower(graph, plan, facts, homes=homes, mode=mode)

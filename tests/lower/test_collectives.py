@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from shardwright.lower import Program, lower
+from shardwright.lower import Program, converter_of, lower
 from shardwright.plan import draw, read_request
 from tests.plan.graphs import facts_of, graph_of
 
@@ -18,8 +18,8 @@ def program_of(text: str, name: str = "gpt") -> Program:
 
 def converters(program: Program, inside: str = "") -> Counter:
     """How many converters of each kind there are in a module and what it holds."""
-    kinds = (op.target for op in program.body if op.module_path.startswith(inside) and op.target.startswith("comm."))
-    return Counter(kind.removeprefix("comm.") for kind in kinds)
+    kinds = (converter_of(op) for op in program.body if op.module_path.startswith(inside))
+    return Counter(kind for kind in kinds if kind is not None)
 
 
 @pytest.mark.parametrize(

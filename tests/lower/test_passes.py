@@ -10,6 +10,7 @@ from shardwright.errors import LoweringError, PlanError
 from shardwright.layout import whole
 from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
+from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
 from shardwright.lower.program import sizes_of
 from shardwright.plan import draw, read_request
@@ -159,3 +160,55 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
 
     assert {held.key: held.layout for held in again.holdings} == homes
     assert next(held.layout for held in other.holdings if held.key == "wte.weight") == whole(2)
+
+
+# Speed: what may be done in place, and what may be joined.
+
+
+def test_only_a_product_that_nobody_else_reads_is_summed_in_place():
+    program = program_of("tp=2")
+    makers = {name: op for op in program.body for name in op.outputs}
+    sums = [op for op in program.body if op.target == "comm.fan_in"]
+
+    assert {makers[op.inputs[0]].target for op in sums if op.argument("in_place")} == {
+        "aten.linear.default",
+        "runtime.embedding_rows",
+    }
+    users = program.users()
+    assert all(len(users[op.inputs[0]]) == 1 for op in sums if op.argument("in_place"))
+
+    kept = program.with_(
+        outputs=(*program.outputs, sums[0].inputs[0]), body=tuple(map(_without_in_place, program.body))
+    )
+    again = {op.name: op.argument("in_place") for op in in_place(kept).body}
+    assert not again[sums[0].name]
+    assert again[sums[1].name]
+
+
+def _without_in_place(op):
+    return dataclasses.replace(op, arguments=tuple(held for held in op.arguments if held[0] != "in_place"))
+
+
+def test_the_products_of_one_value_are_joined_with_its_converter():
+    joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.fan_out_linears"]
+
+    assert [len(op.outputs) for op in joined if "layers.0" in op.module_path] == [3, 2]
+
+
+def test_a_value_that_something_else_reads_too_keeps_its_converter():
+    program = passes_of("tp=2")[-2][1]
+    converter = next(op for op in program.body if op.target == "comm.fan_out")
+    at = program.body.index(converter)
+    other = dataclasses.replace(
+        converter,
+        name="other",
+        target="aten.relu.default",
+        inputs=converter.outputs,
+        outputs=(converter.inputs[0] + "@9",),
+    )
+    layouts = {**program.layouts, other.outputs[0]: program.layouts[converter.outputs[0]]}
+    values = {**program.values, other.outputs[0]: program.values[converter.outputs[0]]}
+    body = (*program.body[: at + 1], other, *program.body[at + 1 :])
+
+    assert converter in overlap(program.with_(body=body, layouts=layouts, values=values)).body
+    assert converter not in overlap(program).body

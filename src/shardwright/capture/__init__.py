@@ -3,5 +3,6 @@
 from .assemble import capture
 from .captured import Captured, Function, InputLeaf
 from .interpret import run
+from .trace import without_collection
 
-__all__ = ["Captured", "Function", "InputLeaf", "capture", "run"]
+__all__ = ["Captured", "Function", "InputLeaf", "capture", "run", "without_collection"]

@@ -17,9 +17,10 @@ from .draft import Draft
 from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
 from .leaves import Leaves
 from .signature import input_paths, output_paths
-from .trace import Trace, trace
+from .trace import Trace, trace, without_collection
 
 
+@without_collection()
 def capture(
     module: nn.Module,
     args: Sequence[Any] = (),

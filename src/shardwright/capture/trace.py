@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from .failure import explain
 from .keep import Kept, keeping
@@ -41,7 +43,14 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     first: BaseException | None = None
     for strict in (False, True):
         stand_in = StandIn()
-        with _quiet(), user_frames(), stand_in.in_place_of(module), keeping() as kept, _known(module, strict):
+        with (
+            _quiet(),
+            user_frames(),
+            stand_in.in_place_of(module),
+            keeping() as kept,
+            _known(module, strict),
+            _use_lazy_graph_module(True),  # export writes its graph out as Python thirty times, for nobody
+        ):
             fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
             try:
                 program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
@@ -53,6 +62,18 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return Trace(program, kept, stand_in)
     assert first is not None
     raise explain(module, first) from first
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Compiling makes many small objects that live on; collecting garbage meanwhile only walks the heap."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextmanager
@@ -75,6 +96,7 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|copyreg)(\.|$)")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|copyreg)(\.|$)")
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(export|_export|fx|_dynamo)(\.|$)")
         loggers = [logging.getLogger(name) for name in _LOUD]
         before = [logger.disabled for logger in loggers]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ..ir import Op
 from ..layout import FANNED
-from ..lower import Program
-from ..lower.overlap import LINEARS
+from ..lower import Program, converter_of
 from ..lower.program import sizes_of
 from ..rules import is_drawn_whole
 from .calls import call_text, function_name
@@ -276,11 +275,11 @@ class Writer:
         return op.with_arguments(op_key=_Raw(f'f"{{at}}{key[len(lead) :]}"'))
 
     def comment(self, op: Op, inputs: Mapping[int, str], source: str) -> str:
-        if op.target.startswith("comm."):
-            kind = op.target.removeprefix("comm.")
+        kind = converter_of(op)
+        if kind is not None and op.target.startswith("comm."):
             return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
         shape = self.shape(op.outputs[0])
-        if op.target in LINEARS.values():
+        if kind is not None:
             shape += f"; backward sums d{inputs[0]} over {', '.join(op.argument('axes'))}"
         partial = [name for name, held in self.program.layouts[op.outputs[0]].rest if str(held).startswith("partial")]
         return (

@@ -14,7 +14,13 @@ FRESH = frozenset(
 )
 """Ops whose result is a tensor of its own that their backward does not read."""
 
-LINEARS = {"comm.fan_out": "runtime.fan_out_linears", "comm.gather_sum": "runtime.gather_linears"}
+LINEARS = {"fan_out": "runtime.fan_out_linears", "gather_sum": "runtime.gather_linears"}
+_CONVERTERS = {target: kind for kind, target in LINEARS.items()}
+
+
+def converter_of(op: Op) -> str | None:
+    """The kind of converter that an op is or contains; None if it sends nothing of its own."""
+    return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _CONVERTERS.get(op.target)
 
 
 def in_place(program: Program) -> Program:
@@ -41,7 +47,7 @@ def overlap(program: Program) -> Program:
     gone: set[str] = set()
     for op in program.body:
         readers = users.get(op.outputs[0], [])
-        if op.target not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
+        if converter_of(op) not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
             continue
         if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(readers):
             joined[readers[0].name] = _joined(op, readers)
@@ -71,7 +77,7 @@ def _joined(converter: Op, layers: list[Op]) -> Op:
     arguments = (("input", Slot(0)), *converter.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
     return replace(
         layers[0],
-        target=LINEARS[converter.target],
+        target=LINEARS[converter.target.removeprefix("comm.")],
         inputs=tuple(inputs),
         outputs=tuple(name for op in layers for name in op.outputs),
         arguments=arguments,

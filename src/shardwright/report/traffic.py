@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, Layout
-from ..lower import Holding, Program
-from ..lower.overlap import LINEARS
+from ..lower import Holding, Program, converter_of
 
 SENDS: dict[str, tuple[str, str]] = {  # converter: forward, backward
     "fan_in": ("all_reduce", ""),
@@ -66,15 +65,14 @@ def totals(program: Program) -> tuple[Total, ...]:
 
 
 def _of_converters(program: Program) -> Iterator[Sent]:
-    joined = {target: kind for kind, target in LINEARS.items()}  # a converter and the products after it
     for op in program.body:
-        kind = joined.get(op.target, op.target)
-        if not kind.startswith("comm."):
+        kind = converter_of(op)
+        if kind is None:
             continue
-        forward, backward = SENDS[kind.removeprefix("comm.")]
+        forward, backward = SENDS[kind]
         value, axes = program.values[op.inputs[0]], op.argument("axes")
         size = _local_bytes(program, value.shape, value.dtype, program.layouts[op.inputs[0]])
-        if kind in ("comm.gather", "comm.gather_sum"):
+        if kind in ("gather", "gather_sum"):
             size *= math.prod(program.mesh.sizes[axis] for axis in axes)
         if forward:
             yield Sent(when="forward", collective=forward, axes=axes, bytes=size)

@@ -13,7 +13,8 @@ torch's own differentiable collectives are not used: they sum again in backward.
 
 A `cut` of None means the contiguous even cut of the dim. Uneven cuts travel padded to
 the largest piece. Inputs and incoming gradients are never written to, as another op may
-hold them; only `fan_in_` sums in place, where lowering knows that nobody does. `recording` lists the collectives that are issued, forward and backward.
+hold them; only `fan_in_` sums in place, where lowering knows that nobody does. `recording`
+lists the collectives that are issued, forward and backward.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class _Linears(torch.autograd.Function):
         return _each(whole, weights, layers[count:])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]

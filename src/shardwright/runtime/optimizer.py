@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim import optimizer as hooked
 from torch.utils._foreach_utils import _device_has_foreach_support
 
 from .faults import told
@@ -92,12 +93,14 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | No
         group["params"][:] = leaves  # in place: LBFGS keeps the list itself
         _keep_foreach(group, leaves)
     if kind != "element":
-        _step_gathered(optimizer, one_at_a_time=kind == "tensor")
+        _around_step(optimizer, _step_each if kind == "tensor" else _step_whole)
     else:
         owners = [p.owner for g in optimizer.param_groups for p in g["params"] if getattr(p, "owner", None) is not None]
         if owners:
             refresh = Refresh(owners)
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: refresh())
+        else:
+            _around_step(optimizer, _step_plainly)
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
@@ -162,28 +165,45 @@ class Refresh:
                     pack.take(pack.rows(flat), number, parameter)
 
 
-# -- optimizers that must see whole tensors ---------------------------------------------------
+# -- a step around the optimizer's own -------------------------------------------------------
+
+Inner = Callable[..., Any]
+Closure = Callable[[], Any]
 
 
-def _step_gathered(optimizer: Optimizer, one_at_a_time: bool) -> None:
-    """Put a step around the optimizer's own that shows it whole tensors.
-
-    It is a bound method and carries over what a scheduler marked the inner one with, so that
-    schedulers see nothing odd.
-    """
+def _around_step(optimizer: Optimizer, around: Callable[[Optimizer, Inner, Closure | None], Any]) -> None:
+    """Replace `step` by a bound method that carries over what a scheduler marked the inner one with."""
     inner = optimizer.step
 
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if one_at_a_time:
-            return _step_each(self, inner, closure)
-        with _whole(self, self.param_groups) as shown:
-            return inner() if closure is None else inner(_on_pieces(self, shown, closure))
+    def step(self: Optimizer, closure: Closure | None = None) -> Any:
+        return around(self, inner, closure)
 
     step.__dict__.update(getattr(inner, "__dict__", {}))
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _step_each(optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+def _step_plainly(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
+    """An update of elements has no use for our interceptions, and they cost; the user's own code may clip, and has."""
+    if closure is not None or _has_hooks(optimizer):
+        return inner(closure)
+    with Untouched():
+        return inner()
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks))
+
+
+# -- optimizers that must see whole tensors ---------------------------------------------------
+
+
+def _step_whole(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
+    with _whole(optimizer, optimizer.param_groups) as shown:
+        return inner() if closure is None else inner(_on_pieces(optimizer, shown, closure))
+
+
+def _step_each(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
     loss = None
     if closure is not None:
         with torch.enable_grad():

@@ -1,0 +1,136 @@
+"""A converter and its products in one call compute what they compute one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.layout import Axis, Block, Cut, Mesh
+from shardwright.runtime import comm, fan_out_linear, fan_out_linears, gather_linear, gather_linears
+from shardwright.runtime.world import Group, Groups
+from tests.runtime.ranks import run_ranks
+
+UNEVEN = Cut(axis="tp", blocks=(Block(1, 5, 1),))
+
+
+def group_of(n: int) -> Group:
+    return Groups(Mesh(axes=(Axis(name="tp", size=n),)))["tp"]
+
+
+def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def both_ways(rank: int, n: int, gathers: bool, cut: Cut | None, count: int, bias: bool, frozen: bool) -> list:
+    """(outputs and gradients in one call, the same one after the other, collectives of each)."""
+    group, found = group_of(n), []
+    rows = cut.local(n, rank) if cut is not None else 6
+    for joined in (True, False):
+        (x,) = tensors(rank if gathers else 99, (3, rows, 4))
+        weights = tensors(10 + rank, *[(5 + at, 4) for at in range(count)])
+        biases = tensors(20 + rank, *[(5 + at,) for at in range(count)]) if bias else None
+        leaves = [x, *weights[frozen:], *(biases or [])]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with comm.recording() as issued:
+            if joined and gathers:
+                made = gather_linears(x, 1, group, weights, biases, cut)
+            elif joined:
+                made = fan_out_linears(x, group, weights, biases)
+            else:
+                whole = comm.gather_sum(x, 1, group, cut) if gathers else comm.fan_out(x, group)
+                made = tuple(
+                    torch.nn.functional.linear(whole, w, biases[at] if biases else None) for at, w in enumerate(weights)
+                )
+            sum((y * y).sum() for y in made).backward()
+        found.append(([*(y.detach() for y in made), *(leaf.grad for leaf in leaves)], issued))
+        assert weights[0].requires_grad is not frozen
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("count", "bias"), [(1, True), (1, False), (3, True), (3, False)])
+@pytest.mark.parametrize(("gathers", "cut"), [(False, None), (True, None), (True, UNEVEN)])
+def test_one_call_is_the_converter_and_then_the_products(gathers, cut, count, bias, frozen) -> None:
+    for (found, sent), (expected, said) in run_ranks(2, both_ways, 2, gathers, cut, count, bias, frozen):
+        assert sent == said
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
+def single(rank: int) -> bool:
+    group = group_of(2)
+    x, w, b = (held.requires_grad_() for held in tensors(1, (2, 4), (3, 4), (3,)))
+    y = fan_out_linear(x, group, w, b)
+    z = gather_linear(x, 0, group, w, b)
+    return torch.equal(y.detach(), torch.nn.functional.linear(x, w, b)) and z.shape == (4, 3)
+
+
+def test_one_layer_is_given_by_its_weight_and_bias() -> None:
+    assert all(run_ranks(2, single))
+
+
+def unused(rank: int) -> list:
+    x, w, v = (held.requires_grad_() for held in tensors(1, (2, 4), (3, 4), (5, 4)))
+    first, _ = fan_out_linears(x, group_of(2), [w, v])
+    first.sum().backward()
+    return [w.grad is not None, v.grad is None, x.grad.isfinite().all()]
+
+
+def test_a_product_that_nobody_uses_gives_its_weight_no_gradient() -> None:
+    assert all(map(all, run_ranks(2, unused)))
+
+
+def narrow(rank: int) -> list:
+    group, found = group_of(2), []
+    for joined in (True, False):
+        x, w, b = (held.float().requires_grad_() for held in tensors(1, (6, 4), (3, 4), (3,)))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = fan_out_linear(x, group, w, b) if joined else torch.nn.functional.linear(comm.fan_out(x, group), w, b)
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, w.grad, b.grad])
+    return found
+
+
+def test_under_autocast_products_are_narrow_and_gradients_have_the_dtype_of_their_leaf() -> None:
+    for found, expected in run_ranks(2, narrow):
+        assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+
+
+def in_place(rank: int) -> list:
+    group = group_of(2)
+    (x,) = tensors(rank, (4, 3))
+    leaf = x.clone().requires_grad_()
+    made = leaf * 2
+    summed = comm.fan_in_(made, group)
+    summed.square().sum().backward()
+    return [summed.data_ptr() == made.data_ptr(), 2 * x, summed.detach(), leaf.grad]
+
+
+def test_a_sum_in_place_is_a_sum_and_passes_its_gradient() -> None:
+    ranks = run_ranks(2, in_place)
+    total = sum(part for _, part, _, _ in ranks)
+    for same_memory, _, summed, gradient in ranks:
+        assert same_memory
+        torch.testing.assert_close(summed, total)
+        torch.testing.assert_close(gradient, 4 * total)
+
+
+def kept(rank: int) -> str:
+    (x,) = tensors(rank, (4,))
+    made = x.requires_grad_().exp()  # its backward reads the result
+    summed = comm.fan_in_(made, group_of(2))
+    try:
+        summed.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sum_in_place_of_what_backward_needs_is_refused() -> None:
+    assert all("modified by an inplace operation" in said for said in run_ranks(2, kept))
