@@ -87,7 +87,7 @@ def test_verify_prints_a_table_and_says_yes(net, capsys):
 
 
 def test_verify_says_no_and_where(net, capsys, monkeypatch):
-    monkeypatch.setattr(comm, "fan_in", lambda x, group: x)
+    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
 
     assert main(["verify", net, "--plan", "tp=2", "--steps", "1", "--trace"]) == 1
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.rules import parse, registry
-from shardwright.runtime import comm
+from shardwright.runtime import comm, linears
 from shardwright.verify import first_difference, trace
 from tests.models.zoo import ZOO
 
@@ -86,13 +86,24 @@ def test_a_gelu_that_claims_to_be_linear_is_named(monkeypatch):
 
 def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
     monkeypatch.setattr(comm, "fan_out", lambda x, group: x)
-    module, args, kwargs = ZOO["gpt"]()
+    module, args, kwargs = ZOO["hf_gpt2"]()
 
     found = first_difference(module, "tp=2", example=(args, kwargs))
 
     assert found is not None
     assert found.phase == "backward"
     assert " < fan_out " in found.op
+
+
+def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monkeypatch):
+    monkeypatch.setattr(linears, "_apply", lambda x, convert, begin, weights, biases: linears._each(x, weights, biases))
+    module, args, kwargs = ZOO["gpt"]()
+
+    found = first_difference(module, "tp=2", example=(args, kwargs))
+
+    assert found is not None
+    assert (found.phase, found.op) == ("backward", "head / linear")
+    assert found.value.startswith("ln")
 
 
 def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):

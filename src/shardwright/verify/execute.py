@@ -138,6 +138,8 @@ class Executor:
             return comm.exchange(x, dim, op.argument("to_dim"), group, held, op.argument("to_cut"))
         if kind == "reduce":
             return comm.reduce(x, group, op.argument("op"))
+        if op.argument("in_place"):
+            return comm.fan_in_(x.clone(), group)  # the value before it is kept here
         converter = getattr(comm, kind)
         found: Tensor = converter(x, group) if dim is None else converter(x, dim, group, held)
         return found

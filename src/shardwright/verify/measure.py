@@ -144,7 +144,7 @@ def largest(tensors: Iterable[Tensor | None]) -> float:
     found = 0.0
     for tensor in tensors:
         if tensor is not None and tensor.numel():
-            size = tensor.detach().abs()
+            size = (tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor.detach()).abs()
             found = max(found, float(torch.where(size.isfinite(), size, 0).max()))
     return found
 
