@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from shardwright.lower import Program, converter_of, lower
+from shardwright.lower.tidy import fold_mean
 from shardwright.plan import draw, read_request
 from tests.plan.graphs import facts_of, graph_of
 
@@ -45,12 +47,24 @@ def test_sequence_parallel_blocks_scatter_and_gather_in_their_place(name):
 
 def test_data_parallel_talks_about_the_loss_only():
     program = program_of("dp=2")
-    kinds = converters(program)
+    (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
 
-    assert kinds["fan_in"] == 1
-    assert set(kinds) == {"take", "fan_in"}
-    (sum_op,) = (op for op in program.body if op.target == "comm.fan_in")
-    assert program.values[sum_op.outputs[0]].shape == ()
+    assert set(converters(program)) == {"take"}
+    assert (loss.argument("rows"), loss.argument("whole")) == (("dp",), True)  # with its count, in one sum
+    assert program.values[loss.outputs[0]].shape == ()
+
+
+def test_a_loss_that_something_else_reads_in_parts_keeps_its_sum():
+    program = program_of("dp=2")
+    (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
+    share = replace(loss, outputs=("share",)).with_arguments(whole=None)
+    total = replace(
+        loss, name="sum", target="comm.fan_in", inputs=("share",), arguments=(("axes", ("dp",)),), outputs=loss.outputs
+    )
+    body = (*(op for op in program.body if op is not loss), share, total)
+
+    assert total not in fold_mean(program.with_(body=body)).body
+    assert total in fold_mean(program.with_(body=body, outputs=(*program.outputs, "share"))).body
 
 
 def test_two_axes_do_both():

@@ -202,6 +202,35 @@ def test_nll_loss_over_split_rows(weighted: bool) -> None:
     torch.testing.assert_close(torch.cat([dx for _, dx in results]), logp.grad, rtol=0, atol=1e-12)
 
 
+def whole_mean(rank: int, ignored: tuple[int, ...], weighted: bool, smoothing: float) -> tuple[Tensor, Tensor, list]:
+    case = Case(options={"label_smoothing": smoothing}, tp=1, ignored=ignored, weighted=weighted)
+    dp = Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"]
+    logits, target, weight = case.data()
+    start, length = share(case.rows, 2, dp.index)
+    mine = logits.narrow(0, start, length).clone().requires_grad_()
+    with comm.recording() as issued:
+        found = losses.cross_entropy(
+            mine, target.narrow(0, start, length), rows=dp, weight=weight, whole=True, **case.options
+        )
+    (3 * found).backward()
+    return found.detach(), mine.grad, issued
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ignored", [(), (0, 1, 2), (0, 1, 2, 3)])
+def test_the_mean_itself_takes_one_collective(ignored, weighted, smoothing) -> None:
+    case = Case(options={"label_smoothing": smoothing}, tp=1, ignored=ignored, weighted=weighted)
+    expected, gradient = on_one(case)
+
+    ranks = run_ranks(2, whole_mean, ignored, weighted, smoothing)
+
+    assert all([kind for kind, _, _ in issued] == ["all_reduce"] for _, _, issued in ranks)
+    for found, _, _ in ranks:
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.cat([held for _, held, _ in ranks]), 3 * gradient, rtol=1e-13, atol=1e-15)
+
+
 def test_a_count_may_be_given_for_many_microbatches() -> None:
     logits, target, _ = Case({}, ignored=(0, 5)).data()
     count = losses.count_labels(target)

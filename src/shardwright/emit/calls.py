@@ -229,6 +229,8 @@ def _cross_entropy(p: Printing) -> str:
         shown.append(f"reduction={REDUCTIONS[reduction]}")
     if p.literal("label_smoothing", 0.0):
         shown.append(f"label_smoothing={p['label_smoothing']}")
+    if p.literal("whole"):
+        shown.append("whole=True")
     where = "runtime" if p.op.target.startswith("runtime.") else "F"
     return f"{where}.{'nll_loss' if 'nll' in p.op.target else 'cross_entropy'}({', '.join(shown)})"
 

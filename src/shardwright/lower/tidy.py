@@ -37,6 +37,22 @@ def fuse(program: Program) -> Program:
     return program.with_(body=tuple(body))
 
 
+def fold_mean(program: Program) -> Program:
+    """A mean over counted labels and its sum over the rows' axes become one: loss and count are summed at once."""
+    users, needed = program.users(), program.needed()
+    makers = {op.outputs[0]: op for op in program.body if op.target in ("runtime.cross_entropy", "runtime.nll_loss")}
+    joined: dict[str, Op] = {}
+    gone: set[str] = set()
+    for op in program.body:
+        loss = makers.get(op.inputs[0]) if op.target == "comm.fan_in" else None
+        if loss is None or loss.argument("rows") != op.argument("axes") or loss.argument("reduction", 1) != 1:
+            continue
+        if len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed:
+            joined[loss.name] = replace(loss, outputs=op.outputs).with_arguments(whole=True)
+            gone.add(op.name)
+    return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
+
+
 def hoist(program: Program) -> Program:
     """What depends on no input, no parameter and no changing buffer is computed once, cuts included."""
     fixed = {buffer.value for buffer in program.graph.buffers if buffer.update is None}

@@ -29,7 +29,7 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Cut
 
 from . import blocks
-from .comm import all_reduce
+from .comm import all_reduce, fan_in
 from .world import Group
 
 Average = Literal["mean", "sum", "none"]
@@ -48,8 +48,12 @@ def cross_entropy(
     reduction: Average = "mean",
     label_smoothing: float = 0.0,
     count: Tensor | float | None = None,
+    whole: bool = False,
 ) -> Tensor:
-    """`F.cross_entropy`: over `rows` a share of the mean, over `classes` whole. `weight` is the whole vector."""
+    """`F.cross_entropy`: over `rows` a share of the mean, over `classes` whole. `weight` is the whole vector.
+
+    With `whole` the mean itself, for which loss and count are summed over `rows` at once.
+    """
     if classes is None or classes.process_group is None:
         how: Average = "sum" if reduction == "mean" else reduction
         total = F.cross_entropy(
@@ -65,8 +69,7 @@ def cross_entropy(
         total = _each_row(logits, target, classes, cut, size, weight, ignore_index, label_smoothing)
         total = total if reduction == "none" else total.sum()
     if reduction == "mean":
-        count = count_labels(target, rows=rows, weight=weight, ignore_index=ignore_index) if count is None else count
-        total = total / _number(count, total)
+        total = _mean(total, target, rows, weight, ignore_index, count, whole)
     return _narrow(total, logits)
 
 
@@ -79,14 +82,48 @@ def nll_loss(
     ignore_index: int = -100,
     reduction: Average = "mean",
     count: Tensor | float | None = None,
+    whole: bool = False,
 ) -> Tensor:
-    """`F.nll_loss`: over `rows` a share of the mean."""
+    """`F.nll_loss`: over `rows` a share of the mean, or the mean itself if it is to be `whole`."""
     how: Average = "sum" if reduction == "mean" else reduction
     total = F.nll_loss(_wide(logp, how), target, weight, ignore_index=ignore_index, reduction=how)
     if reduction == "mean":
-        count = count_labels(target, rows=rows, weight=weight, ignore_index=ignore_index) if count is None else count
-        total = total / _number(count, total)
+        total = _mean(total, target, rows, weight, ignore_index, count, whole)
     return _narrow(total, logp)
+
+
+def _mean(
+    total: Tensor,
+    target: Tensor,
+    rows: Group | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    count: Tensor | float | None,
+    whole: bool,
+) -> Tensor:
+    if whole and count is None and rows is not None and rows.process_group is not None:
+        own = count_labels(target, weight=weight, ignore_index=ignore_index)
+        mean: Tensor = _WholeMean.apply(total, own, rows)  # type: ignore[no-untyped-call]
+        return mean
+    count = count_labels(target, rows=rows, weight=weight, ignore_index=ignore_index) if count is None else count
+    share = total / _number(count, total)
+    return fan_in(share, rows) if whole and rows is not None else share
+
+
+class _WholeMean(torch.autograd.Function):
+    """Sum over counts, both over all rows. Counts and sums travel together, in double: a count must be exact."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor, rows: Group) -> Tensor:
+        summed, counted = all_reduce(torch.stack([total.double(), count.double()]), rows)
+        ctx.counted = counted.to(total.dtype)
+        mean: Tensor = summed / counted
+        return mean.to(total.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient / ctx.counted, None, None
 
 
 def count_labels(
