@@ -52,15 +52,20 @@ def llama_70b() -> nn.Module:
         return LlamaForCausalLM(config)
 
 
+def data_groups(ranks: int) -> int:
+    """Two at least, so that all sizes have the same two axes and only the number of ranks differs."""
+    return max(2, ranks // TENSOR)
+
+
 def example(ranks: int) -> dict[str, Tensor]:
-    """One row for each data-parallel group, two at least."""
-    idx = torch.zeros(max(2, ranks // TENSOR), SEQ, dtype=torch.long, device="meta")
+    """One row for each data-parallel group."""
+    idx = torch.zeros(data_groups(ranks), SEQ, dtype=torch.long, device="meta")
     return {"input_ids": idx, "labels": idx.clone()}  # a clone: export reads one tensor given twice as one
 
 
 def plan_for(ranks: int) -> str:
-    data = ranks // TENSOR
-    return f"tp={TENSOR}" if data == 1 else f"tp={TENSOR},dp={data}"
+    data = data_groups(ranks)
+    return f"tp={ranks // data},dp={data}"
 
 
 def capture(model: nn.Module, kwargs: dict[str, Tensor]) -> Any:

@@ -67,7 +67,7 @@ def parallelize(
         args, kwargs = arguments_of(example)
         made.prepare(args, kwargs)
     else:
-        made.wait_with(model)
+        made.show(model)
     return made if optimizer is None else (made, optimizer)
 
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from shardwright.errors import InputError
+from shardwright.runtime.model import ParallelModel
+
 from .looped import both, gradients, parameters
 
 PLANS = ("dp=2", "tp=2", "zero3=2")
@@ -169,6 +172,36 @@ def test_eval_uses_the_running_statistics_and_leaves_them_alone():
         return seen + parameters(model)  # with the buffers
 
     both("resnet", "dp=2", loop)
+
+
+@pytest.mark.parametrize("example", [False, True])
+def test_batch_norms_frozen_by_their_class_in_the_middle_of_training(example):
+    def loop(model, optimizer, case):
+        seen = train(model, optimizer, case, steps=1) if example else []
+        norms = [part for part in model.modules() if isinstance(part, torch.nn.BatchNorm2d)]
+        assert norms
+        for norm in norms:
+            norm.eval()
+        seen += train(model, optimizer, case, steps=2)
+        assert model.training
+        assert not norms[0].training
+        model.train()
+        return seen + train(model, optimizer, case, steps=1) + parameters(model)
+
+    both("resnet", "dp=2", loop, example=example)
+
+
+def test_parts_are_what_they_were_but_can_not_be_called_on_their_own():
+    def loop(model, optimizer, case):
+        train(model, optimizer, case, steps=1)
+        first = next(part for part in model.modules() if isinstance(part, torch.nn.Linear))
+        assert first.in_features == 32
+        if isinstance(model, ParallelModel):
+            with pytest.raises(InputError, match=r"blocks\.0\.attn\.qkv is a part of a parallelized model"):
+                first(torch.zeros(1, 32, dtype=torch.float64))
+        return parameters(model)
+
+    both("gpt", "tp=2", loop)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])

@@ -25,7 +25,7 @@ from .holding import Held
 from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, rows_of
 from .parameters import ShardParameter
 from .random import Randomness
-from .stage import Stage, nested
+from .stage import Stage, shown
 from .world import Groups, World
 
 
@@ -82,6 +82,7 @@ class ParallelModel(nn.Module):
         self._checked: set[Any] = set()
         self._backwards = 0
         self._flags = tuple(module.training for module in skeleton.modules())
+        self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
         self.plan = None
         self.training = skeleton.training
 
@@ -120,9 +121,20 @@ class ParallelModel(nn.Module):
             return found
 
     def train(self, mode: bool = True) -> ParallelModel:
-        skeleton: nn.Module = self._around["skeleton"].train(mode)
+        skeleton: nn.Module = self._around["skeleton"].train(mode)  # which may have a word of its own about parts
         self._flags = tuple(module.training for module in skeleton.modules())
-        return super().train(mode)
+        self.training = mode
+        for part, flag in zip(self._parts, self._flags, strict=False):
+            part.training = flag
+        return self
+
+    def _see_flags(self) -> None:
+        """A part may have been put to train or eval on its own since the last call."""
+        flags = tuple(part.training for part in self._parts) or self._flags
+        if flags != self._flags:
+            for module, flag in zip(self._around["skeleton"].modules(), flags, strict=True):
+                module.training = flag
+            self._flags = flags
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,17 +173,17 @@ class ParallelModel(nn.Module):
         for held in holding.held:
             tensors.update(dict.fromkeys(held.keys, holding.parameters[held.name]))
         tensors.update(holding.buffers)
-        tree = nested(tensors)
-        self._parameters, self._buffers, self._modules = tree._parameters, tree._buffers, tree._modules
+        self.show(shown(self._around["skeleton"], tensors))
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
         with faults.calling():
             self._entry(args, kwargs)
 
-    def wait_with(self, module: nn.Module) -> None:
-        """Until the first call, show the parameters that the original has."""
+    def show(self, module: nn.Module) -> None:
+        """Have the parts of a module: of the original until the first call, of its pieces then."""
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._parts = list(self.modules())
 
     def _ready(self) -> Holding:
         if self._holding is None:
@@ -227,6 +239,7 @@ class ParallelModel(nn.Module):
         stage.updates.clear()
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        self._see_flags()
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
         key = (self._flags, str(spec), shapes)

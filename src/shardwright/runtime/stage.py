@@ -11,15 +11,16 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.errors import LayoutError
+from shardwright.errors import InputError, LayoutError
 from shardwright.layout import share as share_of
 
 from .random import Randomness
@@ -149,20 +150,38 @@ def stage_class(module: ModuleType) -> type[Stage]:
     raise LayoutError(f"{module.__name__} defines no stage")
 
 
-def nested(pairs: Mapping[str, Tensor]) -> torch.nn.Module:
-    """Empty modules with tensors under the original keys, so that names and state dicts stay what they were."""
-    root = torch.nn.Module()
-    for key, tensor in pairs.items():
-        *path, last = key.split(".")
-        at = root
-        for part in path:
-            if part not in at._modules:
-                at.add_module(part, torch.nn.Module())
-            child = at._modules[part]
-            assert child is not None
-            at = child
-        if isinstance(tensor, torch.nn.Parameter):
-            at.register_parameter(last, tensor)
+def shown(original: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The modules of the original, as what they are and with their attributes, holding other tensors.
+
+    Names, classes, `training` and state dicts stay what they were. Only calling a part on its own is
+    refused: it would compute with pieces as if they were whole.
+    """
+    memo: dict[int, nn.Module] = {}
+    root = _shown(original, "the model", memo)
+    for key, tensor in tensors.items():
+        path, _, last = key.rpartition(".")
+        at = root.get_submodule(path)
+        if isinstance(tensor, nn.Parameter):
+            at._parameters[last] = tensor
         else:
-            at.register_buffer(last, tensor)
+            at._buffers[last] = tensor
     return root
+
+
+def _shown(original: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Module:
+    if id(original) not in memo:
+        made = memo[id(original)] = type(original).__new__(type(original))
+        nn.Module.__init__(made)
+        own = {key: held for key, held in vars(original).items() if key not in vars(made) or key == "training"}
+        vars(made).update(own, forward=partial(_refuse, name))
+        for key, child in original._modules.items():
+            inner = key if name == "the model" else f"{name}.{key}"
+            made._modules[key] = None if child is None else _shown(child, inner, memo)
+    return memo[id(original)]
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise InputError(
+        f"{name} is a part of a parallelized model and holds pieces: it can't be called on its own; call the whole "
+        f"model, or parallelize the part by itself"
+    )
