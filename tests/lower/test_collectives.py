@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.lower import Program, converter_of, lower
+from shardwright.lower.overlap import awaited_later, count_early
 from shardwright.lower.tidy import fold_mean
 from shardwright.plan import draw, read_request
 from tests.plan.graphs import facts_of, graph_of
@@ -49,22 +50,54 @@ def test_data_parallel_talks_about_the_loss_only():
     program = program_of("dp=2")
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
 
-    assert set(converters(program)) == {"take"}
-    assert (loss.argument("rows"), loss.argument("whole")) == (("dp",), True)  # with its count, in one sum
-    assert program.values[loss.outputs[0]].shape == ()
+    assert converters(program) == {"take": 2, "fan_in": 1}
+    (count,) = (op for op in program.body if op.target == "runtime.begin_count")
+    (total,) = (op for op in program.body if op.target == "comm.fan_in")
+    assert (count.argument("rows"), loss.inputs[-1]) == (("dp",), count.outputs[0])
+    assert total.argument("later")
+    assert program.values[total.outputs[0]].shape == ()
 
 
-def test_a_loss_that_something_else_reads_in_parts_keeps_its_sum():
+def test_labels_are_cut_and_counted_before_anything_else():
+    body = program_of("dp=2").body
+    at = next(number for number, op in enumerate(body) if op.target == "runtime.begin_count")
+
+    assert {op.target for op in body[:at]} == {"comm.take", "aten.reshape.default"}
+
+
+def test_labels_that_the_model_computes_are_counted_with_their_loss():
+    program = program_of("dp=2")
+    count = next(op for op in program.body if op.target == "runtime.begin_count")
+    (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
+    plain = replace(loss, inputs=loss.inputs[:-1]).with_arguments(count=None)
+    learned = replace(
+        next(op for op in program.body if op.outputs == count.inputs), inputs=(program.holdings[0].value,)
+    )
+    body = tuple({loss.name: plain, learned.name: learned}.get(op.name, op) for op in program.body if op is not count)
+
+    assert count_early(program.with_(body=body)).body == body
+
+
+def test_a_loss_that_an_op_reads_is_not_awaited_later():
+    program = program_of("dp=2")
+    (total,) = (op for op in program.body if op.target == "comm.fan_in")
+    reader = replace(total, name="reader", target="aten.neg.default", inputs=total.outputs, outputs=("negative",))
+    body = tuple(total.with_arguments(later=None) if op is total else op for op in program.body)
+
+    assert awaited_later(program.with_(body=body)).body == program.body
+    assert awaited_later(program.with_(body=(*body, reader))).body == (*body, reader)
+
+
+def test_a_mean_that_nobody_counted_early_is_summed_with_its_count():
     program = program_of("dp=2")
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
-    share = replace(loss, outputs=("share",)).with_arguments(whole=None)
-    total = replace(
-        loss, name="sum", target="comm.fan_in", inputs=("share",), arguments=(("axes", ("dp",)),), outputs=loss.outputs
-    )
-    body = (*(op for op in program.body if op is not loss), share, total)
+    plain = replace(loss, inputs=loss.inputs[:-1]).with_arguments(count=None)
+    body = tuple(plain if op is loss else op for op in program.body)
 
-    assert total not in fold_mean(program.with_(body=body)).body
-    assert total in fold_mean(program.with_(body=body, outputs=(*program.outputs, "share"))).body
+    (joined,) = (op for op in fold_mean(program.with_(body=body)).body if op.target == "runtime.cross_entropy")
+    assert joined.argument("whole")
+    kept = program.with_(body=body, outputs=(*program.outputs, loss.outputs[0]))
+    assert fold_mean(kept).body == body
 
 
 def test_two_axes_do_both():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from ..ir import Dtype, Op, Slot
+from ..ir import Op
 from ..layout import Cut
-from ..lower import Size
+from .printing import Printing, axes_text, plain, show_cut
 from .sizes import SizeNames
 
-Printer = Callable[["Printing"], str]
+Printer = Callable[[Printing], str]
 
 OPERATORS = {
     "add.Tensor": "+", "add.Scalar": "+", "sub.Tensor": "-", "sub.Scalar": "-", "mul.Tensor": "*", "mul.Scalar": "*",
@@ -31,71 +30,6 @@ METHODS = (
     "relu tanh sigmoid exp log sqrt rsqrt neg abs cos sin erf contiguous detach t reciprocal square "
     "floor ceil round sign clone"
 ).split()
-
-
-class Printing:
-    """An op with the names of its inputs, ready to be printed."""
-
-    def __init__(self, op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> None:
-        self.op, self.names, self.sizes, self.parts = op, names, sizes, parts
-
-    def __getitem__(self, name: str) -> str:
-        return self.show(self.op.argument(name))
-
-    def has(self, name: str) -> bool:
-        return self.op.argument(name) is not None
-
-    def literal(self, name: str, default: Any = None) -> Any:
-        return self.op.argument(name, default)
-
-    def show(self, value: Any) -> str:
-        if isinstance(value, Slot):
-            return self.names[value.index]
-        if isinstance(value, Size):
-            return self.sizes.text(value)
-        if isinstance(value, Dtype):
-            return f"torch.{value}"
-        if isinstance(value, Cut):
-            return show_cut(value)
-        if isinstance(value, tuple):
-            inner = ", ".join(self.show(held) for held in value)
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
-        if isinstance(value, float) and value in (float("inf"), float("-inf")):
-            return f'float("{value}")'
-        if isinstance(value, float) and value != value:
-            return 'float("nan")'
-        return repr(value)
-
-    def listed(self, name: str) -> str:
-        """A list argument without its brackets."""
-        value = self.op.argument(name)
-        return ", ".join(self.show(held) for held in value) if isinstance(value, tuple) else self.show(value)
-
-    def options(self, *names: str) -> str:
-        """Keyword arguments that were given, each after a comma."""
-        return "".join(f", {name}={self[name]}" for name in names if self.has(name))
-
-    def first(self) -> str:
-        return self.show(self.op.arguments[0][1])
-
-
-def show_cut(cut: Cut) -> str:
-    """A cut as generated code says it: cut("tp"), cut("tp", 3, 8, 32), cut("tp", (1, 4, 8), (1, 2, 8))."""
-    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in cut.blocks]
-    if len(cut.blocks) == 1:
-        (block,) = cut.blocks
-        blocks = [str(block.outer), str(block.size), str(block.inner)]
-    repeat = f", repeat={cut.repeat}" if cut.repeat != 1 else ""
-    return f'cut("{cut.axis}", {", ".join(blocks)}{repeat})'
-
-
-def plain(cut: Cut | None, parts: int) -> bool:
-    """Whether a cut is the even contiguous one, which needs no words."""
-    return cut is None or (cut.simple(parts) and cut.blocks[0].size == parts)
-
-
-def axes_text(axes: tuple[str, ...]) -> str:
-    return "self." + "_".join(axes)
 
 
 def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> str:
@@ -159,6 +93,8 @@ def _converter(p: Printing) -> str:
         return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
     if kind == "reduce":
         return f"comm.reduce({x}, {group}, {p['op']})"
+    if p.literal("later"):
+        return f"runtime.fan_in_later({x}, {group})"
     if p.literal("dim") is None:
         return f"comm.{kind}{'_' if p.literal('in_place') else ''}({x}, {group})"
     cut = p.literal("cut")
@@ -221,18 +157,27 @@ def _cross_entropy(p: Printing) -> str:
         shown.append(f"rows={axes_text(rows)}")
     if classes:
         shown += [f"classes={axes_text(classes)}", f"cut={p['cut']}", f"size={p['size']}"]
-    if p.has("weight"):
-        shown.append(f"weight={p['weight']}")
-    if p.literal("ignore_index", -100) != -100:
-        shown.append(f"ignore_index={p['ignore_index']}")
+    shown += _which_labels(p)
     if reduction != 1:
         shown.append(f"reduction={REDUCTIONS[reduction]}")
     if p.literal("label_smoothing", 0.0):
         shown.append(f"label_smoothing={p['label_smoothing']}")
+    if p.has("count"):
+        shown.append(f"count={p['count']}")
     if p.literal("whole"):
         shown.append("whole=True")
     where = "runtime" if p.op.target.startswith("runtime.") else "F"
     return f"{where}.{'nll_loss' if 'nll' in p.op.target else 'cross_entropy'}({', '.join(shown)})"
+
+
+def _which_labels(p: Printing) -> list[str]:
+    kept = [("weight", None), ("ignore_index", -100)]
+    return [f"{key}={p[key]}" for key, usual in kept if p.literal(key, usual) != usual]
+
+
+def _begin_count(p: Printing) -> str:
+    rows = axes_text(p.literal("rows"))
+    return f"runtime.begin_count({', '.join([p['target'], f'rows={rows}', *_which_labels(p)])})"
 
 
 def _attention(p: Printing) -> str:
@@ -380,7 +325,8 @@ PRINTERS: dict[str, Printer] = {
     "log_softmax": _functional("log_softmax", "self", "dim", options=("dtype",)),
     "layer_norm": _layer_norm, "embedding": _embedding, "runtime.embedding_rows": _embedding,
     "cross_entropy_loss": _cross_entropy, "runtime.cross_entropy": _cross_entropy,
-    "runtime.nll_loss": _cross_entropy, "runtime.fan_out_linears": _linears, "runtime.gather_linears": _linears,
+    "runtime.nll_loss": _cross_entropy, "runtime.begin_count": _begin_count,
+    "runtime.fan_out_linears": _linears, "runtime.gather_linears": _linears,
     "mse_loss": _loss("mse_loss"), "l1_loss": _loss("l1_loss"), "scaled_dot_product_attention": _attention,
     "slice": _slice, "select": _select, "split": _split, "split_with_sizes": _split, "convolution": _conv,
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,

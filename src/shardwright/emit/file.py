@@ -278,6 +278,8 @@ class Writer:
         kind = converter_of(op)
         if kind is not None and op.target.startswith("comm."):
             return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
+        if op.target == "runtime.begin_count":
+            return "of labels, summed meanwhile"
         shape = self.shape(op.outputs[0])
         if kind is not None:
             shape += f"; backward sums d{inputs[0]} over {', '.join(op.argument('axes'))}"
@@ -287,7 +289,7 @@ class Writer:
         )
 
     def shape(self, name: str) -> str:
-        if name.endswith("@sum"):
+        if name.endswith("@sum") or name.startswith("count@"):
             return "[]"
         return f"[{', '.join(self.sizes.text(size).replace(' ', '') for size in sizes_of(self.program, name))}]"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED
 from ..lower import Holding, Program
-from .calls import plain, show_cut
 from .layers import layer_of
+from .printing import plain, show_cut
 
 
 def unit_of(key: str) -> str:

@@ -1,11 +1,12 @@
-"""Passes for speed: sums in place, and sums of gradients beside the products of weights' gradients."""
+"""Passes for speed: sums in place, sums beside other work, sums that nobody waits for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir import Op
+from ..ir import Op, Value
 from ..ir.graph import Slot
+from ..layout import whole
 from .program import Program
 
 FRESH = frozenset(
@@ -21,6 +22,72 @@ _CONVERTERS = {target: kind for kind, target in LINEARS.items()}
 def converter_of(op: Op) -> str | None:
     """The kind of converter that an op is or contains; None if it sends nothing of its own."""
     return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _CONVERTERS.get(op.target)
+
+
+def count_early(program: Program) -> Program:
+    """Labels that come from the inputs alone are cut and counted first, so that their count travels meanwhile."""
+    makers = {name: op for op in program.body for name in op.outputs}
+    held = {holding.value for holding in program.holdings}
+    values, layouts = dict(program.values), dict(program.layouts)
+    first: dict[str, Op] = {}
+    changed: dict[str, Op] = {}
+    for op in program.body:
+        if op.target not in ("runtime.cross_entropy", "runtime.nll_loss") or not op.argument("rows"):
+            continue
+        labels = _from_inputs(op.inputs[op.argument("target").index], makers, held)
+        weight = op.argument("weight")
+        if labels is None or op.argument("reduction", 1) != 1 or (weight and op.inputs[weight.index] in makers):
+            continue
+        count = _count_op(op)
+        (name,) = count.outputs
+        values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), whole(0)
+        changed[op.name] = replace(op, inputs=(*op.inputs, name)).with_arguments(count=Slot(len(op.inputs)))
+        first |= {made.name: made for made in (*labels, count)}
+    rest = (changed.get(op.name, op) for op in program.body if op.name not in first)
+    return program.with_(body=(*first.values(), *rest), values=values, layouts=layouts)
+
+
+def _from_inputs(value: str, makers: dict[str, Op], held: set[str]) -> list[Op] | None:
+    """The ops that make a value of the inputs alone, in order; None if something else is needed."""
+    if value not in makers:
+        return None if value in held else []
+    op, found = makers[value], dict[str, Op]()
+    if op.region is not None or not op.target.startswith(("aten.", "comm.take")):
+        return None
+    for name in op.inputs:
+        before = _from_inputs(name, makers, held)
+        if before is None:
+            return None
+        found |= {made.name: made for made in before}
+    return [*found.values(), op]
+
+
+def _count_op(loss: Op) -> Op:
+    slots = [(key, loss.argument(key)) for key in ("target", "weight") if loss.argument(key) is not None]
+    arguments = [(key, Slot(at)) for at, (key, _) in enumerate(slots)]
+    arguments += [(key, loss.argument(key)) for key in ("rows", "ignore_index") if loss.argument(key) is not None]
+    return replace(
+        loss,
+        name=f"{loss.name} count",
+        target="runtime.begin_count",
+        inputs=tuple(loss.inputs[slot.index] for _, slot in slots),
+        outputs=(f"count@{loss.outputs[0]}",),
+        arguments=tuple(arguments),
+    )
+
+
+def awaited_later(program: Program) -> Program:
+    """The sum of a number that leaves the program and that no op reads is awaited when the user looks at it."""
+    users, needed = program.users(), {name for name in program.outputs if name is not None}
+
+    def for_the_user(op: Op) -> bool:
+        (out,) = op.outputs
+        return out in needed and out not in users and not program.values[out].shape and program.values[out].gradient
+
+    body = tuple(
+        op.with_arguments(later=True) if op.target == "comm.fan_in" and for_the_user(op) else op for op in program.body
+    )
+    return program.with_(body=body)
 
 
 def in_place(program: Program) -> Program:

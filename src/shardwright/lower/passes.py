@@ -10,7 +10,7 @@ from ..plan import Plan
 from ..rules import Analysis, analyse
 from .check import check
 from .local import localize
-from .overlap import in_place, overlap
+from .overlap import awaited_later, count_early, in_place, overlap
 from .place import Placer, check_edges
 from .program import Program
 from .tidy import fold_bias, fold_mean, fuse, hoist, prune
@@ -22,9 +22,11 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("prune: ops nobody reads", prune),
     ("fuse: reductions in a row over several axes", fuse),
     ("localize: sizes and algorithms of this rank", localize),
+    ("count early: labels are counted as soon as they are there", count_early),
     ("fold mean: a loss and the count of its labels in one sum", fold_mean),
     ("hoist: constants, computed once", hoist),
     ("fold bias: products and their biases in one call", fold_bias),
+    ("awaited later: sums that only the user reads", awaited_later),
     ("in place: sums of what nobody else reads", in_place),
     ("overlap: sums of gradients beside the products of weights' gradients", overlap),
 )

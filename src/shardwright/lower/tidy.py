@@ -45,7 +45,12 @@ def fold_mean(program: Program) -> Program:
     gone: set[str] = set()
     for op in program.body:
         loss = makers.get(op.inputs[0]) if op.target == "comm.fan_in" else None
-        if loss is None or loss.argument("rows") != op.argument("axes") or loss.argument("reduction", 1) != 1:
+        if (
+            loss is None
+            or loss.argument("count") is not None
+            or loss.argument("rows") != op.argument("axes")
+            or loss.argument("reduction", 1) != 1
+        ):
             continue
         if len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed:
             joined[loss.name] = replace(loss, outputs=op.outputs).with_arguments(whole=True)

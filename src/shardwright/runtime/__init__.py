@@ -2,9 +2,10 @@
 
 from . import comm
 from .holding import Held, Piece, cut
+from .later import fan_in_later
 from .linears import fan_out_linear, fan_out_linears, gather_linear, gather_linears
 from .lookup import embedding_rows
-from .losses import cross_entropy, nll_loss
+from .losses import begin_count, cross_entropy, nll_loss
 from .norms import batch_norm
 from .stage import Stage, find, recompute, share
 from .world import Group, Groups, World, start
@@ -17,10 +18,12 @@ __all__ = [
     "Stage",
     "World",
     "batch_norm",
+    "begin_count",
     "comm",
     "cross_entropy",
     "cut",
     "embedding_rows",
+    "fan_in_later",
     "fan_out_linear",
     "fan_out_linears",
     "find",

@@ -18,6 +18,7 @@ summed over all classes as target. Logits are kept for backward, the softmax is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -29,10 +30,11 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Cut
 
 from . import blocks
-from .comm import all_reduce, fan_in
+from .comm import all_reduce, begin_all_reduce, fan_in
 from .world import Group
 
 Average = Literal["mean", "sum", "none"]
+Count = Tensor | float | Callable[[], Tensor]
 
 
 def cross_entropy(
@@ -47,7 +49,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Average = "mean",
     label_smoothing: float = 0.0,
-    count: Tensor | float | None = None,
+    count: Count | None = None,
     whole: bool = False,
 ) -> Tensor:
     """`F.cross_entropy`: over `rows` a share of the mean, over `classes` whole. `weight` is the whole vector.
@@ -81,7 +83,7 @@ def nll_loss(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Average = "mean",
-    count: Tensor | float | None = None,
+    count: Count | None = None,
     whole: bool = False,
 ) -> Tensor:
     """`F.nll_loss`: over `rows` a share of the mean, or the mean itself if it is to be `whole`."""
@@ -98,7 +100,7 @@ def _mean(
     rows: Group | None,
     weight: Tensor | None,
     ignore_index: int,
-    count: Tensor | float | None,
+    count: Count | None,
     whole: bool,
 ) -> Tensor:
     if whole and count is None and rows is not None and rows.process_group is not None:
@@ -106,6 +108,7 @@ def _mean(
         mean: Tensor = _WholeMean.apply(total, own, rows)  # type: ignore[no-untyped-call]
         return mean
     count = count_labels(target, rows=rows, weight=weight, ignore_index=ignore_index) if count is None else count
+    count = count() if callable(count) else count
     share = total / _number(count, total)
     return fan_in(share, rows) if whole and rows is not None else share
 
@@ -139,6 +142,14 @@ def count_labels(
             valid = target != ignore_index
             counted = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum()
         return counted if rows is None or rows.process_group is None else all_reduce(counted, rows)
+
+
+def begin_count(
+    target: Tensor, *, rows: Group, weight: Tensor | None = None, ignore_index: int = -100
+) -> Callable[[], Tensor]:
+    """`count_labels`, sent now and awaited by the loss."""
+    counted = count_labels(target, weight=weight, ignore_index=ignore_index)
+    return (lambda: counted) if rows.process_group is None else begin_all_reduce(counted, rows)
 
 
 def _number(count: Tensor | float, like: Tensor) -> Tensor | float:

@@ -177,10 +177,10 @@ class _Comparison:
     def forward(self) -> Iterator[Seen]:
         for op in self.program.ops:
             for name in op.outputs:
-                if name.endswith("@sum"):  # a sum before its division has no counterpart
+                if name.endswith("@sum") or name.startswith("count@"):  # these have no counterpart
                     continue
                 expected = self.original.values[base_of(name)]
-                inputs = [self.original.values[base_of(held)] for held in op.inputs]
+                inputs = [self.original.values[base_of(x)] for x in op.inputs if not x.startswith("count@")]
                 scale = largest(x for x in inputs if x.is_floating_point())
                 pieces = [watched.values.get(name) for watched in self.every]
                 yield self._seen("forward", op, name, self.program.layouts[name], pieces, expected, scale)

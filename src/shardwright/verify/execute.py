@@ -160,15 +160,20 @@ class Executor:
             a["self"], a["target"], rows=self._group(a["rows"]), classes=self._group(a["classes"]), cut=a["cut"],
             size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
             reduction=REDUCTIONS[a.get("reduction", 1)], label_smoothing=a.get("label_smoothing", 0.0),
-            whole=a.get("whole", False),
+            count=a["count"], whole=a.get("whole", False),
         )  # fmt: skip
 
     def _nll_loss(self, a: _Arguments) -> Tensor:
         return runtime.nll_loss(
             a["self"], a["target"], rows=self._group(a["rows"]), weight=a["weight"],
             ignore_index=a.get("ignore_index", -100), reduction=REDUCTIONS[a.get("reduction", 1)],
-            whole=a.get("whole", False),
+            count=a["count"], whole=a.get("whole", False),
         )  # fmt: skip
+
+    def _begin_count(self, a: _Arguments) -> Tensor:
+        return runtime.begin_count(
+            a["target"], rows=self.groups[a["rows"]], weight=a["weight"], ignore_index=a.get("ignore_index", -100)
+        )()
 
     def _fan_out_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
         return runtime.fan_out_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])

@@ -1,0 +1,76 @@
+"""Arguments as text: slots by the names of their values, sizes by their symbols, cuts as code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..ir import Dtype, Op, Slot
+from ..layout import Cut
+from ..lower import Size
+from .sizes import SizeNames
+
+
+class Printing:
+    """An op with the names of its inputs, ready to be printed."""
+
+    def __init__(self, op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> None:
+        self.op, self.names, self.sizes, self.parts = op, names, sizes, parts
+
+    def __getitem__(self, name: str) -> str:
+        return self.show(self.op.argument(name))
+
+    def has(self, name: str) -> bool:
+        return self.op.argument(name) is not None
+
+    def literal(self, name: str, default: Any = None) -> Any:
+        return self.op.argument(name, default)
+
+    def show(self, value: Any) -> str:
+        if isinstance(value, Slot):
+            return self.names[value.index]
+        if isinstance(value, Size):
+            return self.sizes.text(value)
+        if isinstance(value, Dtype):
+            return f"torch.{value}"
+        if isinstance(value, Cut):
+            return show_cut(value)
+        if isinstance(value, tuple):
+            inner = ", ".join(self.show(held) for held in value)
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, float) and value in (float("inf"), float("-inf")):
+            return f'float("{value}")'
+        if isinstance(value, float) and value != value:
+            return 'float("nan")'
+        return repr(value)
+
+    def listed(self, name: str) -> str:
+        """A list argument without its brackets."""
+        value = self.op.argument(name)
+        return ", ".join(self.show(held) for held in value) if isinstance(value, tuple) else self.show(value)
+
+    def options(self, *names: str) -> str:
+        """Keyword arguments that were given, each after a comma."""
+        return "".join(f", {name}={self[name]}" for name in names if self.has(name))
+
+    def first(self) -> str:
+        return self.show(self.op.arguments[0][1])
+
+
+def show_cut(cut: Cut) -> str:
+    """A cut as generated code says it: cut("tp"), cut("tp", 3, 8, 32), cut("tp", (1, 4, 8), (1, 2, 8))."""
+    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in cut.blocks]
+    if len(cut.blocks) == 1:
+        (block,) = cut.blocks
+        blocks = [str(block.outer), str(block.size), str(block.inner)]
+    repeat = f", repeat={cut.repeat}" if cut.repeat != 1 else ""
+    return f'cut("{cut.axis}", {", ".join(blocks)}{repeat})'
+
+
+def plain(cut: Cut | None, parts: int) -> bool:
+    """Whether a cut is the even contiguous one, which needs no words."""
+    return cut is None or (cut.simple(parts) and cut.blocks[0].size == parts)
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    return "self." + "_".join(axes)
