@@ -239,7 +239,7 @@ class GradientSync:
         self,
         params: Sequence[tuple[Held, Parameter]],
         groups: Groups,
-        bucket_mb: float = 4.0,
+        bucket_mb: float = 25.0,  # fewer meetings of the ranks win over earlier ones
         first_mb: float = 1.0,
     ) -> None:
         self.enabled = True
