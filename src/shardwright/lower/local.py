@@ -18,6 +18,9 @@ from .program import Program, sizes_of
 Localizer = Callable[[Program, Op], "Op | tuple[Op, ...]"]
 _TABLE: dict[str, Localizer] = {}
 
+COUNTED = ("runtime.cross_entropy", "runtime.nll_loss")
+"""Losses whose mean divides by a count of labels."""
+
 
 def local(*targets: str) -> Callable[[Localizer], Localizer]:
     def register(function: Localizer) -> Localizer:
@@ -82,9 +85,8 @@ def split(program: Program, op: Op) -> Op:
     if all(cut.even(program.mesh.sizes[cut.axis]) for cut in program.layouts[op.inputs[0]].cuts[dim]):
         return op.with_arguments(split_size=parts[0])
     arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, held) for key, held in op.arguments)
-    return replace(
-        op, target="aten.split_with_sizes.default", arguments=arguments
-    )  # an empty piece has no size to step by
+    # an empty piece has no size to step by
+    return replace(op, target="aten.split_with_sizes.default", arguments=arguments)
 
 
 @local("aten.slice.Tensor")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..ir import Op, Value
 from ..ir.graph import Slot
 from ..layout import whole
+from .local import COUNTED
 from .program import Program
 
 FRESH = frozenset(
@@ -32,7 +33,7 @@ def count_early(program: Program) -> Program:
     first: dict[str, Op] = {}
     changed: dict[str, Op] = {}
     for op in program.body:
-        if op.target not in ("runtime.cross_entropy", "runtime.nll_loss") or not op.argument("rows"):
+        if op.target not in COUNTED or not op.argument("rows"):
             continue
         labels = _from_inputs(op.inputs[op.argument("target").index], makers, held)
         weight = op.argument("weight")
@@ -118,7 +119,7 @@ def overlap(program: Program) -> Program:
             continue
         if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(readers):
             joined[readers[0].name] = _joined(op, readers)
-            gone.update(name for name in (op.name, *(reader.name for reader in readers[1:])))
+            gone.update((op.name, *(reader.name for reader in readers[1:])))
     return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
+from .local import COUNTED
 from .program import Program
 
 FUSABLE = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out")
@@ -40,7 +41,7 @@ def fuse(program: Program) -> Program:
 def fold_mean(program: Program) -> Program:
     """A mean over counted labels and its sum over the rows' axes become one: loss and count are summed at once."""
     users, needed = program.users(), program.needed()
-    makers = {op.outputs[0]: op for op in program.body if op.target in ("runtime.cross_entropy", "runtime.nll_loss")}
+    makers = {op.outputs[0]: op for op in program.body if op.target in COUNTED}
     joined: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:

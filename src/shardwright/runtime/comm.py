@@ -68,27 +68,22 @@ def note(kind: str, group: Group, shape: tuple[int, ...]) -> None:
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-@told
 def all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     """The reduction of a value over the group, in a new tensor. No autograd."""
     if x.dtype is torch.bool:
         return all_reduce(x.to(torch.uint8), group, "max" if op == "sum" else op).bool()
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.process_group is not None and out.numel():
-        if _listeners:
-            note("all_reduce", group, tuple(out.shape))
-        dist.all_reduce(out, _OPS[op], group=group.process_group)
-    return out
+    return out if group.process_group is None else begin_all_reduce(out, group, op)()
 
 
 @told
-def begin_all_reduce(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Begin to sum a contiguous tensor in place. The result gives it once the sum is there. No autograd."""
+def begin_all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Callable[[], Tensor]:
+    """Begin to reduce a contiguous tensor in place. The result gives it once it is reduced. No autograd."""
     if not x.numel():
         return lambda: x
     if _listeners:
         note("all_reduce", group, tuple(x.shape))
-    work = dist.all_reduce(x, group=group.process_group, async_op=True)
+    work = dist.all_reduce(x, _OPS[op], group=group.process_group, async_op=True)
 
     @told
     def finish() -> Tensor:
@@ -202,10 +197,11 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _convert(gradient, ctx.back, ctx.there), None, None
+        return convert(gradient, ctx.back, ctx.there), None, None
 
 
-def _convert(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def convert(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """A value changed by one linear map, and its gradient by the adjoint of it."""
     if x.requires_grad and torch.is_grad_enabled():
         converted: Tensor = _Convert.apply(x, there, back)  # type: ignore[no-untyped-call]
         return converted
@@ -242,7 +238,7 @@ def fan_in(x: Tensor, group: Group) -> Tensor:
     """P to W. Forward sums over the group / backward does nothing."""
     if group.process_group is None:
         return x
-    return _convert(x, partial(all_reduce, group=group), _nothing)
+    return convert(x, partial(all_reduce, group=group), _nothing)
 
 
 def fan_in_(x: Tensor, group: Group) -> Tensor:
@@ -259,7 +255,7 @@ def fan_out(x: Tensor, group: Group) -> Tensor:
     """W to F. Forward does nothing / backward sums over the group."""
     if group.process_group is None or not x.requires_grad:
         return x
-    return _convert(x, _nothing, partial(all_reduce, group=group))
+    return convert(x, _nothing, partial(all_reduce, group=group))
 
 
 def fan_in_out(x: Tensor, group: Group) -> Tensor:
@@ -267,21 +263,21 @@ def fan_in_out(x: Tensor, group: Group) -> Tensor:
     if group.process_group is None:
         return x
     both = partial(all_reduce, group=group)
-    return _convert(x, both, both)
+    return convert(x, both, both)
 
 
 def gather(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """S to W. Forward gathers the pieces / backward takes this rank's piece."""
     if group.process_group is None:
         return x
-    return _convert(x, partial(_gather, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
+    return convert(x, partial(_gather, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
 
 
 def gather_sum(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """S to F. Forward gathers the pieces / backward sums them and scatters."""
     if group.process_group is None:
         return x
-    return _convert(
+    return convert(
         x, partial(_gather, dim=dim, group=group, cut=cut), partial(_reduce_scatter, dim=dim, group=group, cut=cut)
     )
 
@@ -290,21 +286,21 @@ def take(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """W to S. Forward takes this rank's piece / backward gathers the pieces."""
     if group.process_group is None:
         return x
-    return _convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut))
+    return convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut))
 
 
 def take_pad(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """F to S. Forward takes this rank's piece / backward pads it with zeros."""
     if group.process_group is None:
         return x
-    return _convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_pad, dim=dim, group=group, cut=cut))
+    return convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_pad, dim=dim, group=group, cut=cut))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """P to S. Forward sums and scatters / backward gathers the pieces."""
     if group.process_group is None:
         return x
-    return _convert(
+    return convert(
         x, partial(_reduce_scatter, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut)
     )
 
@@ -313,7 +309,7 @@ def pad(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """S to P. Forward pads this rank's piece with zeros / backward takes it."""
     if group.process_group is None:
         return x
-    return _convert(x, partial(_pad, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
+    return convert(x, partial(_pad, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
 
 
 def exchange(
@@ -327,7 +323,7 @@ def exchange(
     """S to S of another dim. Forward sends every rank its piece / backward sends the pieces back."""
     if group.process_group is None:
         return x
-    return _convert(
+    return convert(
         x,
         partial(_exchange, gather_dim=gather_dim, take_dim=take_dim, group=group, given=(gather_cut, take_cut)),
         partial(_exchange, gather_dim=take_dim, take_dim=gather_dim, group=group, given=(take_cut, gather_cut)),
@@ -338,14 +334,14 @@ def on_first(x: Tensor, group: Group) -> Tensor:
     """W to P. Forward keeps the value on the first rank, zeros elsewhere / backward does nothing."""
     if group.process_group is None:
         return x
-    return _convert(x, partial(_keep_on_first, group=group), _nothing)
+    return convert(x, partial(_keep_on_first, group=group), _nothing)
 
 
 def gradient_on_first(x: Tensor, group: Group) -> Tensor:
     """F to W. Forward does nothing / backward keeps the gradient on the first rank, zeros elsewhere."""
     if group.process_group is None or not x.requires_grad:
         return x
-    return _convert(x, _nothing, partial(_keep_on_first, group=group))
+    return convert(x, _nothing, partial(_keep_on_first, group=group))
 
 
 def reduce(x: Tensor, group: Group, op: Reduction) -> Tensor:

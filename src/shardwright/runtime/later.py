@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import begin_all_reduce
+from .comm import begin_all_reduce, convert
 from .parameters import Untouched
 from .world import Group
 
@@ -48,23 +48,12 @@ def _arrived(x: Later) -> Tensor:
     return x.as_subclass(Tensor)
 
 
-class _SumLater(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, into: Tensor) -> Tensor:
-        return into
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def fan_in_later(share: Tensor, group: Group) -> Tensor:
     """`comm.fan_in` of a value that only the user reads: P to W, awaited when it is looked at."""
     if group.process_group is None:
         return share
     into = share.detach().clone()
     finish = begin_all_reduce(into, group)
-    summed: Tensor = _SumLater.apply(share, into) if share.requires_grad else into  # type: ignore[no-untyped-call]
-    later = summed.as_subclass(Later)
+    later = convert(share, lambda _: into, lambda gradient: gradient).as_subclass(Later)
     later.finish = finish
     return later
