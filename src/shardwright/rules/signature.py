@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, make_layout, whole
+from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, make_layout, share, whole
 from . import notation
 from .atoms import Atoms, Dim
 from .notation import Rule, Term
@@ -36,6 +36,10 @@ class Role:
     label: str
     atom: int
     size: int
+
+    def fills(self, parts: int) -> bool:
+        """Whether every part gets something: not every kernel can work on nothing."""
+        return share(self.size, parts, parts - 1)[1] > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +175,8 @@ class Signature:
     def _unsplit(self, bound: Bound, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
             return FANNED
-        if not is_input or bound.linear == int(picked.removeprefix(ROWS)):
-            return SUMMED
+        if not is_input or bound.bias or bound.linear == int(picked.removeprefix(ROWS)):
+            return SUMMED  # a bias is added once, so it comes in parts as well
         return FANNED
 
     def _absent(self, bound: Bound, role: Role, is_input: bool) -> Placement:
@@ -184,6 +188,8 @@ class Signature:
             return SUMMED if algorithm.partial else WHOLE
         if role.label in self.rule.sums:
             return Partial(self.rule.sums[role.label])
+        if not self.facts.graph.values[bound.value].gradient:
+            return WHOLE  # another output has the label, and this one does not depend on it
         raise PlanError(f"{self.op} can't be split on {role.name}: {bound.value} neither has it nor sums it")
 
 
