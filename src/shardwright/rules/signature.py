@@ -79,6 +79,8 @@ class Signature:
         for label, dim in self.labels.items():
             if label in self.blocked:
                 continue
+            if self._beside_label(label) is not None and self.beside(label) is None:
+                continue
             held = [atom for atom in atoms.splittable(dim) if self._fits(label, atom)]
             for index, atom in enumerate(held):
                 name = label if len(held) == 1 else f"{label}.{index}"
@@ -96,6 +98,17 @@ class Signature:
             if atoms.blocks(dim, atom) is None or atoms.expand(dim).count(atom) > 1:
                 return False
         return True
+
+    def _beside_label(self, label: str) -> str | None:
+        algorithm = self.rule.algorithms.get(label) if self.rule else None
+        return algorithm.beside if algorithm else None
+
+    def beside(self, label: str) -> int | None:
+        """The atom that an axis takes together with a label: the outermost of the label beside it that can be."""
+        other = self._beside_label(label)
+        if other is None or other in self.blocked:
+            return None
+        return next((atom for atom in self.facts.atoms.splittable(self.labels[other]) if self._fits(other, atom)), None)
 
     def _dim_of(self, bound: Bound, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
@@ -153,13 +166,15 @@ class Signature:
                 rest[name] = self._unsplit(bound, picked, is_input)
                 continue
             role = self.role(picked)
-            at = self._dim_of(bound, role.label)
+            at, atom = self._dim_of(bound, role.label), role.atom
+            if at is None and (other := self._beside_label(role.label)) is not None:
+                at, atom = self._dim_of(bound, other), cast(int, self.beside(role.label))
             if at is None:
                 rest[name] = self._absent(bound, role, is_input)
                 continue
             axis = mesh.axis(name)
             dim = self.facts.dims[bound.value][at]
-            cut = self.facts.atoms.cut(dim, role.atom, axis, taken[at])
+            cut = self.facts.atoms.cut(dim, atom, axis, taken[at])
             if cut is None:
                 raise PlanError(
                     f"{self.op}: {name}={axis.size} can't take {role.name} of {bound.value}, dim {at} of size "
@@ -167,7 +182,7 @@ class Signature:
                     "the sizes do not divide"
                 )
             cuts[at].append(cut)
-            taken[at].append((role.atom, axis.size))
+            taken[at].append((atom, axis.size))
         if not gradient:
             rest = {name: held for name, held in rest.items() if held != FANNED}
         return make_layout(cuts, rest)
