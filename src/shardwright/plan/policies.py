@@ -75,7 +75,7 @@ def sp(draft: Draft, axis: Axis) -> None:
 
 
 def ep(draft: Draft, axis: Axis) -> None:
-    """Expert parallel: data parallel, and layers of experts are split on their experts, tokens sent to where they are."""
+    """Expert parallel: data parallel, but layers of experts are split on their experts, and tokens travel."""
     dp(draft, axis)
     found = False
     for op in draft.ops:

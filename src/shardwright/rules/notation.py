@@ -82,7 +82,8 @@ class Rule:
         )
 
 
-_TOKEN = re.compile(r"\s*(\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*)(=[a-z_]+(?:@[A-Za-z_]\w*)?)?(\+(?:max|min)?(?![a-z]))?(\^)?")
+_LABEL = r"\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*"
+_TOKEN = re.compile(rf"\s*({_LABEL})(=[a-z_]+(?:@[A-Za-z_]\w*)?)?(\+(?:max|min)?(?![a-z]))?(\^)?")
 _TAIL = re.compile(r"\s*(~\d+|&)\s*$")
 
 

@@ -1,0 +1,94 @@
+"""DTensor's placements and our rules, for every op that both know: where they disagree, and why.
+
+"missing": DTensor takes a sharding that our rule does not allow. "other": both take it and say
+something else about the result. Splits of ours that DTensor would move data for are not counted here;
+test_properties holds each of them against the op run whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
+from tests.rules.second_opinion import knows, mesh_of_two, ours, theirs
+from tests.rules.test_properties import TARGETS
+
+_BOOLS = "DTensor sums (or multiplies) the bools of the pieces; we have no partial value of bools: the dim stays whole"
+_GRADIENT = "the largest of the largest, as DTensor; but not where a gradient has to find the rank that held it"
+_NORMS = "DTensor has a partial value of its own for norms; we sum squares only where the model does"
+_PRODUCT = "DTensor multiplies the pieces; we have no partial product, it would need the other factors in backward"
+_LISTS = "a list of tensors: DTensor does not report that it moves the others first; our rule has them split alike"
+_NEGATIVE = (
+    "a sum along a split dim needs what came before. With a negative dim DTensor (torch 2.13) takes each piece by "
+    "itself, which is wrong: d.cumsum(-2) of a tensor with Shard(0) differs from the whole"
+)
+_MEAN = "DTensor's partial mean is exact for even pieces; ours is the local sum over the whole count, exact for all"
+
+EXPLAINED = {
+    "aten.all.default": _BOOLS, "aten.all.dim": _BOOLS, "aten.any.default": _BOOLS, "aten.any.dim": _BOOLS,
+    "aten.any.dims": _BOOLS,
+    "aten.amax.default": _GRADIENT, "aten.amin.default": _GRADIENT, "aten.max.default": _GRADIENT,
+    "aten.min.default": _GRADIENT,
+    "aten.bucketize.Tensor": "boundaries split: counts below add up. True, and boundaries are never large",
+    "aten.cat.default": _LISTS, "aten.stack.default": _LISTS,
+    "aten.cumprod.default": _NEGATIVE, "aten.cumsum.default": _NEGATIVE, "aten.logcumsumexp.default": _NEGATIVE,
+    "aten.linalg_solve_triangular.default":
+        "DTensor takes whole matrices with right sides split on the batch, and then fails on the local shapes",
+    "aten.linalg_vector_norm.default": _NORMS, "aten.norm.Scalar": _NORMS,
+    "aten.gather.default":
+        "DTensor (torch 2.13) cuts an index that is shorter than the tensor on another dim in step with it, which is "
+        "wrong: row i of the index belongs to row i of the tensor",
+    "aten.logsumexp.default":
+        "with keepdim=True DTensor (torch 2.13) counts the dims as if it were False, which is wrong",
+    "aten.mean.default": _MEAN, "aten.mean.dim": _MEAN,
+    "aten.prod.default": _PRODUCT, "aten.prod.dim_int": _PRODUCT,
+}  # fmt: skip
+
+
+def disagreements(mesh, target: str) -> set[str]:
+    """What DTensor and our rule say differently about some calls of an op."""
+    found: set[str] = set()
+
+    @settings(
+        max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.data())
+    def compare(data):
+        facts, op, _ = one_op(target, ways()[target](Dice(data.draw)), target not in NO_DERIVATIVE)
+        if len(op.inputs) > 4:
+            return
+        rules, _ = ours(facts, op)
+        for given_, made in theirs(mesh, facts, op).items():
+            shapes = [facts.graph.values[name].shape for name in op.inputs]
+            if given_ not in rules:
+                found.add(f"missing: {given_} -> {made} for shapes {shapes}")
+            elif rules[given_] != made:
+                found.add(f"other: {given_} -> {made}, ours {rules[given_]} for shapes {shapes}")
+
+    compare()
+    return found
+
+
+@pytest.fixture(scope="module")
+def opinions():
+    found = defaultdict(set)
+    with mesh_of_two() as mesh:
+        both = [target for target in TARGETS if knows(target)]
+        for target in both:
+            found[target] = disagreements(mesh, target)
+    return found
+
+
+def test_every_disagreement_with_dtensor_is_explained(opinions):
+    unknown = {target: sorted(said) for target, said in opinions.items() if said and target not in EXPLAINED}
+    assert not unknown
+    assert len(opinions) >= 250, "DTensor should know most of these ops"
+
+
+def test_every_explanation_is_still_needed(opinions):
+    assert not {target for target in EXPLAINED if not opinions[target]}
