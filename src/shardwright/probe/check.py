@@ -18,7 +18,7 @@ from torch import Tensor
 from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Op
-from ..layout import Axis, Layout, Mesh, Partial, piece_of
+from ..layout import Axis, Layout, Mesh, Partial
 from ..lower import Program, Size
 from ..lower.local import localize
 from ..rules import Analysis
@@ -134,12 +134,12 @@ def piece(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
 
 
 def cut(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
-    for dim, cuts in enumerate(layout.cuts):
-        if cuts:
-            runs = piece_of(layout, x.shape, mesh.sizes, {AXIS: index}).spans[dim]
-            x = torch.cat([x.narrow(dim, start, length) for start, length in runs] or [x.narrow(dim, 0, 0)], dim)
-            break  # one axis cuts one dim
-    return x
+    held = layout.cut_of(AXIS)
+    if held is None:
+        return x
+    dim, how = held
+    runs = [x.narrow(dim, start, length) for start, length in how.spans(mesh.size, index)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)
 
 
 def backward(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,8 @@ def discover(call: Call, run: Run, version: int = 0) -> tuple[Rule | None, str]:
         tuple((value.shape, value.dtype, value.gradient) for value in (*call.inputs, *call.outputs)),
     )  # fmt: skip
     if key not in _KNOWN:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ops complain about pieces that are no use
             torch.manual_seed(0)
             try:
                 _KNOWN[key] = (_discover(call, run), "")

@@ -5,7 +5,7 @@ concatenation, or gone from every output, by sum, max or min. Cutting all sets o
 many, so the op is asked first what depends on what: half the units of an input's dim are changed, and
 where the output does not change it does not depend on them. A dim of an output can be split into units
 that depend on the same units of some inputs; those inputs are cut, the others stay whole. What looks
-right is run on 2 and 3 pieces and compared with the whole.
+right is run on pieces, forward, and compared with the whole.
 
     places     a dim, and the block of it that is cut: (outer, units, inner), as in layout.py
     touched    which elements of the outputs change with the first or the second half of a place
@@ -194,9 +194,9 @@ class _Search:
     def _stretched(self, out: int, dim: int, size: int) -> None:
         """A dim that an argument makes, and no input has."""
         place = (dim, Block(1, size, 1))
-        if size > 1 and size in self.arguments.values() and self._is_free(len(self.shapes) + out, place):
-            if all(shape == self.results[out] for shape in self.results):
-                self._try(size, (None,) * len(self.shapes), (place,) * len(self.results))
+        alike = all(shape == self.results[out] for shape in self.results)
+        if size > 1 and size in self.arguments.values() and alike and self._is_free(len(self.shapes) + out, place):
+            self._try(size, (None,) * len(self.shapes), (place,) * len(self.results))
 
     # Places.
 
@@ -235,7 +235,7 @@ class _Search:
         """Keep the split if it recombines with some set of arguments made smaller."""
         for shares in islice(self._shares(units, inputs, outputs), TRIES):
             split = Split(units=units, inputs=inputs, outputs=outputs, added=added, shares=shares)
-            if all(self._holds(split, parts) for parts in parts_of(units)):
+            if self._holds(split, parts_of(units)[-1]):
                 self.splits.append(split)
                 return True
         return False

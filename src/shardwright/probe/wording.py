@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 
 from ..layout import Block
 from ..rules import Call, Rule, parse
@@ -31,12 +31,12 @@ class Wording:
         self.names = dict(zip(splits, letters(len(splits)), strict=True))
         self.sizes = {name: self._size(split) for split, name in self.names.items()}
         self.whole: dict[tuple[int, int], str] = {}  # dims that can't be split: (tensor, dim) -> letter
-        self.spare = iter((*letters(26)[len(splits) :], *(f"y{at}" for at in range(1000))))
+        self.spare = chain(letters(26)[len(splits) :], (f"y{at}" for at in count()))
 
     def rule(self) -> Rule:
         terms = [self._term(tensor) for tensor in range(len(self.shapes))]
-        count = len(self.call.inputs)
-        text = f"{', '.join(terms[:count])} -> {', '.join(terms[count:])}"
+        inputs = len(self.call.inputs)
+        text = f"{', '.join(terms[:inputs])} -> {', '.join(terms[inputs:])}"
         local: dict[str, tuple[str, ...]] = {}
         for split, name in self.names.items():
             for path in split.shares:
@@ -114,7 +114,8 @@ class Wording:
 
     def _whole(self, tensor: int, dim: int) -> str:
         """A dim that can't be split: a letter, the same in an output that has the shape of the first input."""
-        first = self.shapes[tensor] == self.shapes[0] and not self._held(list(self.names), 0, dim)
+        alike = tensor >= len(self.call.inputs) and self.shapes[tensor] == self.shapes[0]
+        first = alike and not self._held(list(self.names), 0, dim)
         key = (0 if first else tensor, dim)
         if key not in self.whole:
             self.whole[key] = self._unnamed(self.shapes[tensor][dim])
