@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capture import Captured, capture, without_collection
+from .capture import Captured, Function, capture, without_collection
 from .emit import emit
 from .errors import InputError, PlanError
 from .ir import Graph
@@ -30,6 +30,7 @@ from .lower import Program, lower
 from .lower.place import replica_axes
 from .plan import Plan, draw, read_request
 from .plan.plan import load as load_plan
+from .probe import probing
 from .rules import Analysis, analyse
 from .runtime.gradients import GradientSync
 from .runtime.holding import Held, coordinates, kept_layout, parse, scatter, wanted_groups
@@ -82,10 +83,11 @@ def compile_graph(
     *,
     homes: Mapping[str, Layout] | None = None,
     mode: str = "same",
+    functions: Mapping[str, Function] | None = None,
 ) -> tuple[Plan, Program, str]:
-    """Everything after capture: atoms, plan, lowering, text."""
+    """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
     with without_collection():
-        facts = analyse(graph)
+        facts = analyse(graph, probing(functions))
         plan = wish(facts)
         program = lower(graph, plan, facts, homes=homes, mode=mode)
         return plan, program, emit(program).text
@@ -129,6 +131,7 @@ class Compiler:
             lambda facts: self._plan(model.plan, captured.graph, facts),
             homes=self.homes,
             mode="rows" if self.mode == "rows" else "same",
+            functions=captured.functions,
         )
         path = write(text, self.directory, program)
         name = f"shardwright_generated_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     ),
     "checkpoint": "errors runtime",
     "register": "errors rules",
-    "report": "errors layout conversion ir rules cost plan lower verify",
+    "report": "errors layout conversion ir rules cost plan lower probe verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
     "cli": "errors ir capture plan lower emit runtime compile verify parallelize report",

@@ -25,7 +25,8 @@ def flags(*shape: int) -> Tensor:
 
 def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> Call:
     """The call of an op by its name ("linear", "sum.dim_IntList"), its floats with a gradient."""
-    space, name, overload = target.split(".") if target.count(".") == 2 else ("aten", *f"{target}.default".split(".")[:2])
+    full = target if target.count(".") == 2 else ".".join(f"aten.{target}.default".split(".")[:3])
+    space, name, overload = full.split(".")
     op = getattr(getattr(getattr(torch.ops, space), name), overload)
     tensors: list[Tensor] = []
 
@@ -46,9 +47,8 @@ def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> 
     made = result if isinstance(result, tuple | list) else (result,)
     inputs = tuple(value(f"x{at}", x) for at, x in enumerate(tensors))
     outputs = tuple(value(f"y{at}", y) for at, y in enumerate(made))
-    names = tuple(held.name for held in inputs), tuple(held.name for held in outputs)
-    full = f"{space}.{name}.{overload}"
-    return Call(Op(name=f"/ {name}", target=full, inputs=names[0], outputs=names[1], arguments=arguments), inputs, outputs)
+    read, written = (tuple(held.name for held in values) for values in (inputs, outputs))
+    return Call(Op(name=f"/ {name}", target=full, inputs=read, outputs=written, arguments=arguments), inputs, outputs)
 
 
 def value(name: str, x: Tensor) -> Value:

@@ -9,42 +9,47 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..capture import Function
 from ..capture.interpret import run_op
 from ..errors import RuleError
-from ..ir import Graph, Input, Output
+from ..ir import Graph, Input, Op, Output
 from ..rules import ROWS, Call, Find, Rule, analyse, find_rule
-from .check import Run, check_role, parts_of
+from .check import Run, backward, check_role, parts_of
 from .samples import NotProbed, Sample, make_sample
 from .search import Found, search
 from .wording import Wording
 
 _KNOWN: dict[Any, tuple[Rule | None, str]] = {}
+_FUNCTIONS: dict[str, Function] = {}  # the user's functions in the graphs of this process, by target
 
 
-def probing(functions: Mapping[str, Function]) -> Find:
-    """A finder of rules: the written one, else one found by probing the op; without either, the reason."""
+def probing(functions: Mapping[str, Function] | None = None) -> Find:
+    """A finder of rules: the written one, else one found by probing the op; without either, the reason.
+
+    `functions` are those of the captured model; without them those that were captured last are used.
+    """
+    _FUNCTIONS.update(functions or {})
 
     def find(call: Call) -> tuple[Rule | None, str]:
         found = find_rule(call)
-        return (found, "") if found is not None else discover(call, runner(functions), _identity(call, functions))
+        if found is not None:
+            return found, ""
+        held = _FUNCTIONS.get(call.op.target)
+        return discover(call, run_known, id(held.call) if held is not None else 0)
 
     return find
 
 
-def runner(functions: Mapping[str, Function]) -> Run:
-    return lambda op, given: run_op(op, given, functions)
-
-
-def _identity(call: Call, functions: Mapping[str, Function]) -> int:
-    held = functions.get(call.op.target)
-    return id(held.call) if held is not None else 0
+def run_known(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run an op of a captured graph."""
+    return run_op(op, given, _FUNCTIONS)
 
 
 def discover(call: Call, run: Run, version: int = 0) -> tuple[Rule | None, str]:
@@ -79,6 +84,7 @@ def _checked(found: Found, sample: Sample, run: Run) -> Found:
     (op,) = facts.graph.ops
     roles = {role.label for role in facts.signatures[op.name].roles}
     draws = [sample.draw(3), sample.draw(4)]
+    _check_backward(sample, run)
 
     def holds(choice: str, units: int) -> bool:
         try:
@@ -92,6 +98,17 @@ def _checked(found: Found, sample: Sample, run: Run) -> Found:
         tuple(split for split, label in wording.names.items() if label in roles and holds(label, split.units)),
         tuple(group for number, group in enumerate(found.linear, 1) if holds(f"{ROWS}{number}", 3)),
     )
+
+
+def _check_backward(sample: Sample, run: Run) -> None:
+    """The op itself must have the backward that the graph says it has."""
+    values = sample.call.inputs
+    given = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(5), values, strict=True)]
+    try:
+        made = run(sample.call.op, given)
+        backward(made, [torch.ones_like(y) if y.is_floating_point() else None for y in made], given)
+    except Exception as error:  # whatever it raises, it can't be trained
+        raise NotProbed(f"its backward does not run: {str(error).splitlines()[0]}") from error
 
 
 def one_op(call: Call) -> Graph:

@@ -30,7 +30,7 @@ class Wording:
             splits.remove(wrong[0])
         self.names = dict(zip(splits, letters(len(splits)), strict=True))
         self.sizes = {name: self._size(split) for split, name in self.names.items()}
-        self.whole: dict[tuple[int, int], str] = {}  # dims that can't be split: (tensor, dim) -> letter
+        self.whole: dict[tuple[int, int, int], str] = {}  # what can't be split: (tensor, dim, factor) -> letter
         self.spare = chain(letters(26)[len(splits) :], (f"y{at}" for at in count()))
 
     def rule(self) -> Rule:
@@ -100,10 +100,11 @@ class Wording:
     def _dim(self, tensor: int, dim: int) -> str:
         held = self._held(list(self.names), tensor, dim)
         if not held:
-            return "1" if self.shapes[tensor][dim] == 1 else self._whole(tensor, dim)
+            size = self.shapes[tensor][dim]
+            return "1" if size == 1 else self._whole(tensor, dim, 0, size)
         words = []
-        for split, real in self._factors(tensor, dim, held) or ():
-            words.append(self._unnamed(real) if split is None else self._label(split, tensor))
+        for at, (split, real) in enumerate(self._factors(tensor, dim, held) or ()):
+            words.append(self._whole(tensor, dim, at, real) if split is None else self._label(split, tensor))
         return words[0] if len(words) == 1 else f"({' '.join(words)})"
 
     def _label(self, split: Split, tensor: int) -> str:
@@ -112,19 +113,16 @@ class Wording:
             return self.names[split]
         return f"{self.names[split]}+{'' if joined == 'sum' else joined}"
 
-    def _whole(self, tensor: int, dim: int) -> str:
-        """A dim that can't be split: a letter, the same in an output that has the shape of the first input."""
+    def _whole(self, tensor: int, dim: int, at: int, size: int) -> str:
+        """What can't be split is a letter, the same in an output whose dim is made as that of the first input."""
+        splits = list(self.names)
         alike = tensor >= len(self.call.inputs) and self.shapes[tensor] == self.shapes[0]
-        first = alike and not self._held(list(self.names), 0, dim)
-        key = (0 if first else tensor, dim)
+        alike = alike and self._held(splits, tensor, dim) == self._held(splits, 0, dim)
+        key = (0 if alike else tensor, dim, at)
         if key not in self.whole:
-            self.whole[key] = self._unnamed(self.shapes[tensor][dim])
-        return self.whole[key]
-
-    def _unnamed(self, size: int) -> str:
-        name = next(self.spare)
-        self.sizes[name] = size
-        return f"{name}^"
+            self.whole[key] = next(self.spare)
+            self.sizes[self.whole[key]] = size
+        return f"{self.whole[key]}^"
 
 
 def _first_place(split: Split) -> tuple[int, int, int]:
