@@ -30,6 +30,14 @@ Run = Callable[[Op, Sequence[Tensor]], Sequence[Tensor]]
 """Runs an op on tensors."""
 
 
+class WrongSplit(RuleError):
+    """A split that does not recombine; `said` tells which and how, without the op."""
+
+    def __init__(self, message: str, said: str) -> None:
+        super().__init__(message)
+        self.said = said
+
+
 def run_plain(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
     return run_op(op, given, {})
 
@@ -50,49 +58,72 @@ def check_role(
 
     `given` are the whole inputs. `role` is a choice of the op's signature: a role, or "partial:1".
     """
-    mesh = mesh_of(parts)
-    program, op_here = local_op(facts, op, role, mesh)
-    if any(local.target.startswith("runtime.") for local in program.body):
+    trial = Trial(facts, op, role, parts, given, run)
+    if trial.talks:
         return False
-    said = f"{op} split on {role} over {parts}"
-    layouts = program.layouts
-    values = facts.graph.values
-    wants = [values[name].gradient and x.is_floating_point() for x, name in zip(given, op.inputs, strict=True)]
-    whole = [x.detach().clone().requires_grad_(want) for x, want in zip(given, wants, strict=True)]
-    expected = run(op, whole)
-    back = [torch.randn_like(x) if x.is_floating_point() else None for x in expected]
-    wanted = backward(expected, back, whole)
-    made: list[list[Tensor]] = []
-    gradients: list[list[Tensor | None]] = []
-    for index in range(parts):
-        local = [piece(x.detach(), layouts[name], mesh, index) for x, name in zip(given, op_here.inputs, strict=True)]
-        local = [x.requires_grad_(want) for x, want in zip(local, wants, strict=True)]
-        try:
-            found = _run(program, dict(zip(op_here.inputs, local, strict=True)), mesh, index, run)
-        except Exception as error:
-            shapes = ", ".join(str(list(x.shape)) for x in local)
-            raise RuleError(f"{said}: it does not run on the pieces {shapes} of rank {index}: {error}") from error
-        made.append([found[name] for name in op.outputs])
-        local_back = [
-            None if g is None else piece(g, layouts[name].gradient(), mesh, index)
-            for g, name in zip(back, op.outputs, strict=True)
-        ]
-        gradients.append(backward(made[-1], local_back, local))
-    for at, name in enumerate(op.outputs):
-        off = apart([held[at] for held in made], expected[at], layouts[name], mesh)
-        if off:
-            raise RuleError(f"{said}: {_result(op, at)} {off}")
-    for at, name in enumerate(op_here.inputs):
-        gradient = wanted[at]
-        if gradient is not None:
-            off = apart([held[at] for held in gradients], gradient, layouts[name].gradient(), mesh)
-            if off:
-                raise RuleError(f"{said}: the gradient of input {at + 1} {off}")
+    trial.judge([trial.rank(index, run) for index in range(parts)])
     return True
 
 
-def _result(op: Op, at: int) -> str:
-    return "the result" if len(op.outputs) == 1 else f"result {at + 1}"
+Outcome = tuple[list[Tensor], list[Tensor | None]]
+"""What one rank makes, and the gradients of its inputs."""
+
+
+class Trial:
+    """One split of one op: what it makes whole, what every rank makes of its pieces, and whether they agree."""
+
+    def __init__(
+        self, facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
+    ) -> None:
+        self.op, self.mesh = op, mesh_of(parts)
+        self.program, self.here = local_op(facts, op, role, self.mesh)
+        self.said = f"split on {role} over {parts}"
+        self.given = [x.detach() for x in given]
+        values = facts.graph.values
+        self.wants = [values[name].gradient and x.is_floating_point() for x, name in zip(given, op.inputs, strict=True)]
+        whole = [x.clone().requires_grad_(want) for x, want in zip(self.given, self.wants, strict=True)]
+        self.expected = run(op, whole)
+        self.back = [torch.randn_like(x) if x.is_floating_point() else None for x in self.expected]
+        self.wanted = backward(self.expected, self.back, whole)
+
+    @property
+    def talks(self) -> bool:
+        """Whether the pieces talk to each other (an algorithm does the split)."""
+        return any(local.target.startswith("runtime.") for local in self.program.body)
+
+    def rank(self, index: int, run: Run) -> Outcome:
+        """What one rank makes."""
+        layouts = self.program.layouts
+        pairs = zip(self.given, self.here.inputs, self.wants, strict=True)
+        local = [piece(x, layouts[name], self.mesh, index).requires_grad_(want) for x, name, want in pairs]
+        try:
+            found = _run(self.program, dict(zip(self.here.inputs, local, strict=True)), self.mesh, index, run)
+        except Exception as error:
+            shapes = ", ".join(str(list(x.shape)) for x in local)
+            raise self.wrong(f"it does not run on pieces {shapes}: {str(error).splitlines()[0]}") from error
+        made = [found[name] for name in self.op.outputs]
+        back = [
+            None if g is None else piece(g, layouts[name].gradient(), self.mesh, index)
+            for g, name in zip(self.back, self.op.outputs, strict=True)
+        ]
+        return made, backward(made, back, local)
+
+    def judge(self, ranks: Sequence[Outcome]) -> None:
+        """Raise a RuleError if what the ranks made is not the whole."""
+        layouts = self.program.layouts
+        for at, name in enumerate(self.op.outputs):
+            off = apart([made[at] for made, _ in ranks], self.expected[at], layouts[name], self.mesh)
+            if off:
+                raise self.wrong(f"{'the result' if len(self.op.outputs) == 1 else f'result {at + 1}'} {off}")
+        for at, name in enumerate(self.here.inputs):
+            gradient = self.wanted[at]
+            if gradient is not None:
+                off = apart([held[at] for _, held in ranks], gradient, layouts[name].gradient(), self.mesh)
+                if off:
+                    raise self.wrong(f"the gradient of input {at + 1} {off}")
+
+    def wrong(self, what: str) -> WrongSplit:
+        return WrongSplit(f"{self.op} {self.said}: {what}", f"{self.said} {what}")
 
 
 def local_op(facts: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[Program, Op]:
