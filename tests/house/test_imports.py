@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile verify"
     ),
     "checkpoint": "errors runtime",
-    "register": "errors rules",
+    "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion ir rules cost plan lower probe verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",

@@ -37,9 +37,16 @@ class Callee:
 
     def run(self, *values: Any) -> Any:
         """Call the function and leave its arguments as they are; what it changes comes after what it returns."""
+        return self._run(self.function, values)
+
+    def run_plain(self, *values: Any) -> Any:
+        """The same without torch.compile, which would compile it for every shape that is tried."""
+        return self._run(plain_of(self.function), values)
+
+    def _run(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         tensors = flat(values)
         copies = {at: tensors[at].clone() for at in self.changed}
-        result = self._call(self.function, place(values, [copies.get(at, x) for at, x in enumerate(tensors)]))
+        result = self._call(function, place(values, [copies.get(at, x) for at, x in enumerate(tensors)]))
         made = flat(result)
         made += [copy for copy in copies.values() if not any(copy is held for held in made)]
         return made[0] if len(made) == 1 else tuple(made)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx.traceback
 import torch.utils.checkpoint as checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 REGION = "shardwright_region"
 MARKER = "shardwright_capture.call.default"
@@ -90,8 +91,7 @@ def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         raise RuntimeError("the marker for autograd functions was called outside of capture")
     call = kept.calls[key]
     copies = [tensor.clone() for tensor in tensors]
-    before = [tensor._version for tensor in copies]
-    with torch.no_grad():
+    with torch.no_grad(), _Writes() as writes:
         result = _forward(call.function, map_places(call.arguments, copies))
     call.single = not isinstance(result, tuple | list)
     leaves = [result] if call.single else list(result)
@@ -102,11 +102,29 @@ def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if isinstance(leaf, torch.Tensor):
             made.append(leaf)
     for at, tensor in enumerate(copies):
-        if tensor._version != before[at]:
+        if _storage(tensor) in writes.storages:
             known = [index for index, leaf in enumerate(made) if leaf is tensor]
             call.changed[at] = known[0] if known else len(made)
             made += [] if known else [tensor]
     return [torch.empty_like(tensor) for tensor in made]
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the memory that ops write to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for held, given in zip(func._schema.arguments, args, strict=False):
+            if held.alias_info is not None and held.alias_info.is_write and isinstance(given, torch.Tensor):
+                self.storages.add(_storage(given))
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def called(call: Call) -> tuple[str, Callable[..., Any], tuple[str, ...] | None]:

@@ -13,7 +13,7 @@ from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
 from ..layout import Cut, Layout
-from .own import own_sizes
+from .own import own
 from .program import Program, sizes_of
 
 Localizer = Callable[[Program, Op], "Op | tuple[Op, ...]"]
@@ -39,7 +39,7 @@ def localize(program: Program) -> Program:
     for op in program.body:
         function = _TABLE.get(op.target)
         if function is None:
-            body.append(own_sizes(program, op))
+            body.append(own(program, op))
             continue
         found = function(program, op)
         for made in found if isinstance(found, tuple) else (found,):

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +61,7 @@ def discover(call: Call, run: Run, version: int = 0) -> tuple[Rule | None, str]:
         tuple((value.shape, value.dtype, value.gradient) for value in (*call.inputs, *call.outputs)),
     )  # fmt: skip
     if key not in _KNOWN:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(), _uncompiled():
             warnings.simplefilter("ignore")  # ops complain about pieces that are no use
             torch.manual_seed(0)
             try:
@@ -67,6 +69,13 @@ def discover(call: Call, run: Run, version: int = 0) -> tuple[Rule | None, str]:
             except NotProbed as why:
                 _KNOWN[key] = (None, f"it could not be probed: {why}")
     return _KNOWN[key]
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """torch.compile would compile a function for every shape that is tried."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def _discover(call: Call, run: Run) -> Rule:

@@ -8,7 +8,7 @@ by calling it. A call that is small as it is stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,11 @@ LARGE = 100_000
 SIZES = (5, 7, 4, 9, 11, 8, 13, 6, 10, 14, 17, 19, 22, 23)
 
 
+Provided = Callable[[int], tuple[Call, list[Tensor]]]
+PROVIDED: dict[str, Provided] = {}
+"""Ops whose user draws the inputs, by target: a call and its tensors for a seed."""
+
+
 class NotProbed(Exception):
     """Why an op can't be probed."""
 
@@ -40,9 +45,12 @@ class Sample:
     real: dict[int, int]
     kind: str = "normal"
     wide: bool = True
+    provided: Provided | None = None
 
     def draw(self, seed: int) -> list[Tensor]:
         """Random inputs, the same for the same seed."""
+        if self.provided is not None:
+            return self.provided(seed)[1]
         generator = torch.Generator().manual_seed(seed)
         top = _safe_top(self.call.inputs)
         return [_tensor(value, top, self.kind, self.wide, generator) for value in self.call.inputs]
@@ -50,6 +58,8 @@ class Sample:
 
 def make_sample(call: Call, run: Run) -> Sample:
     """The call at small sizes, seen to run; NotProbed if there is no such call."""
+    if call.op.target in PROVIDED:
+        return _provided(call, PROVIDED[call.op.target])
     if not call.inputs:
         raise NotProbed("it reads no tensor")
     if any(0 in value.shape for value in call.inputs):
@@ -70,6 +80,21 @@ def make_sample(call: Call, run: Run) -> Sample:
     if error is None or elements > LARGE:
         raise NotProbed(f"it has {elements} elements and can't be called with fewer" + (f" ({error})" if error else ""))
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
+
+
+def _provided(call: Call, draw: Provided) -> Sample:
+    """The user's own inputs. What a size stands for follows from where it stands."""
+    drawn, _ = draw(0)
+    if [len(x.shape) for x in drawn.inputs] != [len(x.shape) for x in call.inputs]:
+        raise NotProbed("the inputs that it is probed with are not those of the call")
+    values = zip((*drawn.inputs, *drawn.outputs), (*call.inputs, *call.outputs), strict=True)
+    pairs = [(small, real) for small, real in values if len(small.shape) == len(real.shape)]
+    real = {one: other for x, y in pairs for one, other in zip(x.shape, y.shape, strict=True)}
+    inputs, outputs = (
+        tuple(replace(x, gradient=y.gradient) for x, y in zip(ours, theirs, strict=True))
+        for ours, theirs in ((drawn.inputs, call.inputs), (drawn.outputs, call.outputs))
+    )
+    return Sample(Call(drawn.op, inputs, outputs), real, provided=draw)
 
 
 def _tries(call: Call, elements: int) -> Iterator[Sample]:
