@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capture import Captured, capture, without_collection
+from .capture import Captured, Function, capture, without_collection
 from .emit import emit
 from .errors import InputError, PlanError
 from .ir import Graph
@@ -31,6 +31,7 @@ from .lower.place import replica_axes
 from .plan import Plan, draw, read_request
 from .plan.plan import load as load_plan
 from .plan.strings import REPLICAS
+from .probe import probing
 from .rules import Analysis, analyse
 from .runtime.gradients import GradientSync
 from .runtime.holding import Held, coordinates, kept_layout, parse, scatter, wanted_groups
@@ -83,10 +84,11 @@ def compile_graph(
     *,
     homes: Mapping[str, Layout] | None = None,
     mode: str = "same",
+    functions: Mapping[str, Function] | None = None,
 ) -> tuple[Plan, Program, str]:
-    """Everything after capture: atoms, plan, lowering, text."""
+    """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
     with without_collection():
-        facts = analyse(graph)
+        facts = analyse(graph, probing(functions))
         plan = wish(facts)
         program = lower(graph, plan, facts, homes=homes, mode=mode)
         return plan, program, emit(program).text
@@ -130,6 +132,7 @@ class Compiler:
             lambda facts: self._plan(model.plan, captured.graph, facts),
             homes=self.homes,
             mode="rows" if self.mode == "rows" else "same",
+            functions=captured.functions,
         )
         path = write(text, self.directory, program)
         name = f"shardwright_generated_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

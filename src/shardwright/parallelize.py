@@ -19,6 +19,7 @@ from .capture import capture
 from .compile import Compiler, PlanLike, make_plan, skeleton_of
 from .errors import InputError, PlanError
 from .plan import Plan
+from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
@@ -76,9 +77,10 @@ def plan(
 ) -> Plan:
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine."""
     args, kwargs = arguments_of(example)
-    graph = capture(skeleton_of(model), args, kwargs, entry=entry).graph
+    captured = capture(skeleton_of(model), args, kwargs, entry=entry)
     size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
-    return make_plan(graph, analyse(graph), plan, size, str(cluster))
+    facts = analyse(captured.graph, probing(captured.functions))
+    return make_plan(captured.graph, facts, plan, size, str(cluster))
 
 
 def cluster_size(cluster: str, plan: PlanLike) -> int:

@@ -1,46 +1,245 @@
-"""Rules for a user's own ops: an autograd function or a torch.library op gets a rule in the notation.
+"""`register_op`: an own function stays one op, and a rule says how it may be split.
 
-Without a rule such an op runs whole on every rank, and the plan says so.
+The rule is put to the test when it is registered. Without a rule the op is probed when a model that
+calls it is planned, as any op that nobody wrote a rule for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from . import runtime
+from .capture.callee import Callee, flat, kept_whole, place, plain_of
+from .capture.keep import CALLEES
+from .capture.schema import target_name
 from .errors import RuleError
+from .ir import Op
+from .probe.check import Trial
+from .probe.own import Own, Parameter, RuleLike, Values, call_of, check_rule, own_inputs, own_rule
+from .probe.samples import PROVIDED, NotProbed
 from .rules import parse
 from .rules.registry import register
+from .runtime.own import provide, provide_algorithm, provided
+from .runtime.world import Groups, start
+from .verify.execute import own_call
+from .verify.ranks import run_threads
 
 Registered = TypeVar("Registered")
 
 
-def register_op(rule: str) -> Callable[[Registered], Registered]:
-    """Say how an own op may be split: `@sw.register_op("b m k+, n k+ -> b m n")`.
+def register_op(
+    rule: RuleLike | None = None,
+    function: Any = None,
+    *,
+    probe: Callable[[], Any] | None = None,
+    algorithms: Mapping[str, Callable[..., Any]] | None = None,
+    check: bool = True,
+) -> Any:
+    """Say how an own op may be split: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
 
-    Decorates a `torch.autograd.Function` or a `torch.library` op, which stays one op in the graph.
+    rule        in the notation, one term for each tensor among the parameters; or a function of the op's
+                arguments (those that it names) that returns one. A label with the name of a parameter has its
+                size from there, and a rank gets its own size. Without a rule the op is probed.
+    function    a plain or compiled function, a torch.autograd.Function, or a torch.library op. It stays one op.
+    probe       makes arguments to test the rule with: a tuple, (args, kwargs), or a list of these. Without it
+                they are made from the rule.
+    algorithms  for a label marked `label=name` (`label=name+` if it leaves a partial sum) the function that
+                splits it: it takes the op's arguments, local, and `part`, which has the group and the sizes.
+    check       False leaves out the test of the rule.
+
+    Returns the function to call, to be used as a decorator. A rule that is wrong is a RuleError that names
+    the split which broke it.
     """
-    parse(rule)
 
-    def decorate(op: Registered) -> Registered:
-        register(target_of(op), rule)
-        return op
+    def decorate(op: Any) -> Any:
+        kind = _kind(op)
+        given = dict(algorithms or {})
+        if isinstance(rule, str):
+            _check_algorithms(kind.own.name, rule, given)
+        for label, algorithm in given.items():
+            provide_algorithm(kind.own.target, label, algorithm)
+        if probe is not None:
+            PROVIDED[kind.own.target] = lambda seed: _drawn(kind, probe, seed)
+        if rule is not None and check:
+            _check(kind, rule, probe)
+        if rule is not None:
+            register(kind.own.target, lambda call: own_rule(kind.own, rule, call))
+        kind.keep()
+        return kind.result
 
-    return decorate
+    return decorate if function is None else decorate(function)
 
 
-def target_of(op: Any) -> str:
-    """The name that an op has in a graph."""
-    if isinstance(op, type) and issubclass(op, torch.autograd.Function):
-        return f"call.{op.__module__}.{op.__qualname__}"
+@dataclass(frozen=True)
+class _Kind:
+    """An own op, what the user calls afterwards, and how captures and generated code come to know it."""
+
+    own: Own
+    result: Any
+    bind: Callable[[Sequence[Any], dict[str, Any]], list[Any]]
+    callee: Callee | None = None
+
+    def keep(self) -> None:
+        if self.callee is not None:
+            provide(self.callee.path, self.callee.run)
+            if isinstance(self.result, type):
+                CALLEES[self.result] = self.callee
+
+
+def _kind(op: Any) -> _Kind:
+    op = getattr(op, "_opoverload", op)  # torch.library.custom_op
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        op = op.default
     if isinstance(op, torch._ops.OpOverload):
-        return str(op)
-    found = getattr(op, "_opoverload", None)
-    if found is not None:
-        return str(found)
-    raise RuleError(
-        f"{op!r} can't have a rule: register_op takes a torch.autograd.Function or a torch.library op; "
-        "wrap a plain function in torch.library.custom_op"
+        return _library(op)
+    if isinstance(op, type) and issubclass(op, torch.autograd.Function):
+        forward = inspect.signature(op.forward)
+        if op.setup_context is torch.autograd.Function.setup_context:
+            forward = forward.replace(parameters=list(forward.parameters.values())[1:])  # without ctx
+        return _callable(op, Callee(op.apply, f"{op.__module__}.{op.__qualname__}", forward))
+    if not callable(op) or not hasattr(plain_of(op), "__qualname__"):
+        raise RuleError(
+            f"{op!r} can't be registered: register_op takes a function, a torch.autograd.Function or a torch.library op"
+        )
+    plain = plain_of(op)
+    callee = Callee(op, _path(f"{plain.__module__}.{plain.__qualname__}"))
+    return _callable(kept_whole(callee), callee)
+
+
+def _path(path: str) -> str:
+    """Functions made inside of others share a name: they are numbered."""
+    number, found = 1, path
+    while "<locals>" in path and provided(found):
+        number += 1
+        found = f"{path}_{number}"
+    return found
+
+
+def _callable(result: Any, callee: Callee) -> _Kind:
+    parameters = tuple(
+        Parameter(name=p.name, kind=_kind_of(p.annotation), default=p.default)
+        for p in callee.signature.parameters.values()
     )
+    name = callee.path.rsplit(".", 1)[-1]
+    own = Own(name=name, target=f"call.{callee.path}", parameters=parameters, run=callee.run_plain)
+    return _Kind(own, result, callee.values, callee)
+
+
+def _kind_of(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _library(op: torch._ops.OpOverload[..., Any]) -> _Kind:
+    if op._schema.is_mutable:
+        raise RuleError(f"{op} changes its arguments; register a function around it, which may do so")
+    held = op._schema.arguments
+    parameters = tuple(
+        Parameter(
+            name=a.name, kind=str(a.type),
+            default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
+        )
+        for a in held
+    )  # fmt: skip
+    names = [a.name for a in held]
+
+    def run(*values: Any) -> Any:
+        return op(**dict(zip(names, values, strict=True)))
+
+    def bind(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        known = {p.name: p.default for p in parameters} | dict(zip(names, args, strict=False)) | kwargs
+        return [known[name] for name in names]
+
+    return _Kind(Own(name=str(op), target=target_name(op), parameters=parameters, run=run), op, bind)
+
+
+def _check_algorithms(name: str, rule: str, given: Mapping[str, Any]) -> None:
+    named = set(parse(rule).algorithms)
+    for label in sorted(named ^ set(given)):
+        if label in named:
+            remedy = f"pass algorithms={{{label!r}: ...}}"
+            raise RuleError(f"the rule {rule!r} of {name} splits {label} by an algorithm; {remedy}")
+        raise RuleError(f"{name} has an algorithm for {label}, and its rule {rule!r} does not say {label}=name")
+
+
+def _check(kind: _Kind, rule: RuleLike, probe: Callable[[], Any] | None) -> None:
+    """Put the rule to the test on the user's inputs, or on such as the rule describes."""
+    own = kind.own
+    if probe is None and not isinstance(rule, str):
+        raise RuleError(f"the rule of {own.name} is a function, which says no shapes: pass probe=, or check=False")
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            found = _probes(kind, probe) if probe is not None else list(own_inputs(own, parse(str(rule))))
+            for values in found:
+                _see_changes(kind, values)
+        except NotProbed as why:
+            warnings.warn(f"the rule of {own.name} is not checked: {why}; pass probe=", stacklevel=4)
+            return
+        for values in found:
+            check_rule(own, rule, values, _talk)
+
+
+def _see_changes(kind: _Kind, values: Values) -> None:
+    """Run it once, to see that it runs and which tensors it changes."""
+    tensors = flat(list(values.values()))
+    copies = [x.clone() for x in tensors]
+    known = kind.callee.changed if kind.callee is not None else ()
+    try:
+        if kind.callee is not None:
+            kind.callee.changed = ()
+        with torch.no_grad():
+            kind.own.run(*place(list(values.values()), copies))
+    except Exception as error:
+        raise NotProbed(f"it does not run here: {str(error).splitlines()[0]}") from error
+    if kind.callee is not None:
+        now = (at for at, (x, y) in enumerate(zip(tensors, copies, strict=True)) if not torch.equal(x, y))
+        kind.callee.changed = tuple(sorted({*known, *now}))
+
+
+def _probes(kind: _Kind, probe: Callable[[], Any]) -> list[Values]:
+    """The user's inputs, with a value for every parameter."""
+    made = probe()
+    names = [p.name for p in kind.own.parameters]
+    found = []
+    for one in made if isinstance(made, list | Iterator) else [made]:
+        args: Sequence[Any] = one if isinstance(one, tuple) else (one,)
+        kwargs: dict[str, Any] = {}
+        if len(args) == 2 and isinstance(args[0], tuple | list) and isinstance(args[1], dict):
+            args, kwargs = args
+        found.append(dict(zip(names, kind.bind(args, kwargs), strict=True)))
+    return found
+
+
+def _drawn(kind: _Kind, probe: Callable[[], Any], seed: int) -> Any:
+    torch.manual_seed(seed)
+    return call_of(kind.own, _probes(kind, probe)[0])
+
+
+def _talk(trial: Trial) -> None:
+    """Judge an algorithm: its ranks are threads that talk to each other."""
+    if dist.is_initialized():
+        warnings.warn(f"{trial.op}: {trial.said} is not checked: register it before processes talk", stacklevel=2)
+        return
+
+    def work(rank: int) -> Any:
+        start()
+        groups = Groups(trial.mesh)
+
+        def run(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+            group = groups[op.argument("axes")]
+            call = runtime.own(op.argument("path"), op.argument("label"), group, op.argument("size"))
+            return flat(own_call(call, op, given))
+
+        return trial.rank(rank, run)
+
+    trial.judge(run_threads(trial.mesh.size, work))

@@ -18,14 +18,17 @@ MAY_IMPORT = {
     "cost": "errors layout conversion ir rules cluster",
     "plan": "errors layout conversion ir rules cluster cost",
     "lower": "errors layout conversion ir rules plan",
+    "probe": "errors layout ir rules capture lower",
     "emit": "errors layout ir rules plan lower",
     "runtime": "errors layout",
-    "compile": "errors layout conversion ir rules capture cluster cost plan lower emit runtime",
-    "verify": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile",
-    "parallelize": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile verify",
+    "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime",
+    "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile",
+    "parallelize": (
+        "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile verify"
+    ),
     "checkpoint": "errors runtime",
-    "register": "errors rules",
-    "report": "errors layout conversion ir rules cost plan lower verify",
+    "register": "errors ir rules capture probe runtime verify",
+    "report": "errors layout conversion ir rules cost plan lower probe verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
     "cli": "errors ir capture plan lower emit runtime compile verify parallelize report",
@@ -38,8 +41,7 @@ def is_torch(target: str) -> bool:
 
 
 def may_use_torch(found: Import) -> bool:
-    """Discovery probes ops, so it runs them: the one part of the rules with torch."""
-    return found.room not in NO_TORCH or (found.room == "rules" and found.file.name.startswith("discovery"))
+    return found.room not in NO_TORCH
 
 
 def wrong(root: Path) -> list[str]:
@@ -98,7 +100,7 @@ def test_a_wrong_import_is_found(tmp_path, file, line):
         ("ir/graph.py", "from ..layout import Layout"),
         ("ir/graph.py", "from .text import show"),
         ("ir/graph.py", "from shardwright import layout"),
-        ("rules/discovery_probe.py", "import torch"),
+        ("probe/search.py", "import torch"),
         ("runtime/groups.py", "import torch.distributed as dist"),
         ("lower/passes.py", "from ..conversion import steps"),
         ("emit/text.py", "import torchless"),

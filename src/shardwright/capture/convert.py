@@ -21,7 +21,7 @@ from .autocast import Autocast
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
-from .keep import MARKER, Kept, Position
+from .keep import MARKER, Kept, called, map_places
 from .normal import Call, write
 from .places import place_of
 from .schema import fact_of, literal, named_arguments, target_name
@@ -215,21 +215,28 @@ class Conversion:
         return Handle(made)
 
     def _call(self, args: Sequence[Any], values: Sequence[torch.Tensor], place: Place) -> list[Handle]:
-        """The marker of an autograd function as a call of that function."""
+        """The marker of a user's function as a call of that function."""
         call = self.kept.calls[args[0]]
         tensors = [Ref(handle.read()) for handle in args[1]]
-        cls = call.function
-        target = f"call.{cls.__module__}.{cls.__qualname__}"
+        path, run, named = called(call)
+        if named is None and call.changed:
+            remedy = "Register it with sw.register_op, or write it out of place."
+            raise unsupported(f"the autograd function {path} changes its input", place.source, remedy)
         arguments: dict[str, Any] = {}
-        for index, held in enumerate(call.arguments):
-            at = isinstance(held, Position)
-            arguments[f"arg{index}"] = tensors[held.index] if at else literal(held, place.source)
-        self.functions[target] = Function(call=cls.apply, module=cls.__module__, qualname=f"{cls.__qualname__}.apply")
+        for index, held in enumerate(map_places(call.arguments, tensors)):
+            arguments[f"arg{index}" if named is None else named[index]] = _read(held, place)
+        target = f"call.{path}"
+        module, _, name = path.rpartition(".")
+        self.functions[target] = Function(call=run, module=module, qualname=name if named else f"{name}.apply")
         names = self.draft.emit(target, arguments, _facts(values, place), place)
+        for at, index in call.changed.items():
+            args[1][at].write(self.draft, names[index], place)
         return [Handle(name) for name in names]
 
 
 def _read(held: Any, place: Place) -> Any:
+    if isinstance(held, Ref):
+        return held
     if isinstance(held, Handle):
         return Ref(held.read())
     if isinstance(held, list | tuple):

@@ -70,7 +70,7 @@ def _first(keys: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> torch.Te
 
 
 def run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> tuple[torch.Tensor, ...]:
-    arguments = {name: _argument(value, given) for name, value in op.arguments}
+    arguments = {name: filled(value, given) for name, value in op.arguments}
     with ExitStack() as stack:
         if op.no_grad:
             stack.enter_context(torch.no_grad())
@@ -90,11 +90,12 @@ def _overload(op: Op) -> Any:
     return getattr(getattr(getattr(torch.ops, space), name), overload)
 
 
-def _argument(value: Any, given: Sequence[torch.Tensor]) -> Any:
+def filled(value: Any, given: Sequence[torch.Tensor]) -> Any:
+    """An argument with tensors in its slots, as torch wants it."""
     if isinstance(value, Slot):
         return given[value.index]
     if isinstance(value, Dtype):
         return getattr(torch, value)
     if isinstance(value, tuple):
-        return [_argument(held, given) for held in value]
+        return [filled(held, given) for held in value]
     return value

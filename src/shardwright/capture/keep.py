@@ -2,21 +2,22 @@
 
 `torch.export` runs the forward of a `torch.autograd.Function` and forgets its backward,
 and it traces through `torch.utils.checkpoint` as if it were not there. Inside `keeping`
-a user's Function becomes one marker op, and the ops of a checkpointed call are annotated
-with the name of their region.
+a user's Function becomes one marker op, as does a registered function (callee.py), and the
+ops of a checkpointed call are annotated with the name of their region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx.traceback
 import torch.utils.checkpoint as checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 REGION = "shardwright_region"
 MARKER = "shardwright_capture.call.default"
@@ -25,15 +26,31 @@ _library: Any = torch.library.Library("shardwright_capture", "DEF")  # type: ign
 _library.define("call(str key, Tensor[] tensors) -> Tensor[]")
 
 
+class Named(Protocol):
+    """A registered function (callee.py): its place in the user's code, its parameters, and how it is run."""
+
+    path: str
+    names: tuple[str, ...]
+    changed: tuple[int, ...]
+
+    def run(self, *values: Any) -> Any: ...
+
+    def shapes(self, *values: Any) -> Any: ...
+
+
+CALLEES: dict[type[torch.autograd.Function], Named] = {}
+"""Autograd functions that are registered."""
+
+
 @dataclass(slots=True)
 class Call:
-    """A call of a user's autograd function: its arguments, with a place number for each tensor."""
+    """A call of a user's function: its arguments, with a place number for each tensor."""
 
-    function: type[torch.autograd.Function]
+    function: type[torch.autograd.Function] | Named
     arguments: list[Any]
     outputs: list[int | None] = field(default_factory=list)  # the marker's output, or None for None
     single: bool = True
-    kept: list[Any] = field(default_factory=list)
+    changed: dict[int, int] = field(default_factory=dict)  # tensors that it changes -> the marker's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,11 @@ class Kept:
 _current: ContextVar[Kept | None] = ContextVar("shardwright_kept", default=None)
 
 
+def current() -> Kept | None:
+    """What is being captured in this thread, if anything is."""
+    return _current.get()
+
+
 class _Context(torch.autograd.function.FunctionCtx):
     """The ctx that a forward sees while it is traced; what it keeps is thrown away."""
 
@@ -68,24 +90,66 @@ def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if kept is None:
         raise RuntimeError("the marker for autograd functions was called outside of capture")
     call = kept.calls[key]
-    arguments = [tensors[held.index] if isinstance(held, Position) else held for held in call.arguments]
-    with torch.no_grad():
-        result = _forward(call.function, arguments)
+    copies = [tensor.clone() for tensor in tensors]
+    with torch.no_grad(), _Writes() as writes:
+        result = _forward(call.function, map_places(call.arguments, copies))
     call.single = not isinstance(result, tuple | list)
     leaves = [result] if call.single else list(result)
-    found: list[torch.Tensor] = []
+    made: list[torch.Tensor] = []
     call.outputs = []
     for leaf in leaves:
-        call.outputs.append(len(found) if isinstance(leaf, torch.Tensor) else None)
+        call.outputs.append(len(made) if isinstance(leaf, torch.Tensor) else None)
         if isinstance(leaf, torch.Tensor):
-            found.append(torch.empty_like(leaf))
-    return found
+            made.append(leaf)
+    for at, tensor in enumerate(copies):
+        if _storage(tensor) in writes.storages:
+            known = [index for index, leaf in enumerate(made) if leaf is tensor]
+            call.changed[at] = known[0] if known else len(made)
+            made += [] if known else [tensor]
+    return [torch.empty_like(tensor) for tensor in made]
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the memory that ops write to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for held, given in zip(func._schema.arguments, args, strict=False):
+            if held.alias_info is not None and held.alias_info.is_write and isinstance(given, torch.Tensor):
+                self.storages.add(_storage(given))
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def called(call: Call) -> tuple[str, Callable[..., Any], tuple[str, ...] | None]:
+    """Where the function of a call is in the user's code, what runs it, and the names of its arguments if known."""
+    function = call.function
+    named = CALLEES.get(function) if isinstance(function, type) else function
+    if named is not None:
+        return named.path, named.run, named.names
+    assert isinstance(function, type)
+    return f"{function.__module__}.{function.__qualname__}", function.apply, None
+
+
+def map_places(held: Any, tensors: Sequence[Any]) -> Any:
+    """Arguments with tensors where their positions stand."""
+    if isinstance(held, Position):
+        return tensors[held.index]
+    return type(held)(map_places(inner, tensors) for inner in held) if isinstance(held, list | tuple) else held
 
 
 torch.library.register_fake("shardwright_capture::call", _call_shapes, lib=_library)
 
 
-def _forward(function: type[torch.autograd.Function], arguments: list[Any]) -> Any:
+def _forward(function: type[torch.autograd.Function] | Named, arguments: list[Any]) -> Any:
+    if not isinstance(function, type):
+        return function.shapes(*arguments)
     if function.setup_context is not torch.autograd.Function.setup_context:
         return function.forward(*arguments)
     context = _Context()
@@ -93,17 +157,23 @@ def _forward(function: type[torch.autograd.Function], arguments: list[Any]) -> A
     return function.forward(context, *arguments)
 
 
-def _mark(kept: Kept, function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-    """The call of an autograd function as one marker op."""
+def mark(kept: Kept, function: type[torch.autograd.Function] | Named, args: Sequence[Any]) -> Any:
+    """The call of a user's function as one marker op."""
     tensors: list[torch.Tensor] = []
-    arguments: list[Any] = []
-    for held in args:
-        arguments.append(Position(len(tensors)) if isinstance(held, torch.Tensor) else held)
+
+    def position(held: Any) -> Any:
         if isinstance(held, torch.Tensor):
             tensors.append(held)
+            return Position(len(tensors) - 1)
+        return type(held)(position(inner) for inner in held) if isinstance(held, list | tuple) else held
+
+    arguments = [position(held) for held in args]
     key = str(len(kept.calls))
     call = kept.calls[key] = Call(function, arguments)
     found = torch.ops.shardwright_capture.call(key, tensors)
+    named = CALLEES.get(function) if isinstance(function, type) else function
+    if named is not None:
+        named.changed = tuple(call.changed)
     leaves = [None if index is None else found[index] for index in call.outputs]
     return leaves[0] if call.single else tuple(leaves)
 
@@ -143,7 +213,7 @@ def keeping() -> Iterator[Kept]:
                 return function(*rest)
         if cls.__module__.split(".")[0] == "torch" or kwargs:
             return original.__get__(None, cls)(*args, **kwargs)
-        return _mark(kept, cls, args)
+        return mark(kept, cls, args)
 
     token = _current.set(kept)
     patched: Any = torch.autograd.Function

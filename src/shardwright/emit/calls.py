@@ -55,7 +55,7 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
 
 def function_name(path: str) -> str:
     """The name of a user's function in the file. No leading underscores: a class would mangle `__main___f`."""
-    return "_".join(part.strip("_") for part in path.split("."))
+    return "_".join(part.strip("_") for part in path.replace("<", "").replace(">", "").split("."))
 
 
 def _function(p: Printing, name: str) -> str:
@@ -262,6 +262,12 @@ def _batch_norm(p: Printing) -> str:
     )
 
 
+def _own(p: Printing) -> str:
+    path, label, size = p["path"].replace("'", '"'), p["label"].replace("'", '"'), p["size"]
+    shown = [f"{name}={p.show(held)}" if name else p.show(held) for name, held in p.literal("given")]
+    return f"runtime.own({path}, {label}, {axes_text(p.literal('axes'))}, {size})({', '.join(shown)})"
+
+
 def _splits(p: Printing) -> str:
     splits: tuple[tuple[int, Cut], ...] = p.literal("splits")
     shown = ", ".join(f"({dim}, {axes_text((cut.axis,))}, {show_cut(cut)})" for dim, cut in splits)
@@ -331,7 +337,7 @@ PRINTERS: dict[str, Printer] = {
     "slice": _slice, "select": _select, "split": _split, "split_with_sizes": _split, "convolution": _conv,
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
     "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention,
-    "_to_copy": _cast, "where": _where,
+    "runtime.own": _own, "_to_copy": _cast, "where": _where,
     "index": _index, "constant_pad_nd": _pad, "pad": _pad, "relu": _functional("relu", "self"),
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),
     "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",

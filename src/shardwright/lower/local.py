@@ -14,7 +14,8 @@ from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
 from ..layout import Cut, Layout
-from .program import Program, label_size, sizes_of
+from .own import own
+from .program import Program, sizes_of
 
 Localizer = Callable[[Program, Op], "Op | tuple[Op, ...]"]
 _TABLE: dict[str, Localizer] = {}
@@ -39,7 +40,7 @@ def localize(program: Program) -> Program:
     for op in program.body:
         function = _TABLE.get(op.target)
         if function is None:
-            body.append(op)
+            body.append(own(program, op))
             continue
         found = function(program, op)
         for made in found if isinstance(found, tuple) else (found,):
@@ -105,28 +106,6 @@ def slice_(program: Program, op: Op) -> Op:
     part = ((start + before) if start < 0 else start) // after
     unit = sizes_of(program, op.outputs[0])[dim]
     return op.with_arguments(start=unit.times(part) if part else 0, end=unit.times(part + 1))
-
-
-@local("convolution", *(f"aten.conv{n}d.{form}" for n in "123" for form in ("default", "padding")),
-       "aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")  # fmt: skip
-def convolution(program: Program, op: Op) -> Op:
-    """A rank that has some of the groups says how many."""
-    if op.argument("groups", 1) == 1 or not cut_axes(program.layouts[op.inputs[1]]):
-        return op
-    return op.with_arguments(groups=label_size(program, op, "g"))
-
-
-@local("group_norm")
-def group_norm(program: Program, op: Op) -> Op:
-    if not program.layouts[op.inputs[0]].cuts[1]:
-        return op
-    return op.with_arguments(num_groups=label_size(program, op, "g"))
-
-
-@local("affine_grid_generator")
-def affine_grid(program: Program, op: Op) -> Op:
-    rows, *rest = op.argument("size")
-    return op.with_arguments(size=(sizes_of(program, op.inputs[0])[0] if rows > 1 else rows, *rest))
 
 
 @local("aten.mean.default", "aten.mean.dim")

@@ -99,7 +99,9 @@ class Draft:
             if is_drawn_whole(op):
                 self.note(f"{op} draws random numbers, which all devices draw alike and whole")
             elif self.signature(op).rule is None:
-                self.note(f"{op} has no rule and runs whole on every device")
+                why = self.signature(op).why
+                self.note(f"{op} has no rule and runs whole on every device{f': {why}' if why else ''}")
+        self._note_probed()
         if self.storage:  # said of every parameter, so that a star in the file takes in none that is left alone
             for parameter in self.graph.parameters:
                 self.storage.setdefault(parameter.key, {})
@@ -113,6 +115,17 @@ class Draft:
             storage={key: tuple(held.items()) for key, held in self.storage.items()},
             notes=tuple(dict.fromkeys(self.notes)),
         )
+
+    def _note_probed(self) -> None:
+        """Say which rules nobody wrote, once for each kind of op and rule."""
+        count: dict[tuple[str, str], int] = {}
+        for op in self.ops:
+            rule = self.signature(op).rule
+            if rule is not None and rule.probed:
+                count[op.target, rule.text] = count.get((op.target, rule.text), 0) + 1
+        for (target, text), number in count.items():
+            have = "1 op has" if number == 1 else f"{number} ops have"
+            self.note(f"{have} a rule found by probing: {target}: {text}")
 
     def _pass_partial(self, axis: Axis) -> None:
         """Let partial sums through linear ops where all that is added is partial, and nothing else wants the sum."""

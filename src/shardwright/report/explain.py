@@ -19,6 +19,8 @@ from ..layout import FANNED
 from ..lower import Holding, Program, lower
 from ..plan import Plan
 from ..plan.plan import fold, star
+from ..probe import probing
+from ..rules import analyse
 from ..verify.measure import render
 from .traffic import said_bytes, stored_bytes, totals
 
@@ -82,7 +84,7 @@ class Explanation:
 def explain(plan: Plan, graph: Graph | None = None) -> Explanation:
     """What a plan decides; with the graph of the model also what a rank holds and sends. Print it."""
     entry = graph.entry if graph is not None else next(iter(plan.entries))
-    program = lower(graph, plan) if graph is not None else None
+    program = lower(graph, plan, analyse(graph, probing())) if graph is not None else None
     return Explanation(plan=plan, program=program, entry=entry)
 
 

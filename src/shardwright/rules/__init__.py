@@ -4,7 +4,7 @@ from . import lookups, losses, norms, pointwise, products, reductions, space, tr
 from .atoms import Atoms
 from .notation import Rule, parse
 from .registry import Call, find_rule, known_targets, register
-from .signature import FAN, ROWS, Analysis, Role, Signature, analyse, is_drawn_whole
+from .signature import FAN, ROWS, Analysis, Find, Role, Signature, analyse, is_drawn_whole
 
 __all__ = [
     "FAN",
@@ -12,6 +12,7 @@ __all__ = [
     "Analysis",
     "Atoms",
     "Call",
+    "Find",
     "Role",
     "Rule",
     "Signature",

@@ -21,14 +21,15 @@ def trailing_norm(call: Call) -> Rule:
 
 @rule("group_norm")
 def group_norm(call: Call) -> Rule:
-    """Rows are free, and whole groups of channels are (lower.local gives a rank its number of groups)."""
+    """Rows are free, and so are whole groups of channels."""
     groups = call.op.argument("num_groups")
     inside = call.shape[1] // groups
     names = named(call.shape)
     names[2:] = [blocked(name) for name in names[2:]]
     names[1] = str(inside) if groups == 1 else "g" if inside == 1 else f"(g {inside})"
     rest = [[names[1]] for _ in call.inputs[1:]]
-    return write([names, *rest], [names]).with_sizes({"g": groups} if groups > 1 else {})
+    rule = write([names, *rest], [names])
+    return rule.with_sizes({"g": groups}).with_local({"num_groups": ("g",)}) if groups > 1 else rule
 
 
 @rule("instance_norm")

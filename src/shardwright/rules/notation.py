@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import cast
@@ -56,7 +56,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A parsed rule. `sizes` are those of labels that shapes alone don't tell."""
+    """A parsed rule. `sizes` are those of labels that shapes alone don't tell.
+
+    `local` names the arguments that hold the size of labels ("num_heads", or "size.2" in a list):
+    a rank gets its own size there. `probed` is a rule that was found by probing.
+    """
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
@@ -64,22 +68,19 @@ class Rule:
     blocked: frozenset[str] = frozenset()
     algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    probed: bool = False
     text: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("sums", "algorithms", "sizes"):
+        for name in ("sums", "algorithms", "sizes", "local"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def with_sizes(self, sizes: Mapping[str, int]) -> Rule:
-        return Rule(
-            inputs=self.inputs,
-            outputs=self.outputs,
-            sums=self.sums,
-            blocked=self.blocked,
-            algorithms=self.algorithms,
-            sizes={**self.sizes, **sizes},
-            text=self.text,
-        )
+        return replace(self, sizes={**self.sizes, **sizes})
+
+    def with_local(self, local: Mapping[str, tuple[str, ...]]) -> Rule:
+        return replace(self, local=local)
 
 
 _LABEL = r"\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*"

@@ -144,7 +144,8 @@ def convolution(call: Call) -> Rule | None:
         weight = "c+ o" if transposed else "o c+"
         return parse(f"{n} c+ {inside} ~1, {weight} {window} ~2{bias} -> {n} o {outside}")
     weight = "(g c+) o" if transposed else "(g o) c+"
-    return parse(f"{n} (g c+) {inside} ~1, {weight} {window} ~2{bias} -> {n} (g o) {outside}").with_sizes({"g": groups})
+    rule = parse(f"{n} (g c+) {inside} ~1, {weight} {window} ~2{bias} -> {n} (g o) {outside}")
+    return rule.with_sizes({"g": groups}).with_local({"groups": ("g",)})
 
 
 @rule("scaled_dot_product_attention")

@@ -8,7 +8,7 @@ and outputs (the two tables of docs/design.md, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -69,6 +69,7 @@ class Signature:
     labels: Mapping[str, Dim]
     blocked: frozenset[str]
     facts: Analysis = field(repr=False, compare=False)
+    why: str = ""  # why there is no rule, where that is known
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -259,7 +260,16 @@ def constants_of(graph: Graph) -> frozenset[str]:
     return frozenset(fixed)
 
 
-def analyse(graph: Graph) -> Analysis:
+Find = Callable[[Call], "tuple[Rule | None, str]"]
+"""How the rule of a call is found; without one, why there is none."""
+
+
+def written(call: Call) -> tuple[Rule | None, str]:
+    """The rule that somebody wrote, and no other."""
+    return find_rule(call), ""
+
+
+def analyse(graph: Graph, find: Find = written) -> Analysis:
     """Give every dim its atoms and every op its signature."""
     atoms = Atoms()
     dims: dict[str, tuple[Dim, ...]] = {}
@@ -273,16 +283,16 @@ def analyse(graph: Graph) -> Analysis:
     signatures: dict[str, Signature] = {}
     facts = Analysis(graph, atoms, dims, signatures, batch, constants_of(graph))
     for op in graph.ops:
-        signatures[op.name] = _bind(op, facts)
+        signatures[op.name] = _bind(op, facts, find)
     atoms.freeze()
     return facts
 
 
-def _bind(op: Op, facts: Analysis) -> Signature:
+def _bind(op: Op, facts: Analysis, find: Find) -> Signature:
     graph = facts.graph
     inputs = tuple(graph.values[name] for name in op.inputs)
     outputs = tuple(graph.values[name] for name in op.outputs)
-    rule = None if is_drawn_whole(op) else find_rule(Call(op, inputs, outputs))
+    rule, why = (None, "") if is_drawn_whole(op) else find(Call(op, inputs, outputs))
     labels: dict[str, Dim] = {}
     blocked: set[str] = set(rule.blocked) if rule else set()
     bound_in: list[Bound] = []
@@ -306,7 +316,7 @@ def _bind(op: Op, facts: Analysis) -> Signature:
             _bind_output(pattern, size, rule, labels, facts.atoms)
             for pattern, size in zip(patterns, value.shape, strict=True)
         )
-    return Signature(op, rule, tuple(bound_in), tuple(bound_out), labels, frozenset(blocked), facts)
+    return Signature(op, rule, tuple(bound_in), tuple(bound_out), labels, frozenset(blocked), facts, why)
 
 
 def _patterns(term: Term, rank: int, op: Op) -> Iterator[notation.Dim]:

@@ -106,7 +106,8 @@ def grid_sampler(call: Call) -> Rule:
 @rule("affine_grid_generator")
 def affine_grid(call: Call) -> Rule:
     n = named(call.shape[:1])
-    return write([[*n, *map(str, call.shape[1:])]], [[*n, *map(str, call.outputs[0].shape[1:])]])
+    rule = write([[*n, *map(str, call.shape[1:])]], [[*n, *map(str, call.outputs[0].shape[1:])]])
+    return rule.with_local({"size.0": ("a",)}) if n == ["a"] else rule
 
 
 @rule("max_unpool2d", "max_unpool3d")

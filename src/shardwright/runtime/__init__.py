@@ -7,13 +7,15 @@ from .linears import fan_out_linear, fan_out_linears, gather_linear, gather_line
 from .lookup import embedding_rows
 from .losses import begin_count, cross_entropy, nll_loss
 from .norms import batch_norm
-from .stage import Stage, find, recompute, share
+from .own import Part, find, own
+from .stage import Stage, recompute, share
 from .world import Group, Groups, World, start
 
 __all__ = [
     "Group",
     "Groups",
     "Held",
+    "Part",
     "Piece",
     "Stage",
     "World",
@@ -30,6 +32,7 @@ __all__ = [
     "gather_linear",
     "gather_linears",
     "nll_loss",
+    "own",
     "recompute",
     "share",
     "start",

@@ -33,21 +33,6 @@ def share(size: int, group: Group) -> int:
     return share_of(size, group.size, group.index)[1]
 
 
-def find(path: str) -> Callable[..., Any]:
-    """A function of the user's that the program calls, such as the `apply` of an autograd function."""
-    parts = path.split(".")
-    for at in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:at])
-        if name in sys.modules or importlib.util.find_spec(name) is not None:
-            found: Any = importlib.import_module(name)
-            for part in parts[at:]:
-                found = getattr(found, part)
-            if isinstance(found, type) and issubclass(found, torch.autograd.Function):
-                found = found.apply
-            return found  # type: ignore[no-any-return]
-    raise LayoutError(f"the program calls {path}, which can't be imported here")
-
-
 class Branch:
     """A part of the model: attributes are its children, numbered children make it a list."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import runtime
 from ..capture import Captured, Function
-from ..capture.interpret import run_op
+from ..capture.interpret import filled, run_op
 from ..errors import ParityError
 from ..ir import Op, Slot
 from ..layout import Layout, piece_of
@@ -188,6 +188,10 @@ class Executor:
             self._group(a["axes"]),
         )  # fmt: skip
 
+    def _own(self, a: _Arguments) -> Any:
+        call = runtime.own(a["path"], a["label"], self.groups[a["axes"]], a["size"])
+        return own_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.given)
+
     def _dropout(self, a: _Arguments) -> Tensor:
         return self.random.dropout(a.given[0], a["p"], a["op_key"], self._splits(a))
 
@@ -199,6 +203,12 @@ class Executor:
 
     def _splits(self, a: _Arguments) -> list[tuple[int, Group, Any]]:
         return [(dim, self.groups[held.axis], held) for dim, held in a["splits"]]
+
+
+def own_call(call: Callable[..., Any], op: Op, given: Sequence[Tensor]) -> Any:
+    """Call an own algorithm with the arguments of its op."""
+    pairs = [(name, filled(held, given)) for name, held in op.argument("given")]
+    return call(*(held for name, held in pairs if not name), **{name: held for name, held in pairs if name})
 
 
 class _Arguments:

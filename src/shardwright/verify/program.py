@@ -12,6 +12,7 @@ from ..compile import PlanLike, make_plan, skeleton_of
 from ..emit import emit
 from ..lower import Program, lower
 from ..plan import Plan
+from ..probe import probing
 from ..rules import analyse
 
 
@@ -41,6 +42,6 @@ def compile_program(
     """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta."""
     entry = "train" if module.training else "eval"
     captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote)
-    facts = analyse(captured.graph)
+    facts = analyse(captured.graph, probing(captured.functions))
     found = make_plan(captured.graph, facts, plan, size)
     return Compilation(captured=captured, plan=found, program=lower(captured.graph, found, facts))

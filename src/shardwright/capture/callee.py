@@ -1,0 +1,98 @@
+"""A function of the user's that stays one op: outside of a capture it is called as ever, inside it is a marker.
+
+Graphs are functional, so a function that changes its arguments is run on copies of them, and what it
+changed is a result of the op.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import RuleError
+from .keep import current, mark
+
+
+class Callee:
+    """How a function is called with values for all its parameters, in order."""
+
+    def __init__(self, function: Callable[..., Any], path: str, signature: inspect.Signature | None = None) -> None:
+        self.function, self.path = function, path
+        self.signature = signature or inspect.signature(plain_of(function))
+        for parameter in self.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                raise RuleError(f"{path} takes **{parameter.name}: an op needs names for all of its arguments")
+        self.names = tuple(self.signature.parameters)
+        self.changed: tuple[int, ...] = ()  # the tensors that it changes, counted along the arguments
+
+    def values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """A value for every parameter."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return list(bound.arguments.values())
+
+    def run(self, *values: Any) -> Any:
+        """Call the function and leave its arguments as they are; what it changes comes after what it returns."""
+        return self._run(self.function, values)
+
+    def run_plain(self, *values: Any) -> Any:
+        """The same without torch.compile, which would compile it for every shape that is tried."""
+        return self._run(plain_of(self.function), values)
+
+    def _run(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+        tensors = flat(values)
+        copies = {at: tensors[at].clone() for at in self.changed}
+        result = self._call(function, place(values, [copies.get(at, x) for at, x in enumerate(tensors)]))
+        made = flat(result)
+        made += [copy for copy in copies.values() if not any(copy is held for held in made)]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def shapes(self, *values: Any) -> Any:
+        """Call it on tensors without numbers. A compiled function is called as it was written."""
+        return self._call(plain_of(self.function), values)
+
+    def _call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+        bound = inspect.BoundArguments(self.signature, dict(zip(self.names, values, strict=True)))
+        return function(*bound.args, **bound.kwargs)
+
+
+def kept_whole(callee: Callee) -> Callable[..., Any]:
+    """The function as the user calls it."""
+
+    @functools.wraps(plain_of(callee.function))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kept = current()
+        if kept is None:
+            return callee.function(*args, **kwargs)
+        return mark(kept, callee, callee.values(args, kwargs))
+
+    return call
+
+
+def plain_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that torch.compile was given, or the function itself."""
+    found: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
+    return found
+
+
+def flat(values: Any) -> list[torch.Tensor]:
+    """The tensors among some values, in order."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [x for held in values for x in flat(held)] if isinstance(values, list | tuple) else []
+
+
+def place(values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The values with other tensors."""
+    left = iter(tensors)
+
+    def change(held: Any) -> Any:
+        if isinstance(held, torch.Tensor):
+            return next(left)
+        return type(held)(change(inner) for inner in held) if isinstance(held, list | tuple) else held
+
+    return [change(held) for held in values]

@@ -1,0 +1,84 @@
+"""Ops that no localizer knows, on a rank: registered ones, and those whose rules were found by probing.
+
+Arguments that hold the size of a label get the rank's own ("b (h d) -> b h d" with an argument h). A
+split that the user has an algorithm for calls that algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..errors import LoweringError
+from ..ir import Op
+from ..rules import Signature
+from .program import Factor, Program, Size
+
+
+def own(program: Program, op: Op) -> Op:
+    """The op as a rank calls it."""
+    return own_algorithm(program, own_sizes(program, op))
+
+
+def own_algorithm(program: Program, op: Op) -> Op:
+    """A call of the user's algorithm, where one does the split."""
+    signature = program.facts.signatures.get(op.name)
+    if signature is None or signature.rule is None or not signature.rule.algorithms:
+        return op
+    chosen = (program.choices or {}).get(op.name, {})
+    labels = {role.name: role.label for role in signature.roles if role.label in signature.rule.algorithms}
+    axes = {axis: labels[chosen[axis]] for axis in program.mesh.names if chosen.get(axis) in labels}
+    if not axes:
+        return op
+    if len(axes) > 1:
+        raise LoweringError(f"{op}: an own algorithm splits on one axis only, and the plan asks for {', '.join(axes)}")
+    ((axis, label),) = axes.items()
+    by_name = not op.target.startswith("call.")  # a library op leaves defaults out
+    arguments = (
+        ("path", op.target),
+        ("label", label),
+        ("axes", (axis,)),
+        ("size", program.facts.atoms.product(signature.labels[label])),
+        ("given", tuple((name if by_name else "", value) for name, value in op.arguments)),
+    )
+    return replace(op, target="runtime.own", arguments=arguments)
+
+
+def own_sizes(program: Program, op: Op) -> Op:
+    """The op with local sizes in the arguments that its rule names."""
+    signature = program.facts.signatures.get(op.name)
+    if signature is None or signature.rule is None or not signature.rule.local:
+        return op
+    axes = _axes(program, op, signature)
+    arguments = dict(op.arguments)
+    for path, labels in signature.rule.local.items():
+        held = [atom for label in labels for atom in program.facts.atoms.expand(signature.labels.get(label, ()))]
+        if not any(atom in axes for atom in held):
+            continue
+        name, _, at = path.partition(".")
+        whole = arguments[name][int(at)] if at else arguments.get(name)  # a default is not among the arguments
+        size = _size(program, whole, held, axes)
+        arguments[name] = _put(arguments[name], int(at), size) if at else size
+    return op.with_arguments(**arguments)
+
+
+def _axes(program: Program, op: Op, signature: Signature) -> dict[int, tuple[str, ...]]:
+    """The axes that take each atom of the op, major to minor."""
+    found: dict[int, tuple[str, ...]] = {}
+    chosen = (program.choices or {}).get(op.name, {})
+    roles = {role.name: role for role in signature.roles}
+    for axis in program.mesh.names:
+        role = roles.get(chosen.get(axis, ""))
+        if role is not None:
+            found[role.atom] = (*found.get(role.atom, ()), axis)
+    return found
+
+
+def _size(program: Program, whole: int | None, held: list[int], axes: dict[int, tuple[str, ...]]) -> Size:
+    """`whole` as a product of atoms and of what is left of it."""
+    factors = [Factor(program.facts.atoms.size[atom], atom, axes.get(atom, ())) for atom in held]
+    rest = 1 if whole is None else whole // program.facts.atoms.product(tuple(held))
+    return Size(((*((Factor(rest),) if rest != 1 else ()), *factors),))
+
+
+def _put(values: tuple[object, ...], at: int, value: object) -> tuple[object, ...]:
+    return (*values[:at], value, *values[at + 1 :])

@@ -1,0 +1,231 @@
+"""Is a split what the rule says it is? Run the op on pieces, put the results together, compare with the whole.
+
+For one op and one role the signature gives layouts. Every rank gets its pieces of the inputs and runs
+the op with the local sizes of lower.local. What comes out must lie in the layouts of the outputs, and
+the gradients that come back in the gradient layouts of the inputs. The ranks are a loop: ops whose
+pieces talk to each other (algorithms) can't be checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture.interpret import run_op
+from ..errors import RuleError
+from ..ir import Op
+from ..layout import Axis, Layout, Mesh, Partial
+from ..lower import Program, Size
+from ..lower.local import localize
+from ..rules import Analysis
+
+AXIS = "tp"
+TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
+
+Run = Callable[[Op, Sequence[Tensor]], Sequence[Tensor]]
+"""Runs an op on tensors."""
+
+
+class WrongSplit(RuleError):
+    """A split that does not recombine; `said` tells which and how, without the op."""
+
+    def __init__(self, message: str, said: str) -> None:
+        super().__init__(message)
+        self.said = said
+
+
+def run_plain(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    return run_op(op, given, {})
+
+
+def differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def mesh_of(parts: int) -> Mesh:
+    return Mesh(axes=(Axis(name=AXIS, size=parts),))
+
+
+def parts_of(units: int) -> tuple[int, ...]:
+    """Into how many pieces `units` units are split to see whether it can be: 2 and 3, no piece empty (4 for 3)."""
+    return tuple(parts for parts in (2, 3, 4) if (parts - 1) * -(-units // parts) < units)[:2]
+
+
+def check_role(
+    facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
+) -> bool:
+    """Raise a RuleError unless the split is right; False where an algorithm does it, which has tests of its own.
+
+    `given` are the whole inputs. `role` is a choice of the op's signature: a role, or "partial:1".
+    """
+    trial = Trial(facts, op, role, parts, given, run)
+    if trial.talks:
+        return False
+    trial.judge([trial.rank(index, run) for index in range(parts)])
+    return True
+
+
+Outcome = tuple[list[Tensor], list[Tensor | None]]
+"""What one rank makes, and the gradients of its inputs."""
+
+
+class Trial:
+    """One split of one op: what it makes whole, what every rank makes of its pieces, and whether they agree."""
+
+    def __init__(
+        self, facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
+    ) -> None:
+        self.op, self.mesh = op, mesh_of(parts)
+        self.program, self.here = local_op(facts, op, role, self.mesh)
+        self.said = f"split on {role} over {parts}"
+        self.given = [x.detach() for x in given]
+        values = facts.graph.values
+        self.wants = [values[name].gradient and differentiable(x) for x, name in zip(given, op.inputs, strict=True)]
+        whole = [x.clone().requires_grad_(want) for x, want in zip(self.given, self.wants, strict=True)]
+        self.expected = run(op, whole)
+        self.back = [torch.randn_like(x) if differentiable(x) else None for x in self.expected]
+        self.wanted = backward(self.expected, self.back, whole)
+
+    @property
+    def talks(self) -> bool:
+        """Whether the pieces talk to each other (an algorithm does the split)."""
+        return any(local.target.startswith("runtime.") for local in self.program.body)
+
+    def rank(self, index: int, run: Run) -> Outcome:
+        """What one rank makes."""
+        layouts = self.program.layouts
+        pairs = zip(self.given, self.here.inputs, self.wants, strict=True)
+        local = [piece(x, layouts[name], self.mesh, index).requires_grad_(want) for x, name, want in pairs]
+        try:
+            found = _run(self.program, dict(zip(self.here.inputs, local, strict=True)), self.mesh, index, run)
+        except Exception as error:
+            shapes = ", ".join(str(list(x.shape)) for x in local)
+            raise self.wrong(f"it does not run on pieces {shapes}: {str(error).splitlines()[0]}") from error
+        made = [found[name] for name in self.op.outputs]
+        back = [
+            None if g is None else piece(g, layouts[name].gradient(), self.mesh, index)
+            for g, name in zip(self.back, self.op.outputs, strict=True)
+        ]
+        return made, backward(made, back, local)
+
+    def judge(self, ranks: Sequence[Outcome]) -> None:
+        """Raise a RuleError if what the ranks made is not the whole."""
+        layouts = self.program.layouts
+        for at, name in enumerate(self.op.outputs):
+            off = apart([made[at] for made, _ in ranks], self.expected[at], layouts[name], self.mesh)
+            if off:
+                raise self.wrong(f"{'the result' if len(self.op.outputs) == 1 else f'result {at + 1}'} {off}")
+        for at, name in enumerate(self.here.inputs):
+            gradient = self.wanted[at]
+            if gradient is not None:
+                off = apart([held[at] for _, held in ranks], gradient, layouts[name].gradient(), self.mesh)
+                if off:
+                    raise self.wrong(f"the gradient of input {at + 1} {off}")
+
+    def wrong(self, what: str) -> WrongSplit:
+        return WrongSplit(f"{self.op} {self.said}: {what}", f"{self.said} {what}")
+
+
+def local_op(facts: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[Program, Op]:
+    """The op as a program of its own, with the layouts that the role gives it."""
+    inputs, outputs = facts.signatures[op.name].layouts({AXIS: role}, mesh)
+    names = tuple(f"{name}@use{at}" for at, name in enumerate(op.inputs))  # one value may be read in two layouts
+    values, layouts = dict(facts.graph.values), {}
+    for name, origin, layout in zip((*names, *op.outputs), (*op.inputs, *op.outputs), (*inputs, *outputs), strict=True):
+        values[name] = replace(facts.graph.values[origin], name=name)
+        layouts[name] = layout
+    renamed = replace(op, inputs=names)
+    program = Program(
+        graph=facts.graph, facts=facts, mesh=mesh, plan_name="", plan_policy="", values=values, layouts=layouts,
+        holdings=(), body=(renamed,), choices={op.name: {AXIS: role}},
+    )  # fmt: skip
+    return localize(program), renamed
+
+
+def _run(program: Program, values: dict[str, Tensor], mesh: Mesh, index: int, run: Run) -> Mapping[str, Tensor]:
+    for op in program.body:
+        arguments = tuple((name, _numbers(value, mesh, index)) for name, value in op.arguments)
+        made = run(replace(op, arguments=arguments), [values[name] for name in op.inputs])
+        values.update(zip(op.outputs, made, strict=True))
+    return values
+
+
+def _numbers(value: Any, mesh: Mesh, index: int) -> Any:
+    if isinstance(value, Size):
+        return value.local(mesh.sizes, {AXIS: index})
+    return tuple(_numbers(held, mesh, index) for held in value) if isinstance(value, tuple) else value
+
+
+def piece(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
+    """What a rank gets of a tensor; a partial value enters as terms that sum to it."""
+    x = cut(x, layout, mesh, index).clone()
+    if not isinstance(layout.placement(AXIS), Partial):
+        return x
+    return x * (2.0 if index == 0 else -1.0 / (mesh.size - 1))
+
+
+def cut(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
+    held = layout.cut_of(AXIS)
+    if held is None:
+        return x
+    dim, how = held
+    runs = [x.narrow(dim, start, length) for start, length in how.spans(mesh.size, index)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)
+
+
+def backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradient of every input, None where it has none."""
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad and g is not None]
+    needed = [x for x in inputs if x.requires_grad]
+    if not pairs or not needed:
+        return [None] * len(inputs)
+    found = iter(torch.autograd.grad([y for y, _ in pairs], needed, [g for _, g in pairs], allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in inputs]
+
+
+def apart(held: Sequence[Tensor | None], whole: Tensor, layout: Layout, mesh: Mesh) -> str:
+    """What is off between the pieces of all ranks and the whole under a layout; nothing if they agree."""
+    missing = [str(index) for index, mine in enumerate(held) if mine is None]
+    if missing:
+        return f"is missing on rank {missing[0]}"
+    mine = [x for x in held if x is not None]
+    placement = layout.placement(AXIS)
+    if isinstance(placement, Partial):
+        if len({x.shape for x in mine}) > 1:
+            return f"has the shapes {', '.join(str(list(x.shape)) for x in mine)}, which can't be added"
+        mine = [_reduce(mine, placement.op)]
+    for index, x in enumerate(mine):
+        theirs = cut(whole, layout, mesh, index)
+        if x.shape != theirs.shape:
+            return f"has the shape {list(x.shape)} on rank {index}, not {list(theirs.shape)}"
+        off = difference(x, theirs)
+        if off:
+            return off
+    return ""
+
+
+def _reduce(held: Sequence[Tensor], op: str) -> Tensor:
+    stacked = torch.stack(list(held))
+    return stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def difference(mine: Tensor, theirs: Tensor) -> str:
+    """In words how two tensors of one shape differ; nothing if they are the same."""
+    mine, theirs = mine.detach(), theirs.detach()
+    if not theirs.numel() or torch.equal(mine, theirs):
+        return ""
+    if not theirs.dtype.is_floating_point and not theirs.dtype.is_complex:
+        return "has other numbers"
+    finite = torch.isfinite(theirs)
+    if not finite.all():
+        if not torch.equal(torch.isfinite(mine), finite):
+            return "is infinite in other places"
+        mine, theirs = mine[finite], theirs[finite]
+    off = float((mine - theirs).abs().sum() / (1 + theirs.abs().sum()))
+    return "" if off < TOLERANCE.get(theirs.dtype, 1e-4) else f"is off by {off:.2g}"

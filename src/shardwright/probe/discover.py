@@ -1,0 +1,130 @@
+"""A rule for an op that has none: found by probing, checked forward and backward, said in the notation.
+
+    samples.py   the call at small sizes, with random inputs
+    search.py    the splits that recombine there
+    wording.py   the splits as labels of a rule
+    here         each label checked on 2 and 3 pieces, forward and backward, on other inputs
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture import Function
+from ..capture.interpret import run_op
+from ..errors import RuleError
+from ..ir import Graph, Input, Op, Output
+from ..rules import ROWS, Call, Find, Rule, analyse, find_rule
+from .check import Run, backward, check_role, parts_of
+from .samples import NotProbed, Sample, make_sample
+from .search import Found, search
+from .wording import Wording
+
+_KNOWN: dict[Any, tuple[Rule | None, str]] = {}
+_FUNCTIONS: dict[str, Function] = {}  # the user's functions in the graphs of this process, by target
+
+
+def probing(functions: Mapping[str, Function] | None = None) -> Find:
+    """A finder of rules: the written one, else one found by probing the op; without either, the reason.
+
+    `functions` are those of the captured model; without them those that were captured last are used.
+    """
+    _FUNCTIONS.update(functions or {})
+
+    def find(call: Call) -> tuple[Rule | None, str]:
+        found = find_rule(call)
+        if found is not None:
+            return found, ""
+        held = _FUNCTIONS.get(call.op.target)
+        return discover(call, run_known, id(held.call) if held is not None else 0)
+
+    return find
+
+
+def run_known(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run an op of a captured graph."""
+    return run_op(op, given, _FUNCTIONS)
+
+
+def discover(call: Call, run: Run, version: int = 0) -> tuple[Rule | None, str]:
+    """The rule of a call by probing, or None and why not. Known for calls of the same shapes and arguments."""
+    key = (
+        call.op.target, call.op.arguments, call.op.autocast, call.op.no_grad, version,
+        tuple((value.shape, value.dtype, value.gradient) for value in (*call.inputs, *call.outputs)),
+    )  # fmt: skip
+    if key not in _KNOWN:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(), _uncompiled():
+            warnings.simplefilter("ignore")  # ops complain about pieces that are no use
+            torch.manual_seed(0)
+            try:
+                _KNOWN[key] = (_discover(call, run), "")
+            except NotProbed as why:
+                _KNOWN[key] = (None, f"it could not be probed: {why}")
+    return _KNOWN[key]
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """torch.compile would compile a function for every shape that is tried."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def _discover(call: Call, run: Run) -> Rule:
+    sample = make_sample(call, run)
+    found = _checked(search(sample, run), sample, run)
+    return Wording(found, call, sample).rule()
+
+
+def _checked(found: Found, sample: Sample, run: Run) -> Found:
+    """What also holds backward, and on other inputs."""
+    sizes = {size for value in (*sample.call.inputs, *sample.call.outputs) for size in value.shape}
+    wording = Wording(found, sample.call, replace(sample, real={size: size for size in sizes}))
+    rule = wording.rule()
+    facts = analyse(one_op(sample.call), lambda call: (rule, ""))
+    (op,) = facts.graph.ops
+    roles = {role.label for role in facts.signatures[op.name].roles}
+    draws = [sample.draw(3), sample.draw(4)]
+    _check_backward(sample, run)
+
+    def holds(choice: str, units: int) -> bool:
+        try:
+            for parts, given in zip(parts_of(units), draws, strict=False):
+                check_role(facts, op, choice, parts, given, run)
+        except RuleError:
+            return False
+        return True
+
+    return Found(
+        tuple(split for split, label in wording.names.items() if label in roles and holds(label, split.units)),
+        tuple(group for number, group in enumerate(found.linear, 1) if holds(f"{ROWS}{number}", 3)),
+    )
+
+
+def _check_backward(sample: Sample, run: Run) -> None:
+    """The op itself must have the backward that the graph says it has."""
+    values = sample.call.inputs
+    given = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(5), values, strict=True)]
+    try:
+        made = run(sample.call.op, given)
+        backward(made, [torch.ones_like(y) if y.is_floating_point() else None for y in made], given)
+    except Exception as error:  # whatever it raises, it can't be trained
+        raise NotProbed(f"its backward does not run: {str(error).splitlines()[0]}") from error
+
+
+def one_op(call: Call) -> Graph:
+    """A graph of one op."""
+    values = {value.name: value for value in (*call.inputs, *call.outputs)}
+    return Graph(
+        name="probe", entry="train", values=values, parameters=(), buffers=(), ops=(call.op,),
+        inputs=tuple(Input(value=value.name, path=value.name) for value in call.inputs),
+        outputs=tuple(Output(path=value.name, value=value.name) for value in call.outputs),
+    )  # fmt: skip

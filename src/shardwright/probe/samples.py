@@ -1,0 +1,185 @@
+"""Inputs to probe an op with: the call at small sizes, and random tensors for it.
+
+A call of real size is too slow to probe, so its sizes are mapped to small ones: equal sizes stay
+equal, a size that is the product of two others stays their product, sizes up to 3 stay what they are,
+and numbers among the arguments that equal a size follow it. Whether the op can be called so is seen
+by calling it. A call that is small as it is stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir import Op, Value
+from ..rules import Call
+from .check import Run
+
+SMALL = 2_000
+"""Elements of all tensors of a call that is probed as it is."""
+
+LARGE = 100_000
+"""Elements of a call that is probed as it is only if it can't be made smaller."""
+
+SIZES = (5, 7, 4, 9, 11, 8, 13, 6, 10, 14, 17, 19, 22, 23)
+
+
+Provided = Callable[[int], tuple[Call, list[Tensor]]]
+PROVIDED: dict[str, Provided] = {}
+"""Ops whose user draws the inputs, by target: a call and its tensors for a seed."""
+
+
+class NotProbed(Exception):
+    """Why an op can't be probed."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call at sizes that it can be run at. `real` says what a size of the sample stands for."""
+
+    call: Call
+    real: dict[int, int]
+    kind: str = "normal"
+    wide: bool = True
+    provided: Provided | None = None
+
+    def draw(self, seed: int) -> list[Tensor]:
+        """Random inputs, the same for the same seed."""
+        if self.provided is not None:
+            return self.provided(seed)[1]
+        generator = torch.Generator().manual_seed(seed)
+        top = _safe_top(self.call.inputs)
+        return [_tensor(value, top, self.kind, self.wide, generator) for value in self.call.inputs]
+
+
+def make_sample(call: Call, run: Run) -> Sample:
+    """The call at small sizes, seen to run; NotProbed if there is no such call."""
+    if call.op.target in PROVIDED:
+        return _provided(call, PROVIDED[call.op.target])
+    if not call.inputs:
+        raise NotProbed("it reads no tensor")
+    if any(0 in value.shape for value in call.inputs):
+        raise NotProbed("an input is empty")
+    elements = sum(value.elements for value in (*call.inputs, *call.outputs))
+    error: Exception | None = None
+    for sample in _tries(call, elements):
+        try:
+            made = run(sample.call.op, sample.draw(0))
+        except Exception as refusal:  # an op may refuse sizes or numbers in any way it likes
+            error = error or refusal
+            continue
+        if _alike(made, call.outputs):
+            outputs = tuple(
+                replace(value, shape=tuple(x.shape)) for value, x in zip(call.outputs, made, strict=True)
+            )
+            return replace(sample, call=Call(sample.call.op, sample.call.inputs, outputs))
+    if error is None or elements > LARGE:
+        raise NotProbed(f"it has {elements} elements and can't be called with fewer" + (f" ({error})" if error else ""))
+    raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
+
+
+def _provided(call: Call, draw: Provided) -> Sample:
+    """The user's own inputs. What a size stands for follows from where it stands."""
+    drawn, _ = draw(0)
+    if [len(x.shape) for x in drawn.inputs] != [len(x.shape) for x in call.inputs]:
+        raise NotProbed("the inputs that it is probed with are not those of the call")
+    values = zip((*drawn.inputs, *drawn.outputs), (*call.inputs, *call.outputs), strict=True)
+    pairs = [(small, real) for small, real in values if len(small.shape) == len(real.shape)]
+    real = {one: other for x, y in pairs for one, other in zip(x.shape, y.shape, strict=True)}
+    inputs, outputs = (
+        tuple(replace(x, gradient=y.gradient) for x, y in zip(ours, theirs, strict=True))
+        for ours, theirs in ((drawn.inputs, call.inputs), (drawn.outputs, call.outputs))
+    )
+    return Sample(Call(drawn.op, inputs, outputs), real, provided=draw)
+
+
+def _tries(call: Call, elements: int) -> Iterator[Sample]:
+    sizes = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
+    for kind, wide in (("normal", True), ("positive", True), ("normal", False)):
+        same = Sample(call, {size: size for size in sizes}, kind, wide)
+        if elements <= SMALL:
+            yield same
+            continue
+        image = _images(call)
+        yield _mapped(call, image, True, kind, wide)
+        yield _mapped(call, image, False, kind, wide)
+        if elements <= LARGE:
+            yield same
+
+
+def numbers(op: Op) -> Iterator[tuple[str, int]]:
+    """The whole numbers among an op's arguments, by path: "num_heads", or "size.2" in a list."""
+    for name, value in op.arguments:
+        if type(value) is int:
+            yield name, value
+        elif isinstance(value, tuple):
+            yield from ((f"{name}.{at}", held) for at, held in enumerate(value) if type(held) is int)
+
+
+def with_numbers(op: Op, changes: dict[str, int]) -> Op:
+    """The op with other numbers at some paths."""
+    arguments = dict(op.arguments)
+    for path, number in changes.items():
+        name, _, at = path.partition(".")
+        if at:
+            held = list(arguments[name])
+            held[int(at)] = number
+            arguments[name] = tuple(held)
+        else:
+            arguments[name] = number
+    return replace(op, arguments=tuple(arguments.items()))
+
+
+def _images(call: Call) -> dict[int, int]:
+    """A small size for every size: products stay products, the rest are distinct."""
+    dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
+    known = dims | {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
+    image = {size: size for size in known if size <= 3}
+    spare = iter(size for size in SIZES)
+    for size in sorted(known - set(image)):
+        pair = next(((a, size // a) for a in sorted(known, reverse=True) if 1 < a < size and size % a == 0
+                     and size // a in image and a in image), None)  # fmt: skip
+        found = image[pair[0]] * image[pair[1]] if pair else next(spare, size)
+        image[size] = found if found not in image.values() and found < size else size
+    return image
+
+
+def _mapped(call: Call, image: dict[int, int], also_numbers: bool, kind: str, wide: bool) -> Sample:
+    def small(value: Value) -> Value:
+        return replace(value, shape=tuple(image[size] for size in value.shape))
+
+    dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape if size > 3}
+    changes = {path: image[number] for path, number in numbers(call.op) if number in dims} if also_numbers else {}
+    op = with_numbers(call.op, changes)
+    mapped = Call(op, tuple(map(small, call.inputs)), tuple(map(small, call.outputs)))
+    return Sample(mapped, {small: size for size, small in image.items()}, kind, wide)
+
+
+def _alike(made: Sequence[Tensor], outputs: Sequence[Value]) -> bool:
+    """Whether as many tensors come out as in the real call, with as many dims, the same of them of size 1."""
+    return [[size == 1 for size in x.shape] for x in made] == [[size == 1 for size in y.shape] for y in outputs]
+
+
+def _safe_top(inputs: Sequence[Value]) -> int:
+    """Whole numbers below this may index any dim of the floats among the inputs."""
+    sizes = [size for value in inputs if value.floating for size in value.shape if size > 1]
+    return max(2, min(sizes, default=4))
+
+
+def _tensor(value: Value, top: int, kind: str, wide: bool, generator: torch.Generator) -> Tensor:
+    if value.floating:
+        complex_ = value.dtype.startswith("complex")
+        dtype: Any = (torch.complex128 if complex_ else torch.float64) if wide else getattr(torch, value.dtype)
+        if kind == "positive" and not complex_:
+            return (0.05 + 0.9 * torch.rand(value.shape, generator=generator, dtype=torch.float64)).to(dtype)
+        drawn = torch.complex128 if complex_ else torch.float64
+        return torch.randn(value.shape, generator=generator, dtype=drawn).to(dtype)
+    if value.dtype == "bool":
+        return torch.rand(value.shape, generator=generator) < 0.5
+    return torch.randint(top, value.shape, generator=generator).to(getattr(torch, value.dtype))
+
+

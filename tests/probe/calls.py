@@ -1,0 +1,55 @@
+"""Calls of ops for tests: the op with the values it reads and makes, without capturing a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.ir import Dtype, Op, Slot, Value
+from shardwright.rules import Call
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def ids(*shape: int, top: int = 4) -> Tensor:
+    return torch.randint(top, shape)
+
+
+def flags(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.5
+
+
+def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> Call:
+    """The call of an op by its name ("linear", "sum.dim_IntList"), its floats with a gradient."""
+    full = target if target.count(".") == 2 else ".".join(f"aten.{target}.default".split(".")[:3])
+    space, name, overload = full.split(".")
+    op = getattr(getattr(getattr(torch.ops, space), name), overload)
+    tensors: list[Tensor] = []
+
+    def argument(held: Any) -> Any:
+        if isinstance(held, Tensor):
+            tensors.append(held)
+            return Slot(len(tensors) - 1)
+        if isinstance(held, torch.dtype):
+            return Dtype(str(held).removeprefix("torch."))
+        return tuple(argument(inner) for inner in held) if isinstance(held, list | tuple) else held
+
+    named = dict(zip((held.name for held in op._schema.arguments), args, strict=False)) | kwargs
+    arguments = tuple((key, argument(held)) for key, held in named.items())
+    buffers = [held for key, held in named.items() if key.startswith("running_")]
+    for x in tensors:
+        x.requires_grad_(gradient and x.is_floating_point() and not any(x is held for held in buffers))
+    result = op(**named)
+    made = result if isinstance(result, tuple | list) else (result,)
+    inputs = tuple(value(f"x{at}", x) for at, x in enumerate(tensors))
+    outputs = tuple(value(f"y{at}", y) for at, y in enumerate(made))
+    read, written = (tuple(held.name for held in values) for values in (inputs, outputs))
+    return Call(Op(name=f"/ {name}", target=full, inputs=read, outputs=written, arguments=arguments), inputs, outputs)
+
+
+def value(name: str, x: Tensor) -> Value:
+    return Value(name=name, shape=tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."), gradient=x.requires_grad)
