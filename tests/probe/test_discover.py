@@ -324,7 +324,8 @@ def test_a_number_that_is_a_place_stays_within_the_small_sizes():
     """Row 100 of 4096 is neither the first row nor beyond the last."""
     x, y = value("x", (4096, 512)), value("y", (4096, 512))
     arguments = (("x", Slot(0)), ("count", 100))
-    op = Op(name="/ f", target="shardwright_probe.first_rows.default", inputs=("x",), outputs=("y",), arguments=arguments)
+    target = "shardwright_probe.first_rows.default"
+    op = Op(name="/ f", target=target, inputs=("x",), outputs=("y",), arguments=arguments)
     gradient_free = tuple(dataclasses.replace(held, gradient=False) for held in (x, y))
     rule, why = discover(Call(op, gradient_free[:1], gradient_free[1:]), run_plain)
     assert rule is not None, why
