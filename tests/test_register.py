@@ -267,6 +267,25 @@ def test_a_rule_may_be_a_function_of_the_arguments():
     assert report.passed, str(report)
 
 
+def test_a_list_of_tensors_has_one_term():
+    @sw.register_op("b d ~1 -> b d", probe=lambda: ([randn(6, 4) for _ in range(3)],))
+    def added(xs: list[Tensor], *, factor: float = 1.0) -> Tensor:
+        return sum(xs) * factor
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            up = self.one(x)
+            return self.two(added([up, up.tanh()], factor=0.5)).square().mean()
+
+    for plan in ("dp=2", "tp=2"):
+        report = sw.verify(Sum(), plan, example=(randn(4, 6),), method="threads")
+        assert report.passed, str(report)
+
+
 def test_an_op_may_be_registered_without_a_rule_and_is_probed():
     @sw.register_op()
     def stretched(x):

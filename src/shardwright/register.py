@@ -228,7 +228,8 @@ def _drawn(kind: _Kind, probe: Callable[[], Any], seed: int) -> Any:
 def _talk(trial: Trial) -> None:
     """Judge an algorithm: its ranks are threads that talk to each other."""
     if dist.is_initialized():
-        warnings.warn(f"{trial.op}: {trial.said} is not checked: register it before processes talk", stacklevel=2)
+        said = f"{trial.op}: its algorithms are not checked here, where processes talk already; register it before"
+        warnings.warn(said, stacklevel=2)
         return
 
     def work(rank: int) -> Any:

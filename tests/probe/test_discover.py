@@ -6,6 +6,7 @@ runtime (a table split on its rows) and shares (a mean becomes a local sum over 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -310,3 +311,21 @@ def test_a_known_call_is_not_probed_again():
     probed = len(calls)
     assert discover(call, run, version=1) == first
     assert len(calls) == probed > 0
+
+
+@torch.library.custom_op("shardwright_probe::first_rows", mutates_args=())
+def first_rows(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Zero after so many rows."""
+    return x * (torch.arange(x.shape[0]) < count).view(-1, 1)
+
+
+def test_a_number_that_is_a_place_stays_within_the_small_sizes():
+    """Row 100 of 4096 is neither the first row nor beyond the last."""
+    x, y = value("x", (4096, 512)), value("y", (4096, 512))
+    arguments = (("x", Slot(0)), ("count", 100))
+    target = "shardwright_probe.first_rows.default"
+    op = Op(name="/ f", target=target, inputs=("x",), outputs=("y",), arguments=arguments)
+    gradient_free = tuple(dataclasses.replace(held, gradient=False) for held in (x, y))
+    rule, why = discover(Call(op, gradient_free[:1], gradient_free[1:]), run_plain)
+    assert rule is not None, why
+    assert rule.text == "b^ a ~1 -> b^ a"

@@ -20,6 +20,7 @@ class Function:
     call: Callable[..., Any]
     module: str
     qualname: str
+    plain: Callable[..., Any] | None = None  # the same without torch.compile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

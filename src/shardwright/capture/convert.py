@@ -21,7 +21,7 @@ from .autocast import Autocast
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
-from .keep import MARKER, Kept, called, map_places
+from .keep import MARKER, Kept, map_places, named
 from .normal import Call, write
 from .places import place_of
 from .schema import fact_of, literal, named_arguments, target_name
@@ -218,16 +218,21 @@ class Conversion:
         """The marker of a user's function as a call of that function."""
         call = self.kept.calls[args[0]]
         tensors = [Ref(handle.read()) for handle in args[1]]
-        path, run, named = called(call)
-        if named is None and call.changed:
-            remedy = "Register it with sw.register_op, or write it out of place."
-            raise unsupported(f"the autograd function {path} changes its input", place.source, remedy)
-        arguments: dict[str, Any] = {}
-        for index, held in enumerate(map_places(call.arguments, tensors)):
-            arguments[f"arg{index}" if named is None else named[index]] = _read(held, place)
+        own = named(call)
+        if own is not None:
+            path, given = own.path, own.names
+            function = Function(call=own.run, module="", qualname=path, plain=own.run_plain)
+        else:
+            cls: Any = call.function
+            path, given = f"{cls.__module__}.{cls.__qualname__}", tuple(f"arg{at}" for at in range(len(call.arguments)))
+            function = Function(call=cls.apply, module=cls.__module__, qualname=f"{cls.__qualname__}.apply")
+            if call.changed:
+                remedy = "Register it with sw.register_op, or write it out of place."
+                raise unsupported(f"the autograd function {path} changes its input", place.source, remedy)
+        held = zip(given, map_places(call.arguments, tensors), strict=True)
+        arguments = {name: _read(value, place) for name, value in held}
         target = f"call.{path}"
-        module, _, name = path.rpartition(".")
-        self.functions[target] = Function(call=run, module=module, qualname=name if named else f"{name}.apply")
+        self.functions[target] = function
         names = self.draft.emit(target, arguments, _facts(values, place), place)
         for at, index in call.changed.items():
             args[1][at].write(self.draft, names[index], place)

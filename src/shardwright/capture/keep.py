@@ -35,6 +35,8 @@ class Named(Protocol):
 
     def run(self, *values: Any) -> Any: ...
 
+    def run_plain(self, *values: Any) -> Any: ...
+
     def shapes(self, *values: Any) -> Any: ...
 
 
@@ -127,14 +129,9 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def called(call: Call) -> tuple[str, Callable[..., Any], tuple[str, ...] | None]:
-    """Where the function of a call is in the user's code, what runs it, and the names of its arguments if known."""
-    function = call.function
-    named = CALLEES.get(function) if isinstance(function, type) else function
-    if named is not None:
-        return named.path, named.run, named.names
-    assert isinstance(function, type)
-    return f"{function.__module__}.{function.__qualname__}", function.apply, None
+def named(call: Call) -> Named | None:
+    """The registered function of a call, if it is registered."""
+    return CALLEES.get(call.function) if isinstance(call.function, type) else call.function
 
 
 def map_places(held: Any, tensors: Sequence[Any]) -> Any:
@@ -171,9 +168,9 @@ def mark(kept: Kept, function: type[torch.autograd.Function] | Named, args: Sequ
     key = str(len(kept.calls))
     call = kept.calls[key] = Call(function, arguments)
     found = torch.ops.shardwright_capture.call(key, tensors)
-    named = CALLEES.get(function) if isinstance(function, type) else function
-    if named is not None:
-        named.changed = tuple(call.changed)
+    own = named(call)
+    if own is not None:
+        own.changed = tuple(call.changed)
     leaves = [None if index is None else found[index] for index in call.outputs]
     return leaves[0] if call.single else tuple(leaves)
 

@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from .samples import NotProbed, Sample, make_sample
 from .search import Found, search
 from .wording import Wording
 
+_ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 _KNOWN: dict[Any, tuple[Rule | None, str]] = {}
 _FUNCTIONS: dict[str, Function] = {}  # the user's functions in the graphs of this process, by target
 
@@ -37,14 +37,15 @@ def probing(functions: Mapping[str, Function] | None = None) -> Find:
 
     `functions` are those of the captured model; without them those that were captured last are used.
     """
-    _FUNCTIONS.update(functions or {})
+    for target, function in (functions or {}).items():  # not compiled anew for every shape that is tried
+        _FUNCTIONS[target] = replace(function, call=function.plain) if function.plain is not None else function
 
     def find(call: Call) -> tuple[Rule | None, str]:
         found = find_rule(call)
         if found is not None:
             return found, ""
         held = _FUNCTIONS.get(call.op.target)
-        return discover(call, run_known, id(held.call) if held is not None else 0)
+        return discover(call, run_known, held.call if held is not None else None)
 
     return find
 
@@ -54,28 +55,26 @@ def run_known(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
     return run_op(op, given, _FUNCTIONS)
 
 
-def discover(call: Call, run: Run, version: int = 0) -> tuple[Rule | None, str]:
+def discover(call: Call, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
     """The rule of a call by probing, or None and why not. Known for calls of the same shapes and arguments."""
     key = (
         call.op.target, call.op.arguments, call.op.autocast, call.op.no_grad, version,
         tuple((value.shape, value.dtype, value.gradient) for value in (*call.inputs, *call.outputs)),
     )  # fmt: skip
-    if key not in _KNOWN:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(), _uncompiled():
-            warnings.simplefilter("ignore")  # ops complain about pieces that are no use
-            torch.manual_seed(0)
-            try:
-                _KNOWN[key] = (_discover(call, run), "")
-            except NotProbed as why:
-                _KNOWN[key] = (None, f"it could not be probed: {why}")
-    return _KNOWN[key]
+    with _ONE_AT_A_TIME:
+        if key not in _KNOWN:
+            _KNOWN[key] = _probed(call, run)
+        return _KNOWN[key]
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
-    """torch.compile would compile a function for every shape that is tried."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+def _probed(call: Call, run: Run) -> tuple[Rule | None, str]:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ops complain about pieces that are no use
+        torch.manual_seed(0)
+        try:
+            return _discover(call, run), ""
+        except NotProbed as why:
+            return None, f"it could not be probed: {why}"
 
 
 def _discover(call: Call, run: Run) -> Rule:

@@ -1,9 +1,9 @@
 """Inputs to probe an op with: the call at small sizes, and random tensors for it.
 
-A call of real size is too slow to probe, so its sizes are mapped to small ones: equal sizes stay
-equal, a size that is the product of two others stays their product, sizes up to 3 stay what they are,
-and numbers among the arguments that equal a size follow it. Whether the op can be called so is seen
-by calling it. A call that is small as it is stays as it is.
+A call of real size is too slow to probe, so its sizes, and the whole numbers among its arguments, are
+mapped to small ones: equal ones stay equal, what is larger stays larger, a product of two others stays
+their product, and numbers up to 3 stay what they are. Whether the op can be called so is seen by calling
+it. A call that is small as it is stays as it is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ SMALL = 2_000
 
 LARGE = 100_000
 """Elements of a call that is probed as it is only if it can't be made smaller."""
-
-SIZES = (5, 7, 4, 9, 11, 8, 13, 6, 10, 14, 17, 19, 22, 23)
-
 
 Provided = Callable[[int], tuple[Call, list[Tensor]]]
 PROVIDED: dict[str, Provided] = {}
@@ -104,9 +101,7 @@ def _tries(call: Call, elements: int) -> Iterator[Sample]:
         if elements <= SMALL:
             yield same
             continue
-        image = _images(call)
-        yield _mapped(call, image, True, kind, wide)
-        yield _mapped(call, image, False, kind, wide)
+        yield _mapped(call, _images(call), kind, wide)
         if elements <= LARGE:
             yield same
 
@@ -135,26 +130,25 @@ def with_numbers(op: Op, changes: dict[str, int]) -> Op:
 
 
 def _images(call: Call) -> dict[int, int]:
-    """A small size for every size: products stay products, the rest are distinct."""
+    """A small size for every size and number: products stay products, and what is larger stays larger."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
-    known = dims | {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
-    image = {size: size for size in known if size <= 3}
-    spare = iter(size for size in SIZES)
-    for size in sorted(known - set(image)):
-        pair = next(((a, size // a) for a in sorted(known, reverse=True) if 1 < a < size and size % a == 0
-                     and size // a in image and a in image), None)  # fmt: skip
-        found = image[pair[0]] * image[pair[1]] if pair else next(spare, size)
-        image[size] = found if found not in image.values() and found < size else size
-    return image
+    given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
+    image = {size: size for size in (*dims, *given) if size <= 3}
+    top = 3
+    for size in sorted((dims | given) - set(image)):
+        factors = [held for held in sorted(image, reverse=True) if held > 1 and size % held == 0]
+        unit = next((image[held] for held in factors if held in given and held > 3), 1)  # groups divide the channels
+        pairs = (image[held] * image[size // held] for held in factors if size // held in image)
+        found = next((pair for pair in pairs if pair > top and pair % unit == 0), 0)
+        image[size] = top = found or unit * (top // unit + 1)
+    return {size: min(size, small) for size, small in image.items()}
 
 
-def _mapped(call: Call, image: dict[int, int], also_numbers: bool, kind: str, wide: bool) -> Sample:
+def _mapped(call: Call, image: dict[int, int], kind: str, wide: bool) -> Sample:
     def small(value: Value) -> Value:
         return replace(value, shape=tuple(image[size] for size in value.shape))
 
-    dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape if size > 3}
-    changes = {path: image[number] for path, number in numbers(call.op) if number in dims} if also_numbers else {}
-    op = with_numbers(call.op, changes)
+    op = with_numbers(call.op, {path: image[number] for path, number in numbers(call.op) if number in image})
     mapped = Call(op, tuple(map(small, call.inputs)), tuple(map(small, call.outputs)))
     return Sample(mapped, {small: size for size, small in image.items()}, kind, wide)
 
