@@ -76,7 +76,7 @@ def plan(
 ) -> Plan:
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine."""
     args, kwargs = arguments_of(example)
-    graph = capture(skeleton_of(model), args, kwargs, entry=entry).graph
+    graph = capture(skeleton_of(model), args, kwargs, entry=entry, real=lambda: (model, args, kwargs)).graph
     size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
     return make_plan(graph, analyse(graph), plan, size, str(cluster))
 

@@ -16,13 +16,16 @@ import torch
 from torch import fx
 
 from ..ir import Dtype
+from ..rules.kept import OPAQUE
 from .aliases import Handle, View
 from .autocast import Autocast
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
 from .keep import MARKER, Kept, Position
+from .keep import Call as Marker
 from .normal import Call, write
+from .opaque import Opaque
 from .places import place_of
 from .schema import fact_of, literal, named_arguments, target_name
 
@@ -215,9 +218,12 @@ class Conversion:
         return Handle(made)
 
     def _call(self, args: Sequence[Any], values: Sequence[torch.Tensor], place: Place) -> list[Handle]:
-        """The marker of an autograd function as a call of that function."""
+        """A marker as a call of what it stands for: an autograd function, or an opaque submodule."""
         call = self.kept.calls[args[0]]
         tensors = [Ref(handle.read()) for handle in args[1]]
+        if isinstance(call, Opaque):
+            return self._opaque(call, tensors, _facts(values, place), place)
+        assert isinstance(call, Marker)
         cls = call.function
         target = f"call.{cls.__module__}.{cls.__qualname__}"
         arguments: dict[str, Any] = {}
@@ -226,6 +232,22 @@ class Conversion:
             arguments[f"arg{index}"] = tensors[held.index] if at else literal(held, place.source)
         self.functions[target] = Function(call=cls.apply, module=cls.__module__, qualname=f"{cls.__qualname__}.apply")
         names = self.draft.emit(target, arguments, _facts(values, place), place)
+        return [Handle(name) for name in names]
+
+
+    def _opaque(self, call: Opaque, tensors: Sequence[Ref], facts: list[Fact], place: Place) -> list[Handle]:
+        arguments = {
+            "op_key": call.key,
+            "batch": call.batch,
+            "tensors": tuple(tensors[: call.tensors]),
+            "names": call.names,
+            "held": tuple(tensors[call.tensors :]),
+        }
+        names = self.draft.emit(OPAQUE, arguments, facts, place, "opaque")
+        for name, made in zip(names, call.made, strict=True):
+            if not made.gradient:
+                self.draft.facts[name] = replace(self.draft.facts[name], gradient=False)
+        self.draft.loose.update(names)
         return [Handle(name) for name in names]
 
 

@@ -3,7 +3,7 @@
 `torch.export` runs the forward of a `torch.autograd.Function` and forgets its backward,
 and it traces through `torch.utils.checkpoint` as if it were not there. Inside `keeping`
 a user's Function becomes one marker op, and the ops of a checkpointed call are annotated
-with the name of their region.
+with the name of their region. Opaque submodules use the same marker (`opaque.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx.traceback
@@ -25,6 +25,13 @@ _library: Any = torch.library.Library("shardwright_capture", "DEF")  # type: ign
 _library.define("call(str key, Tensor[] tensors) -> Tensor[]")
 
 
+class Marked(Protocol):
+    """What a marker stands for."""
+
+    def shapes(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Empty tensors of the shapes that it makes of these."""
+
+
 @dataclass(slots=True)
 class Call:
     """A call of a user's autograd function: its arguments, with a place number for each tensor."""
@@ -33,7 +40,20 @@ class Call:
     arguments: list[Any]
     outputs: list[int | None] = field(default_factory=list)  # the marker's output, or None for None
     single: bool = True
-    kept: list[Any] = field(default_factory=list)
+
+    def shapes(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        arguments = [tensors[held.index] if isinstance(held, Position) else held for held in self.arguments]
+        with torch.no_grad():
+            result = _forward(self.function, arguments)
+        self.single = not isinstance(result, tuple | list)
+        leaves = [result] if self.single else list(result)
+        found: list[torch.Tensor] = []
+        self.outputs = []
+        for leaf in leaves:
+            self.outputs.append(len(found) if isinstance(leaf, torch.Tensor) else None)
+            if isinstance(leaf, torch.Tensor):
+                found.append(torch.empty_like(leaf))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +67,27 @@ class Position:
 class Kept:
     """What was kept in one trace."""
 
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, Marked] = field(default_factory=dict)
     regions: int = 0
+    wanting: tuple[str, Exception] | None = None  # an opaque submodule that only runs on real data, and why
 
 
 _current: ContextVar[Kept | None] = ContextVar("shardwright_kept", default=None)
+
+
+def current() -> Kept | None:
+    """The trace that runs in this thread."""
+    return _current.get()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Within this nothing is kept: what runs is no part of the trace."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -66,20 +102,8 @@ class _Context(torch.autograd.function.FunctionCtx):
 def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     kept = _current.get()
     if kept is None:
-        raise RuntimeError("the marker for autograd functions was called outside of capture")
-    call = kept.calls[key]
-    arguments = [tensors[held.index] if isinstance(held, Position) else held for held in call.arguments]
-    with torch.no_grad():
-        result = _forward(call.function, arguments)
-    call.single = not isinstance(result, tuple | list)
-    leaves = [result] if call.single else list(result)
-    found: list[torch.Tensor] = []
-    call.outputs = []
-    for leaf in leaves:
-        call.outputs.append(len(found) if isinstance(leaf, torch.Tensor) else None)
-        if isinstance(leaf, torch.Tensor):
-            found.append(torch.empty_like(leaf))
-    return found
+        raise RuntimeError("the marker for functions that are kept was called outside of capture")
+    return kept.calls[key].shapes(tensors)
 
 
 torch.library.register_fake("shardwright_capture::call", _call_shapes, lib=_library)
@@ -101,7 +125,7 @@ def _mark(kept: Kept, function: type[torch.autograd.Function], args: tuple[Any, 
         arguments.append(Position(len(tensors)) if isinstance(held, torch.Tensor) else held)
         if isinstance(held, torch.Tensor):
             tensors.append(held)
-    key = str(len(kept.calls))
+    key = f"#{len(kept.calls)}"
     call = kept.calls[key] = Call(function, arguments)
     found = torch.ops.shardwright_capture.call(key, tensors)
     leaves = [None if index is None else found[index] for index in call.outputs]
@@ -128,9 +152,8 @@ def _checkpointed(kept: Kept, original: Callable[..., Iterator[None]]) -> Callab
 
 
 @contextmanager
-def keeping() -> Iterator[Kept]:
+def keeping(kept: Kept) -> Iterator[None]:
     """Patch `Function.apply` and the two roads through `checkpoint` for the length of a trace."""
-    kept = Kept()
     original = torch.autograd.Function.__dict__["apply"]
     generator = checkpointing._checkpoint_without_reentrant_generator
 
@@ -151,7 +174,7 @@ def keeping() -> Iterator[Kept]:
         patched.apply = classmethod(apply)
         checkpointing._checkpoint_without_reentrant_generator = _checkpointed(kept, generator)
         with torch.fx.traceback.preserve_node_meta():
-            yield kept
+            yield
     finally:
         patched.apply = original
         checkpointing._checkpoint_without_reentrant_generator = generator

@@ -37,7 +37,7 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
     printing = Printing(op, names, sizes, parts)
     if op.target.startswith("comm."):
         return _converter(printing)
-    if op.target.startswith("call."):
+    if op.target.startswith("call.") and op.target not in PRINTERS:
         shown = ", ".join(printing.show(value) for _, value in op.arguments)
         return f"{function_name(op.target.removeprefix('call.'))}({shown})"
     name = op.target.removeprefix("aten.")
@@ -280,6 +280,15 @@ def _keyed_attention(p: Printing) -> str:
     )
 
 
+def _opaque(p: Printing) -> str:
+    """A part of the user's model that stays as it is; it takes its parameters from the stage, except those named."""
+    shown = [p["op_key"], *(p.show(held) for held in p.literal("tensors"))]
+    given = [f'"{name}": {p.show(held)}' for name, held in zip(p.literal("names"), p.literal("held"), strict=True)]
+    shown += [f"held={{{', '.join(given)}}}"] if given else []
+    shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
+    return f"self.opaque({', '.join(shown)})"
+
+
 def _index(p: Printing) -> str:
     shown = [":" if held is None else p.show(held) for held in p.literal("indices")]
     return f"{p.first()}[{', '.join(shown)}]"
@@ -331,7 +340,7 @@ PRINTERS: dict[str, Printer] = {
     "slice": _slice, "select": _select, "split": _split, "split_with_sizes": _split, "convolution": _conv,
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
     "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention,
-    "_to_copy": _cast, "where": _where,
+    "_to_copy": _cast, "where": _where, "call.opaque": _opaque,
     "index": _index, "constant_pad_nd": _pad, "pad": _pad, "relu": _functional("relu", "self"),
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),
     "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",
