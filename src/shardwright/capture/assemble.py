@@ -14,10 +14,13 @@ from torch.utils import _pytree as pytree
 from ..ir import Buffer, Graph, Input, Op, Output, Parameter, check
 from ..rules.kept import OPAQUE
 from .aliases import Handle
+from .branches import Branches
+from .branches import functions as run_branches
 from .captured import Captured, Function, InputLeaf
 from .convert import Conversion, Modes
 from .draft import Draft
 from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
+from .interpret import run_plain
 from .leaves import Leaves
 from .opaque import Body, Opaque, runner
 from .real import Real
@@ -48,13 +51,15 @@ def capture(
     leaves = Leaves(module, traced, Draft())
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
-    conversion = Conversion(leaves.draft, traced.kept, frozenset(leaves.parameters))
+    branches = Branches(promote)
+    conversion = Conversion(leaves.draft, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
     results = list(conversion.run(traced.program.graph_module, handles, Modes()))
     leaves.check_writes()
     leaves.draft.notes += traced.notes
-    graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__)
+    graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__, branches)
     opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
     functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}
+    functions |= run_branches(lambda branch, given: run_plain(graph.branches[branch], given, functions))
     return Captured(
         graph=graph,
         in_spec=pytree.tree_structure((args, kwargs)),
@@ -65,10 +70,14 @@ def capture(
             for value, tensor in leaves.constants.items()
             if value in names
         },
-        functions={op.target: functions[op.target] for op in graph.ops if op.target in functions},
+        functions={op.target: functions[op.target] for op in _all_ops(graph) if op.target in functions},
         keywords=tuple(kwargs),
         opaques=opaques,
     )
+
+
+def _all_ops(graph: Graph) -> list[Op]:
+    return [op for held in (graph, *graph.branches.values()) for op in held.ops]
 
 
 def _opaque(traced: Trace, op: Op, promote: bool) -> Opaque:
@@ -87,7 +96,7 @@ def _runs_opaque(calls: Mapping[str, Opaque], module: nn.Module) -> Function:
 
 
 def _finish(
-    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str
+    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str, branches: Branches
 ) -> tuple[Graph, dict[str, str]]:
     """Clean the draft up and give everything its name; the graph, and the names by draft name."""
     draft = leaves.draft
@@ -118,6 +127,7 @@ def _finish(
         ),
         batch=_batch(leaves.inputs),
         notes=tuple(draft.notes),
+        branches=branches.graphs,
     )
     return check(graph), names
 

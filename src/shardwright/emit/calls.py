@@ -289,6 +289,24 @@ def _opaque(p: Printing) -> str:
     return f"self.opaque({', '.join(shown)})"
 
 
+def _cond(p: Printing) -> str:
+    given = p.literal("operands")
+    shown = [p["predicate"]]
+    for role in ("then", "other"):
+        taken = tuple(given[at] for at in p.literal(f"{role}_takes"))
+        shown += [f"self.{p.literal(role)}", p.show(taken)]
+    return f"runtime.cond({', '.join(shown)})"
+
+
+def _scan(p: Printing) -> str:
+    return f"runtime.scan(self.{p.literal('step')}, {p['init']}, {p['xs']}, {p['held']})"
+
+
+def _while_loop(p: Printing) -> str:
+    bodies = f"self.{p.literal('test')}, self.{p.literal('body')}"
+    return f"runtime.while_loop({bodies}, {p['carried']}, {p['held']})"
+
+
 def _index(p: Printing) -> str:
     shown = [":" if held is None else p.show(held) for held in p.literal("indices")]
     return f"{p.first()}[{', '.join(shown)}]"
@@ -341,6 +359,7 @@ PRINTERS: dict[str, Printer] = {
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
     "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention,
     "_to_copy": _cast, "where": _where, "call.opaque": _opaque,
+    "call.cond": _cond, "call.scan": _scan, "call.while_loop": _while_loop,
     "index": _index, "constant_pad_nd": _pad, "pad": _pad, "relu": _functional("relu", "self"),
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),
     "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",

@@ -12,6 +12,7 @@ from ..lower import Program, converter_of
 from ..lower.program import sizes_of
 from ..rules import is_drawn_whole
 from ..rules.kept import OPAQUE
+from .branches import branch_method
 from .calls import PRINTERS, call_text, function_name
 from .layers import Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
@@ -75,7 +76,8 @@ class Writer:
         self.zero3 = any(level == 3 for holding in program.holdings for _, level in holding.zero)
         self.units: dict[str, None] = {}
         tops = {key.split(".")[0] for key in self.paths.values()}
-        self.root = "self.held" if tops & {*RESERVED, *program.mesh.names} else "self"
+        own = {*RESERVED, *program.mesh.names, *program.graph.branches}
+        self.root = "self.held" if tops & own else "self"
 
     def file(self) -> Iterator[str]:
         folder = Folder(self.program, self.sizes)
@@ -86,6 +88,8 @@ class Writer:
         constants = list(self.constants())
         forward = list(self.forward(items))
         methods = [list(self.method(method)) for method in folder.methods]
+        branches = self.program.graph.branches.values()
+        methods += [list(branch_method(held, self.sizes, lambda op: self.context(op, None))) for held in branches]
         table = list(piece_table(self.program, self.class_name))
         ragged = list(self.sizes.ragged_definitions())
         text = "\n".join([*constants, *forward, *(line for lines in methods for line in lines), *table])

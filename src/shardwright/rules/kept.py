@@ -9,6 +9,7 @@ from __future__ import annotations
 from .registry import Call, letters, rule
 
 OPAQUE = "call.opaque"
+COND, SCAN, WHILE = "call.cond", "call.scan", "call.while_loop"
 
 
 @rule(OPAQUE)

@@ -165,10 +165,16 @@ def redraws(graph: Graph) -> bool:
 def dropouts(graph: Graph) -> list[Op]:
     """The ops that drop something, in the order of their calls."""
     odd = next((op for op in graph.ops if OTHER_RANDOM.search(op.target)), None)
+    inside = (op for branch in graph.branches.values() for op in branch.ops)
+    odd = odd or next((op for op in inside if OTHER_RANDOM.search(op.target) or drops(op)), None)
     if odd is not None:
         raise InputError(f"{odd} draws random numbers, which can't be made the same on one device and on many; "
                          'verify in evaluation mode with entries=("eval",)')  # fmt: skip
-    return [op for op in graph.ops if op.target in DROPOUTS or op.argument("dropout_p", 0.0)]
+    return [op for op in graph.ops if drops(op)]
+
+
+def drops(op: Op) -> bool:
+    return op.target in DROPOUTS or bool(op.argument("dropout_p", 0.0))
 
 
 @contextmanager
