@@ -113,11 +113,12 @@ class Compiler:
         seed: int,
         promote: bool = False,
         exact_random: bool = False,
+        prefix: str = "",
     ) -> None:
         self.module: nn.Module | None = module
         self.skeleton = skeleton_of(module)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
-        self.directory, self.promote = directory, promote
+        self.directory, self.promote, self.prefix = directory, promote, prefix
         self.random = Randomness(seed=seed, exact=exact_random)
         self.homes: dict[str, Layout] | None = None
         self.programs: list[Program] = []
@@ -217,6 +218,7 @@ class Compiler:
         for one in held:
             local = self._piece(old[one.name], one, groups)
             pieces[one.name] = make_parameter(local, one, groups)
+            pieces[one.name].prefix = self.prefix
             replaced.update({old[key]: pieces[one.name] for key in one.keys})
         buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
         pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in held]

@@ -77,7 +77,7 @@ class Writer:
         self.units: dict[str, None] = {}
         tops = {key.split(".")[0] for key in self.paths.values()}
         own = {*RESERVED, *program.mesh.names, *program.graph.branches}
-        self.root = "self.held" if tops & own else "self"
+        self.root = "self.held" if tops & own or any(top.isdigit() for top in tops) else "self"
 
     def file(self) -> Iterator[str]:
         folder = Folder(self.program, self.sizes)
