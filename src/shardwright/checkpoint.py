@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.optim import Optimizer
 
 from .errors import InputError
-from .runtime.model import ParallelModel
 from .runtime.state import fill_state, load_optimizer_state_dict, optimizer_state_dict
 
 
-def save(path: str | Path, model: ParallelModel, optimizer: Optimizer | None = None) -> None:
+def save(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Write the model, and the optimizer if given, as a checkpoint that any plan can load. All ranks call it."""
     final, draft = Path(path), Path(f"{path}.part")
     if _first():
@@ -38,7 +38,7 @@ def save(path: str | Path, model: ParallelModel, optimizer: Optimizer | None = N
     _meet()
 
 
-def load(path: str | Path, model: ParallelModel, optimizer: Optimizer | None = None) -> None:
+def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Read a checkpoint into a model, and an optimizer, that may be under another plan. All ranks call it."""
     if not (Path(path) / ".metadata").exists():
         raise InputError(f"{path} is not a checkpoint: it has no .metadata; pass the folder that sw.save wrote")
@@ -51,7 +51,7 @@ def load(path: str | Path, model: ParallelModel, optimizer: Optimizer | None = N
         load_optimizer_state_dict(optimizer, held["optimizer"])
 
 
-def _state(model: ParallelModel, optimizer: Optimizer | None) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     held: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         held["optimizer"] = optimizer_state_dict(optimizer)

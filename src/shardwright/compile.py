@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capture import Captured, Function, capture, without_collection
+from .capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
 from .emit import emit
 from .errors import InputError, PlanError
 from .ir import Graph
@@ -116,17 +116,21 @@ class Compiler:
         seed: int,
         promote: bool = False,
         exact_random: bool = False,
+        prefix: str = "",
     ) -> None:
         self.module: nn.Module | None = module
         self.skeleton = skeleton_of(module)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
-        self.directory, self.promote = directory, promote
+        self.directory, self.promote, self.prefix = directory, promote, prefix
         self.random = Randomness(seed=seed, exact=exact_random)
         self.homes: dict[str, Layout] | None = None
         self.programs: list[Program] = []
+        self.bodies: dict[str, Body] = {}
+        self.looked = False  # whether an opaque part had to be seen running
 
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
+        self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         model.plan, program, text = compile_graph(
             captured.graph,
             lambda facts: self._plan(model.plan, captured.graph, facts),
@@ -148,11 +152,38 @@ class Compiler:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         shown = [_stand_in(leaf, rows, scale) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        given = (args, kwargs)
         args, kwargs = pytree.tree_unflatten(shown, spec)
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
+        real = self._real(model, given, rows, scale)
         with _CAPTURING:
-            return capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote)
+            return capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
+
+    def _real(self, model: ParallelModel, given: Any, rows: int | None, scale: int) -> Real:
+        """The model and the arguments of a call with values, for what only shows when the model runs.
+
+        The rows of other groups are not here: the own ones are repeated. Once the pieces are the truth, the whole
+        is gathered, if anything had to be looked at in the first run.
+        """
+        module = self.module or (self._gathered(model) if self.looked else self.skeleton)
+
+        def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+            leaves, spec = pytree.tree_flatten(given)
+            many = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows for x in leaves]
+            whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, many, strict=True)]
+            return module, *pytree.tree_unflatten(whole, spec)
+
+        return make
+
+    def _gathered(self, model: ParallelModel) -> nn.Module:
+        """The original with the values that it has now. All ranks must call it."""
+        made = copy.deepcopy(self.skeleton).to_empty(device=self.world.device)
+        state = {**model.full_state_dict(), **model._ready().buffers}
+        with torch.no_grad():
+            for key, tensor in (*made.named_parameters(), *made.named_buffers()):
+                tensor.copy_(state[key])
+        return made
 
     def _replicas(self) -> int:
         """How many data-parallel groups there will be; "rows" mode needs to know before it captures."""
@@ -191,6 +222,7 @@ class Compiler:
         for one in held:
             local = self._piece(old[one.name], one, groups)
             pieces[one.name] = make_parameter(local, one, groups)
+            pieces[one.name].prefix = self.prefix
             replaced.update({old[key]: pieces[one.name] for key in one.keys})
         buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
         pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in held]
@@ -246,6 +278,7 @@ class Compiler:
             constant = captured.constants.get(buffer.value)
             tensor = holding.buffers[buffer.key] if constant is None else constant.to(self.world.device)
             stage.place(buffer.key, tensor)
+        stage.parts = {key: self._part(call) for key, call in captured.opaques.items()}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.device(self.world.device):
             stage.constants()
         outputs = captured.graph.outputs
@@ -262,6 +295,14 @@ class Compiler:
             ),
             dtypes=tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
         )
+
+
+    def _part(self, call: Opaque) -> OpaquePart:
+        """A submodule that stays as it is. All entries share one copy of it, so that what it remembers is one."""
+        like = self.skeleton.get_submodule(call.path)
+        if call.path not in self.bodies:
+            self.bodies[call.path] = Body(copy.deepcopy(like))
+        return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
 
 
 def _stand_in(tensor: Tensor, rows: int | None, scale: int) -> Tensor:

@@ -25,7 +25,11 @@ class ShardwrightError(Exception):
 
 
 class CaptureError(ShardwrightError):
-    """The model can't be turned into a graph."""
+    """The model can't be turned into a graph. `path` is the submodule that stands in the way, if it is known."""
+
+    def __init__(self, message: str, path: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class GraphError(ShardwrightError):

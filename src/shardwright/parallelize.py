@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .capture import capture
 from .compile import Compiler, PlanLike, make_plan, skeleton_of
 from .errors import InputError, PlanError
+from .parts import Parts, replace_parts
 from .plan import Plan
 from .probe import probing
 from .rules import analyse
@@ -40,6 +41,7 @@ def parallelize(
     seed: int = 0,
     directory: str | Path = GENERATED,
     timeout: float = 600.0,
+    parts: Parts | None = None,
 ) -> Any:
     """Compile a model for all processes of this run.
 
@@ -51,6 +53,8 @@ def parallelize(
                 group its rows), "gather" (each rank its rows).
     accumulate  sync gradients at every n-th backward only.
     directory   where generated code is written.
+    parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
+                module: a list of paths, or a dict of paths and plans. Returns the same model then.
 
     Returns the model, or the model and the optimizer if one was given: the same object, now
     working on the pieces.
@@ -62,6 +66,11 @@ def parallelize(
     if accumulate < 1:
         raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
     world = start(timeout=timeout)
+    if parts is not None:
+        if example is not None:
+            raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
+        replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory))
+        return model if optimizer is None else (model, optimizer)
     compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed)
     made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
     if example is not None:
@@ -77,7 +86,7 @@ def plan(
 ) -> Plan:
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine."""
     args, kwargs = arguments_of(example)
-    captured = capture(skeleton_of(model), args, kwargs, entry=entry)
+    captured = capture(skeleton_of(model), args, kwargs, entry=entry, real=lambda: (model, args, kwargs))
     size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
     facts = analyse(captured.graph, probing(captured.functions))
     return make_plan(captured.graph, facts, plan, size, str(cluster))

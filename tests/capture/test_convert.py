@@ -1,33 +1,9 @@
 """Regions of an exported graph: what is inlined and how."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.capture import capture, run
-
 from .agreement import agree
-
-
-class Chooses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.weight
-        return torch.cond(y.sum() > 0, lambda held: held * 2, lambda held: held.sin(), (y,))
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_cond_runs_both_branches_and_chooses(sign):
-    module, x = Chooses(), sign * torch.rand(2, 3, dtype=torch.float64)
-    captured = capture(module, (x,))
-    outputs, _, _ = run(captured, [x], {"weight": module.weight}, {})
-    outputs[0].sum().backward()
-    assert torch.equal(outputs[0], 2 * x if sign > 0 else x.sin())
-    assert torch.equal(module.weight.grad, (2 * x if sign > 0 else x * x.cos()).sum(0))
-    assert "torch.cond" in captured.graph.notes[0]
 
 
 def test_every_region_of_no_grad_inside_a_checkpoint_is_in_the_checkpoint():

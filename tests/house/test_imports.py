@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "runtime": "errors layout",
     "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime",
     "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile",
+    "parts": "errors layout plan lower runtime compile",
     "parallelize": (
-        "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile verify"
+        "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile parts verify"
     ),
     "checkpoint": "errors runtime",
     "register": "errors ir rules capture probe runtime verify",

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..ir import Buffer, Graph, Input, Output, Parameter, check
+from ..ir import Buffer, Graph, Input, Op, Output, Parameter, check
+from ..rules.kept import OPAQUE
 from .aliases import Handle
-from .captured import Captured, InputLeaf
+from .branches import Branches
+from .branches import functions as run_branches
+from .captured import Captured, Function, InputLeaf
 from .convert import Conversion, Modes
 from .draft import Draft
 from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
+from .interpret import run_plain
 from .leaves import Leaves
+from .opaque import Body, Opaque, runner
+from .real import Real
 from .signature import input_paths, output_paths
 from .trace import Trace, trace, without_collection
 
@@ -29,22 +37,29 @@ def capture(
     entry: str = "train",
     promote: bool = False,
     name: str | None = None,
+    real: Real | None = None,
 ) -> Captured:
     """The graph of one call of a module, at the shapes of the example arguments.
 
     Parameters and inputs may be real, fake or on meta; nothing is run or allocated, and the
-    module is left as it was. With `promote` every float in the graph is a float64.
+    module is left as it was. With `promote` every float in the graph is a float64. Only what an
+    opaque submodule returns may have to be looked at in a run, of `real` or else of this call.
     """
     module = getattr(module, "_orig_mod", module)
     args, kwargs = tuple(args), dict(kwargs or {})
-    traced = trace(module, args, kwargs)
+    traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
     leaves = Leaves(module, traced, Draft())
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
-    conversion = Conversion(leaves.draft, traced.kept, frozenset(leaves.parameters))
+    branches = Branches(promote)
+    conversion = Conversion(leaves.draft, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
     results = list(conversion.run(traced.program.graph_module, handles, Modes()))
     leaves.check_writes()
-    graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__)
+    leaves.draft.notes += traced.notes
+    graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__, branches)
+    opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
+    functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}
+    functions |= run_branches(lambda branch, given: run_plain(graph.branches[branch], given, functions))
     return Captured(
         graph=graph,
         in_spec=pytree.tree_structure((args, kwargs)),
@@ -55,13 +70,33 @@ def capture(
             for value, tensor in leaves.constants.items()
             if value in names
         },
-        functions={op.target: conversion.functions[op.target] for op in graph.ops if op.target in conversion.functions},
+        functions={op.target: functions[op.target] for op in _all_ops(graph) if op.target in functions},
         keywords=tuple(kwargs),
+        opaques=opaques,
     )
 
 
+def _all_ops(graph: Graph) -> list[Op]:
+    return [op for held in (graph, *graph.branches.values()) for op in held.ops]
+
+
+def _opaque(traced: Trace, op: Op, promote: bool) -> Opaque:
+    """How an opaque submodule is called. Where floats are promoted, what it returns has to follow."""
+    call = traced.kept.calls[op.argument("op_key")]
+    assert isinstance(call, Opaque)
+    wide = tuple(replace(made, dtype=torch.float64) if made.dtype.is_floating_point else made for made in call.made)
+    return replace(call, made=wide) if promote else call
+
+
+def _runs_opaque(calls: Mapping[str, Opaque], module: nn.Module) -> Function:
+    """Runs them op by op, on copies, so that the module is left as it is."""
+    parts = {call.path: module.get_submodule(call.path) for call in calls.values()}
+    bodies = {path: Body(copy.deepcopy(part)) for path, part in parts.items()}
+    return Function(call=runner(calls, module, bodies), module="shardwright", qualname="opaque")
+
+
 def _finish(
-    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str
+    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str, branches: Branches
 ) -> tuple[Graph, dict[str, str]]:
     """Clean the draft up and give everything its name; the graph, and the names by draft name."""
     draft = leaves.draft
@@ -92,6 +127,7 @@ def _finish(
         ),
         batch=_batch(leaves.inputs),
         notes=tuple(draft.notes),
+        branches=branches.graphs,
     )
     return check(graph), names
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..ir import Graph
+from .opaque import Opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Captured:
     constants: Mapping[str, torch.Tensor]
     functions: Mapping[str, Function]
     keywords: tuple[str, ...] = ()  # the keyword arguments, in the order of in_spec
+    opaques: Mapping[str, Opaque] = field(default_factory=dict)  # the calls of opaque submodules, by op_key
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors for graph.inputs, in order; an InputError if this call needs a capture of its own."""

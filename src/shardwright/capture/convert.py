@@ -8,7 +8,7 @@ values, and hands each call to normal.py.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,17 @@ import torch
 from torch import fx
 
 from ..ir import Dtype
+from ..rules.kept import COND, OPAQUE, SCAN, WHILE
 from .aliases import Handle, View
 from .autocast import Autocast
+from .branches import Branches, Walk, operands_of, refuse_draws
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
 from .keep import MARKER, Kept, map_places, named
+from .keep import Call as Marker
 from .normal import Call, write
+from .opaque import Opaque
 from .places import place_of
 from .schema import fact_of, literal, named_arguments, target_name
 
@@ -44,6 +48,8 @@ class Conversion:
     draft: Draft
     kept: Kept
     parameters: frozenset[str]  # their values: autocast casts each once
+    constant: Callable[[torch.Tensor], Handle]  # a handle for a tensor that stands in the graph itself
+    branches: Branches
     functions: dict[str, Function] = field(default_factory=dict)
     autocast: Autocast = field(default_factory=Autocast)
     _casts: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -56,7 +62,8 @@ class Conversion:
             if node.op == "placeholder":
                 env[node] = next(given)
             elif node.op == "get_attr":
-                env[node] = getattr(graph, node.target)
+                held = getattr(graph, node.target)
+                env[node] = self.constant(held) if isinstance(held, torch.Tensor) else held
             elif node.op == "output":
                 return fx.node.map_arg(node.args[0], env.__getitem__)
             elif node.target is operator.getitem:
@@ -95,25 +102,74 @@ class Conversion:
                 self._casts.clear()  # autocast forgets its casts when the outermost region ends
             return self.run(inner, rest, replace(modes, autocast=region, cached=True))
         place = place_of(node.meta, no_grad=modes.no_grad, autocast=None)
-        if name == "cond":
-            return self._choice(args, modes, place)
-        remedy = "Write it with plain tensor operations (torch.where for a choice)."
+        if name == "cond" and not isinstance(args[0], Handle):
+            return self.run(args[1] if args[0] else args[2], args[3], modes)
+        if name in ("cond", "scan", "while_loop"):
+            made = {"cond": self._cond, "scan": self._scan, "while_loop": self._while}[name](args, modes, place)
+            names = self.draft.emit(*made, _facts(node.meta["val"], place), place)
+            self.draft.loose.update(names)
+            return [Handle(held) for held in names]
+        remedy = "Write it with plain tensor operations, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"the graph has no way to say {name}", place.source, remedy)
 
-    def _choice(self, args: Sequence[Any], modes: Modes, place: Place) -> list[Handle]:
-        """`torch.cond`: both branches, and a choice between what they give."""
-        predicate, one, other, operands = args
-        if not isinstance(predicate, Handle):
-            return self.run(one if predicate else other, operands, modes)  # type: ignore[no-any-return]
-        self.draft.notes.append(
-            f"torch.cond at {place.source} runs both branches and chooses; a branch that is not taken must be finite"
-        )
+    def _cond(self, args: Sequence[Any], modes: Modes, place: Place) -> tuple[str, dict[str, Any]]:
+        predicate, one, other, given = args
+        operands = list(operands_of(given, place))
+        arguments: dict[str, Any] = {"predicate": Ref(predicate.read())}
+        for role, wish, module in (("then", "cond_then", one), ("other", "cond_else", other)):
+            facts = [self.draft.facts[held.name] for held in operands[: len(given)]]
+            name, takes, constants = self.branches.add(module, wish, facts, self._walk(modes), place)
+            more = range(len(operands), len(operands) + len(constants))
+            operands += [Ref(self.constant(tensor).read()) for tensor in constants]
+            numbers = [*range(len(given)), *more]
+            arguments |= {role: name, f"{role}_takes": tuple(numbers[at] for at in takes)}
+        return COND, {**arguments, "operands": tuple(operands)}
+
+    def _scan(self, args: Sequence[Any], modes: Modes, place: Place) -> tuple[str, dict[str, Any]]:
+        step, *given = args
+        init, xs, held = (operands_of(group, place) for group in given)
+        known = self.draft.facts
+        rows = [replace(known[ref.name], shape=known[ref.name].shape[1:]) for ref in xs]
+        facts = [*(known[ref.name] for ref in init), *rows, *(known[ref.name] for ref in held)]
+        names = [*_numbered("carry", init), *_numbered("x", xs), *_numbered("held", held)]
+        name, constants = self._loop_body(step, "scan_step", facts, names, modes, place)
+        return SCAN, {"step": name, "init": init, "xs": xs, "held": (*held, *constants)}
+
+    def _while(self, args: Sequence[Any], modes: Modes, place: Place) -> tuple[str, dict[str, Any]]:
+        test, body, *given = args
+        carried, held = (operands_of(group, place) for group in given)
+        facts = [self.draft.facts[ref.name] for ref in (*carried, *held)]
+        names = [*_numbered("carry", carried), *_numbered("held", held)]
         found = []
-        for left, right in zip(self.run(one, operands, modes), self.run(other, operands, modes), strict=True):
-            fact = self.draft.facts[left.read()]
-            arguments = {"condition": Ref(predicate.read()), "self": Ref(left.read()), "other": Ref(right.read())}
-            found.append(Handle(self.draft.emit_one("aten.where.self", arguments, fact, place)))
-        return found
+        for module, wish in ((test, "while_test"), (body, "while_body")):
+            name, constants = self._loop_body(module, wish, facts, names, modes, place)
+            if constants:
+                remedy = "Make the constant a buffer, or make it before the loop and pass it in."
+                raise unsupported("a loop makes a constant tensor", place.source, remedy)
+            found.append(name)
+        return WHILE, {"test": found[0], "body": found[1], "carried": carried, "held": held}
+
+    def _loop_body(
+        self, module: fx.GraphModule, wish: str, facts: list[Fact], names: list[str], modes: Modes, place: Place
+    ) -> tuple[str, list[Ref]]:
+        """The graph of one turn, which takes everything it is given, and the constants that it wants besides."""
+        if any(fact.gradient for fact in facts):  # what is carried may come to have a gradient
+            facts = [replace(fact, gradient=fact.floating) for fact in facts]
+        name, _, constants = self.branches.add(module, wish, facts, self._walk(modes), place, names)
+        refuse_draws(self.branches.graphs[name], place)
+        return name, [Ref(self.constant(tensor).read()) for tensor in constants]
+
+    def _walk(self, modes: Modes) -> Walk:
+        def walk(
+            module: fx.GraphModule, draft: Draft, handles: Sequence[Handle], constant: Callable[[torch.Tensor], Handle]
+        ) -> Sequence[Any]:
+            inner = Conversion(
+                draft, self.kept, frozenset(), constant, self.branches, functions=self.functions, autocast=self.autocast
+            )
+            found = inner.run(module, handles, modes)
+            return found if isinstance(found, tuple | list) else [found]
+
+        return walk
 
     def _op(self, op: Any, args: Any, kwargs: Any, value: Any, place: Place) -> Any:
         target = target_name(op)
@@ -215,9 +271,12 @@ class Conversion:
         return Handle(made)
 
     def _call(self, args: Sequence[Any], values: Sequence[torch.Tensor], place: Place) -> list[Handle]:
-        """The marker of a user's function as a call of that function."""
+        """A marker as a call of what it stands for: a user's function, or an opaque submodule."""
         call = self.kept.calls[args[0]]
         tensors = [Ref(handle.read()) for handle in args[1]]
+        if isinstance(call, Opaque):
+            return self._opaque(call, tensors, _facts(values, place), place)
+        assert isinstance(call, Marker)
         own = named(call)
         if own is not None:
             path, given = own.path, own.names
@@ -237,6 +296,26 @@ class Conversion:
         for at, index in call.changed.items():
             args[1][at].write(self.draft, names[index], place)
         return [Handle(name) for name in names]
+
+
+    def _opaque(self, call: Opaque, tensors: Sequence[Ref], facts: list[Fact], place: Place) -> list[Handle]:
+        arguments = {
+            "op_key": call.key,
+            "batch": call.batch,
+            "tensors": tuple(tensors[: call.tensors]),
+            "names": call.names,
+            "held": tuple(tensors[call.tensors :]),
+        }
+        names = self.draft.emit(OPAQUE, arguments, facts, place, "opaque")
+        for name, made in zip(names, call.made, strict=True):
+            if not made.gradient:
+                self.draft.facts[name] = replace(self.draft.facts[name], gradient=False)
+        self.draft.loose.update(names)
+        return [Handle(name) for name in names]
+
+
+def _numbered(word: str, held: Sequence[Any]) -> list[str]:
+    return [word] if len(held) == 1 else [f"{word}{at}" for at in range(len(held))]
 
 
 def _read(held: Any, place: Place) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -47,14 +48,19 @@ def _advice(text: str, kind: str, reason: str) -> str:
     return f"{kind}: {reason}\nIf this part can't be written in another way, keep it out with sw.opaque(submodule)."
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it came from, outermost first."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+
 def _user_line(error: BaseException) -> Source | None:
     """The innermost frame of the user's in the traceback of an error, or of what caused it."""
     found: Source | None = None
-    seen: BaseException | None = error
-    while seen is not None:
-        text = "".join(traceback.format_tb(seen.__traceback__))
-        found = source_of(text) or found
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    for seen in causes(error):
+        found = source_of("".join(traceback.format_tb(seen.__traceback__))) or found
     return found
 
 

@@ -3,7 +3,8 @@
 `torch.export` runs the forward of a `torch.autograd.Function` and forgets its backward,
 and it traces through `torch.utils.checkpoint` as if it were not there. Inside `keeping`
 a user's Function becomes one marker op, as does a registered function (callee.py), and the
-ops of a checkpointed call are annotated with the name of their region.
+ops of a checkpointed call are annotated with the name of their region. Opaque submodules use
+the same marker (opaque.py).
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ CALLEES: dict[type[torch.autograd.Function], Named] = {}
 """Autograd functions that are registered."""
 
 
+class Marked(Protocol):
+    """What a marker stands for."""
+
+    def shapes(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Empty tensors of the shapes that it makes of these."""
+
+
 @dataclass(slots=True)
 class Call:
     """A call of a user's function: its arguments, with a place number for each tensor."""
@@ -53,6 +61,25 @@ class Call:
     outputs: list[int | None] = field(default_factory=list)  # the marker's output, or None for None
     single: bool = True
     changed: dict[int, int] = field(default_factory=dict)  # tensors that it changes -> the marker's output
+
+    def shapes(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        copies = [tensor.clone() for tensor in tensors]
+        with torch.no_grad(), _Writes() as writes:
+            result = _forward(self.function, map_places(self.arguments, copies))
+        self.single = not isinstance(result, tuple | list)
+        leaves = [result] if self.single else list(result)
+        made: list[torch.Tensor] = []
+        self.outputs = []
+        for leaf in leaves:
+            self.outputs.append(len(made) if isinstance(leaf, torch.Tensor) else None)
+            if isinstance(leaf, torch.Tensor):
+                made.append(leaf)
+        for at, tensor in enumerate(copies):
+            if _storage(tensor) in writes.storages:
+                known = [index for index, leaf in enumerate(made) if leaf is tensor]
+                self.changed[at] = known[0] if known else len(made)
+                made += [] if known else [tensor]
+        return [torch.empty_like(tensor) for tensor in made]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +93,27 @@ class Position:
 class Kept:
     """What was kept in one trace."""
 
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, Marked] = field(default_factory=dict)
     regions: int = 0
+    wanting: tuple[str, Exception] | None = None  # an opaque submodule that only runs on real data, and why
 
 
 _current: ContextVar[Kept | None] = ContextVar("shardwright_kept", default=None)
 
 
 def current() -> Kept | None:
-    """What is being captured in this thread, if anything is."""
+    """The trace that runs in this thread."""
     return _current.get()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Within this nothing is kept: what runs is no part of the trace."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -90,25 +128,8 @@ class _Context(torch.autograd.function.FunctionCtx):
 def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     kept = _current.get()
     if kept is None:
-        raise RuntimeError("the marker for autograd functions was called outside of capture")
-    call = kept.calls[key]
-    copies = [tensor.clone() for tensor in tensors]
-    with torch.no_grad(), _Writes() as writes:
-        result = _forward(call.function, map_places(call.arguments, copies))
-    call.single = not isinstance(result, tuple | list)
-    leaves = [result] if call.single else list(result)
-    made: list[torch.Tensor] = []
-    call.outputs = []
-    for leaf in leaves:
-        call.outputs.append(len(made) if isinstance(leaf, torch.Tensor) else None)
-        if isinstance(leaf, torch.Tensor):
-            made.append(leaf)
-    for at, tensor in enumerate(copies):
-        if _storage(tensor) in writes.storages:
-            known = [index for index, leaf in enumerate(made) if leaf is tensor]
-            call.changed[at] = known[0] if known else len(made)
-            made += [] if known else [tensor]
-    return [torch.empty_like(tensor) for tensor in made]
+        raise RuntimeError("the marker for functions that are kept was called outside of capture")
+    return kept.calls[key].shapes(tensors)
 
 
 class _Writes(TorchDispatchMode):
@@ -165,7 +186,7 @@ def mark(kept: Kept, function: type[torch.autograd.Function] | Named, args: Sequ
         return type(held)(position(inner) for inner in held) if isinstance(held, list | tuple) else held
 
     arguments = [position(held) for held in args]
-    key = str(len(kept.calls))
+    key = f"#{len(kept.calls)}"
     call = kept.calls[key] = Call(function, arguments)
     found = torch.ops.shardwright_capture.call(key, tensors)
     own = named(call)
@@ -195,9 +216,8 @@ def _checkpointed(kept: Kept, original: Callable[..., Iterator[None]]) -> Callab
 
 
 @contextmanager
-def keeping() -> Iterator[Kept]:
+def keeping(kept: Kept) -> Iterator[None]:
     """Patch `Function.apply` and the two roads through `checkpoint` for the length of a trace."""
-    kept = Kept()
     original = torch.autograd.Function.__dict__["apply"]
     generator = checkpointing._checkpoint_without_reentrant_generator
 
@@ -218,7 +238,7 @@ def keeping() -> Iterator[Kept]:
         patched.apply = classmethod(apply)
         checkpointing._checkpoint_without_reentrant_generator = _checkpointed(kept, generator)
         with torch.fx.traceback.preserve_node_meta():
-            yield kept
+            yield
     finally:
         patched.apply = original
         checkpointing._checkpoint_without_reentrant_generator = generator

@@ -106,8 +106,12 @@ class Leaves:
                 f"the model reads a tensor ({spec.target}) that has no values and is no parameter or buffer; "
                 "register it as a buffer, or build the model on a real device"
             )
+        return self.constant(tensor, str(spec.target))
+
+    def constant(self, tensor: torch.Tensor, wish: str = "constant") -> Handle:
+        """A tensor that the model makes out of nothing."""
         handle = Handle(self.draft.value(fact_of(tensor)))
-        self.wishes[handle.name] = identifier(str(spec.target))
+        self.wishes[handle.name] = identifier(wish)
         self.constants[handle.name] = tensor
         return handle
 

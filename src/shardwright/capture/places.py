@@ -48,11 +48,11 @@ def place_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> Pl
     stack = list((meta.get("nn_module_stack") or {}).items())
     path = module = owner = ""
     if stack:
-        path, module = _call_path(stack[-1][0]), _clean(stack[-1][1][0])
-    for key, (_, kind) in stack:
-        name = kind if isinstance(kind, str) else kind.__module__
+        path, module = _call_path(*stack[-1]), _clean(stack[-1][1][0])
+    for key, held in stack:
+        name = held[1] if isinstance(held[1], str) else held[1].__module__
         if not name.startswith(("torch.nn.", "transformers.activations.")):
-            owner = _call_path(key)
+            owner = _call_path(key, held)
     region = (meta.get("custom") or {}).get(REGION)
     source = source_of(meta.get("stack_trace"))
     return Place(
@@ -60,8 +60,9 @@ def place_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> Pl
     )
 
 
-def _call_path(key: str) -> str:
-    """The path "blocks.0.attn@1" of the key "L__self__blocks.0.attn@1"."""
+def _call_path(key: str, held: tuple[str, Any]) -> str:
+    """The path "blocks.0.attn@1" of the key "L__self__blocks.0.attn@1". In branches the key is a mere number."""
+    key = held[0] if key.isdigit() else key
     for prefix in ("L__self___", "L__self__", "L['self']."):
         if key.startswith(prefix):
             key = key[len(prefix) :]

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from .failure import explain
+from ..errors import CaptureError
+from .failure import causes, explain
 from .keep import Kept, keeping
+from .opaque import Opaque, marking, opaque_parts
 from .places import user_frames
+from .real import NoValues, Real, Seen, check_rows, see
 from .signature import register_containers
 from .stand_in import StandIn
 
@@ -35,19 +38,59 @@ class Trace:
     program: ExportedProgram
     kept: Kept
     stand_in: StandIn
+    notes: tuple[str, ...] = ()
 
 
-def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace:
-    """Export a module on fakes; the module is afterwards as it was before."""
+def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], real: Real) -> Trace:
+    """Export a module on fakes; the module is afterwards as it was before.
+
+    Opaque submodules that fakes tell nothing about are looked at while the real model runs.
+    """
     register_containers((tuple(args), dict(kwargs)))
+    parts = dict(opaque_parts(module))
+    seen: dict[str, list[Seen]] = {}
+    while True:
+        kept = Kept()
+        try:
+            traced = _export(module, args, kwargs, kept, seen, (False,) if parts else (False, True))
+        except CaptureError:
+            if kept.wanting is None or kept.wanting[0] in seen:
+                raise
+            seen.update(see(real, module, [kept.wanting[0]]))
+            continue
+        return replace(traced, notes=_checked(kept, module, real, seen))
+
+
+def _checked(kept: Kept, module: nn.Module, real: Real, seen: dict[str, list[Seen]]) -> tuple[str, ...]:
+    """Notes, after holding opaque submodules to what they say of their rows."""
+    paths = dict.fromkeys(call.path for call in kept.calls.values() if isinstance(call, Opaque) and call.batch)
+    if not paths:
+        return ()
+    missing = [path for path in paths if path not in seen]
+    try:
+        seen.update(see(real, module, missing) if missing else {})
+    except NoValues:
+        return tuple(f"that the rows of {path} are independent was not checked: there are no values" for path in paths)
+    return tuple(note for path in paths if (note := check_rows(path, seen[path][0])))
+
+
+def _export(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kept: Kept,
+    seen: Mapping[str, Sequence[Seen]],
+    ways: Sequence[bool],
+) -> Trace:
     first: BaseException | None = None
-    for strict in (False, True):
+    for strict in ways:
         stand_in = StandIn()
         with (
             _quiet(),
             user_frames(),
             stand_in.in_place_of(module),
-            keeping() as kept,
+            keeping(kept),
+            marking(module, kept, seen),
             _known(module, strict),
             _use_lazy_graph_module(True),  # export writes its graph out as Python thirty times, for nobody
         ):
@@ -61,6 +104,9 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             break  # dynamo has no notion of our markers: better no graph than a wrong one
         return Trace(program, kept, stand_in)
     assert first is not None
+    refused = next((error for error in causes(first) if isinstance(error, CaptureError)), None)
+    if refused is not None:
+        raise refused
     raise explain(module, first) from first
 
 

@@ -37,7 +37,7 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
     printing = Printing(op, names, sizes, parts)
     if op.target.startswith("comm."):
         return _converter(printing)
-    if op.target.startswith("call."):
+    if op.target.startswith("call.") and op.target not in PRINTERS:
         shown = ", ".join(printing.show(value) for _, value in op.arguments)
         return f"{function_name(op.target.removeprefix('call.'))}({shown})"
     name = op.target.removeprefix("aten.")
@@ -286,6 +286,33 @@ def _keyed_attention(p: Printing) -> str:
     )
 
 
+def _opaque(p: Printing) -> str:
+    """A part of the user's model that stays as it is; it takes its parameters from the stage, except those named."""
+    shown = [p["op_key"], *(p.show(held) for held in p.literal("tensors"))]
+    given = [f'"{name}": {p.show(held)}' for name, held in zip(p.literal("names"), p.literal("held"), strict=True)]
+    shown += [f"held={{{', '.join(given)}}}"] if given else []
+    shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
+    return f"self.opaque({', '.join(shown)})"
+
+
+def _cond(p: Printing) -> str:
+    given = p.literal("operands")
+    shown = [p["predicate"]]
+    for role in ("then", "other"):
+        taken = tuple(given[at] for at in p.literal(f"{role}_takes"))
+        shown += [f"self.{p.literal(role)}", p.show(taken)]
+    return f"runtime.cond({', '.join(shown)})"
+
+
+def _scan(p: Printing) -> str:
+    return f"runtime.scan(self.{p.literal('step')}, {p['init']}, {p['xs']}, {p['held']})"
+
+
+def _while_loop(p: Printing) -> str:
+    bodies = f"self.{p.literal('test')}, self.{p.literal('body')}"
+    return f"runtime.while_loop({bodies}, {p['carried']}, {p['held']})"
+
+
 def _index(p: Printing) -> str:
     shown = [":" if held is None else p.show(held) for held in p.literal("indices")]
     return f"{p.first()}[{', '.join(shown)}]"
@@ -338,6 +365,8 @@ PRINTERS: dict[str, Printer] = {
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
     "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention,
     "runtime.own": _own, "_to_copy": _cast, "where": _where,
+    "call.opaque": _opaque,
+    "call.cond": _cond, "call.scan": _scan, "call.while_loop": _while_loop,
     "index": _index, "constant_pad_nd": _pad, "pad": _pad, "relu": _functional("relu", "self"),
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),
     "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",

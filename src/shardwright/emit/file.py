@@ -11,7 +11,9 @@ from ..layout import FANNED
 from ..lower import Program, converter_of
 from ..lower.program import sizes_of
 from ..rules import is_drawn_whole
-from .calls import call_text, function_name
+from ..rules.kept import OPAQUE
+from .branches import branch_method
+from .calls import PRINTERS, call_text, function_name
 from .layers import Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
 from .names import Names
@@ -35,7 +37,9 @@ SAID = {
 }
 
 
-RESERVED = frozenset("fixed held random device updates zero open close update place sizes constants forward".split())
+RESERVED = frozenset(
+    "fixed held random device updates zero open close update place sizes constants forward opaque parts at_key".split()
+)
 """What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
 
 
@@ -72,7 +76,8 @@ class Writer:
         self.zero3 = any(level == 3 for holding in program.holdings for _, level in holding.zero)
         self.units: dict[str, None] = {}
         tops = {key.split(".")[0] for key in self.paths.values()}
-        self.root = "self.held" if tops & {*RESERVED, *program.mesh.names} else "self"
+        own = {*RESERVED, *program.mesh.names, *program.graph.branches}
+        self.root = "self.held" if tops & own or any(top.isdigit() for top in tops) else "self"
 
     def file(self) -> Iterator[str]:
         folder = Folder(self.program, self.sizes)
@@ -83,6 +88,8 @@ class Writer:
         constants = list(self.constants())
         forward = list(self.forward(items))
         methods = [list(self.method(method)) for method in folder.methods]
+        branches = self.program.graph.branches.values()
+        methods += [list(branch_method(held, self.sizes, lambda op: self.context(op, None))) for held in branches]
         table = list(piece_table(self.program, self.class_name))
         ragged = list(self.sizes.ragged_definitions())
         text = "\n".join([*constants, *forward, *(line for lines in methods for line in lines), *table])
@@ -133,7 +140,8 @@ class Writer:
             yield ""
 
     def imports(self) -> Iterator[str]:
-        calls = sorted({op.target.removeprefix("call.") for op in self.program.body if op.target.startswith("call.")})
+        called = {op.target for op in self.program.body if op.target.startswith("call.") and op.target not in PRINTERS}
+        calls = sorted(target.removeprefix("call.") for target in called)
         for path in calls:
             yield f'{function_name(path)} = runtime.find("{path}")'
 
@@ -260,12 +268,23 @@ class Writer:
 
     def line(self, op: Op, names: Names, at: int, lead: str | None, source: str = "") -> str:
         inputs = {index: self.ref(name, names, lead) for index, name in enumerate(op.inputs)}
+        op = self.without_own(op) if op.target == OPAQUE else op
         text = call_text(self.relative(op, lead), inputs, self.sizes, self.parts)
         words: list[str] = []
         for name in op.outputs:
             words.append(names.bind(name, at, words) if name in names.last else "_")
         comment = self.comment(op, inputs, source)
         return f"{', '.join(words)} = {text}" + (f"  # {comment}" if comment else "")
+
+    def without_own(self, op: Op) -> Op:
+        """An opaque part finds the parameters and buffers that are in their places by itself."""
+        lead = op.argument("op_key").split("@")[0]
+        given = [
+            (name, slot)
+            for name, slot in zip(op.argument("names"), op.argument("held"), strict=True)
+            if self.paths.get(op.inputs[slot.index]) != (f"{lead}.{name}" if lead else name)
+        ]
+        return op.with_arguments(names=tuple(name for name, _ in given), held=tuple(slot for _, slot in given))
 
     def relative(self, op: Op, lead: str | None) -> Op:
         """In a layer's method the key of a random op is said relative to the layer."""

@@ -102,6 +102,7 @@ class Folder:
         self.maker: dict[str, range] = {}  # the numbers of the ops of the run that makes a value
         self.methods: list[Method] = []
         self.names: set[str] = {"forward", "constants", "sizes", *(key.split(".")[0] for key in self.keys.values())}
+        self.names.update(program.graph.branches)
         self.totals: dict[str, int] = {}
         for op in program.body:
             found = layer_of(op.module_path)

@@ -4,6 +4,9 @@
     Op      = outputs <- target(arguments)              arguments hold a Slot where a tensor goes
     Value   = name : dtype [shape], with a gradient or without
 
+An op that decides by data (a branch, a loop) names the graphs that it runs, which the graph
+holds as `branches`. They have inputs and outputs only.
+
 A graph is functional: no op changes its input. Writes to buffers are outputs of the
 graph (`Buffer.update`). Names of ops are stable: the module path and the kind of op,
 never a counter over the whole graph.
@@ -166,9 +169,11 @@ class Graph:
     outputs: tuple[Output, ...]
     batch: int | None = None  # the size of the batch dim (dim 0 of the inputs), if there is one
     notes: tuple[str, ...] = field(default=())
+    branches: Mapping[str, Graph] = field(default_factory=dict)  # graphs that ops of this one run, by name
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
+        object.__setattr__(self, "branches", MappingProxyType(dict(self.branches)))
 
     @cached_property
     def producer(self) -> dict[str, Op]:
@@ -226,4 +231,6 @@ class Graph:
             edges = [number[name] for name in op.inputs]
             digest.update(repr((op.name, op.target, edges, op.region, op.autocast, op.no_grad)).encode())
         digest.update(repr([o.value and number[o.value] for o in self.outputs]).encode())
+        for name, branch in self.branches.items():
+            digest.update(f"{name} {branch.fingerprint}".encode())
         return digest.hexdigest()[:12]

@@ -25,6 +25,8 @@ def _lines(graph: Graph) -> Iterator[str]:
         outs = ", ".join(str(graph.values[name]) for name in op.outputs)
         at = f"  # {op.name}" + (f"  {op.source}" if op.source else "")
         yield f"  {outs} = {op.target}({_arguments(op)}){at}"
+    for branch in graph.branches.values():
+        yield from (f"  {line}" for line in _lines(branch))
     for output in graph.outputs:
         yield f"  output     {output.value if output.value is not None else repr(output.literal)}  as {output.path}"
 

@@ -14,6 +14,7 @@ from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
 from ..layout import Cut, Layout
+from ..rules.kept import OPAQUE
 from .own import own
 from .program import Program, sizes_of
 
@@ -219,6 +220,13 @@ def dropout(program: Program, op: Op) -> Op:
     """Masks are drawn by the op's key and the coordinates on the axes that split the value."""
     splits = _splits(program.layouts[op.outputs[0]])
     return replace(op, target="runtime.dropout").with_arguments(op_key=op.name, splits=splits)
+
+
+@local(OPAQUE)
+def opaque(program: Program, op: Op) -> Op:
+    """Where its rows are split, a part draws other random numbers on every rank."""
+    axes = _in_mesh_order(program, cut_axes(program.layouts[op.outputs[0]]))
+    return op.with_arguments(axes=axes) if axes else op
 
 
 @local("scaled_dot_product_attention")

@@ -31,7 +31,7 @@ class Draft:
         self.facts = facts or analyse(graph)
         self.choices: dict[str, dict[str, str]] = {}
         self.storage: dict[str, dict[str, int]] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = list(graph.notes)
 
     @property
     def ops(self) -> Iterator[Op]:

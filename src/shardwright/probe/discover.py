@@ -22,6 +22,7 @@ from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Graph, Input, Op, Output
 from ..rules import ROWS, Call, Find, Rule, analyse, find_rule
+from ..rules.kept import OPAQUE
 from .check import Run, backward, check_role, parts_of
 from .samples import NotProbed, Sample, make_sample
 from .search import Found, search
@@ -29,6 +30,8 @@ from .wording import Wording
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 _KNOWN: dict[Any, tuple[Rule | None, str]] = {}
+UNCHECKED = ("aten.lstm", "aten.gru", "aten.rnn", "aten.mkldnn", "aten._thnn")
+"""Ops that read past the end of a piece instead of refusing it."""
 _FUNCTIONS: dict[str, Function] = {}  # the user's functions in the graphs of this process, by target
 
 
@@ -44,6 +47,10 @@ def probing(functions: Mapping[str, Function] | None = None) -> Find:
         found = find_rule(call)
         if found is not None:
             return found, ""
+        if call.op.target == OPAQUE:  # it runs code of any kind, which need not survive pieces of its parameters
+            return None, "it is opaque; say sw.opaque(module, batch=True) if its rows are independent"
+        if any(word in call.op.target for word in UNCHECKED):
+            return None, "its kernel does not check the sizes of what it is given"
         held = _FUNCTIONS.get(call.op.target)
         return discover(call, run_known, held.call if held is not None else None)
 

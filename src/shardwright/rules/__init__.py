@@ -1,6 +1,6 @@
 """What may be split: the notation, the rules by op family, and the atoms that tie ops together."""
 
-from . import lookups, losses, norms, pointwise, products, reductions, space, transforms, views
+from . import kept, lookups, losses, norms, pointwise, products, reductions, space, transforms, views
 from .atoms import Atoms
 from .notation import Rule, parse
 from .registry import Call, find_rule, known_targets, register
@@ -19,6 +19,7 @@ __all__ = [
     "analyse",
     "find_rule",
     "is_drawn_whole",
+    "kept",
     "known_targets",
     "lookups",
     "losses",

@@ -1,6 +1,7 @@
 """What generated code imports: groups, converters, algorithms, pieces, and the loop around them."""
 
 from . import comm
+from .branches import cond, scan, while_loop
 from .holding import Held, Piece, cut
 from .later import fan_in_later
 from .linears import fan_out_linear, fan_out_linears, gather_linear, gather_linears
@@ -22,6 +23,7 @@ __all__ = [
     "batch_norm",
     "begin_count",
     "comm",
+    "cond",
     "cross_entropy",
     "cut",
     "embedding_rows",
@@ -34,6 +36,8 @@ __all__ = [
     "nll_loss",
     "own",
     "recompute",
+    "scan",
     "share",
     "start",
+    "while_loop",
 ]

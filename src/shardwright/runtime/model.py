@@ -83,6 +83,9 @@ class ParallelModel(nn.Module):
         self._backwards = 0
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
+        self._beside: GradientSync | None = None  # of the module that this is a part of
+        self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
+        self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
         self.plan = None
         self.training = skeleton.training
 
@@ -96,6 +99,8 @@ class ParallelModel(nn.Module):
     @property
     def data_rank(self) -> int:
         """Which data-parallel group this rank is in: for a sampler that gives each group its rows."""
+        if self._place is not None:
+            return self._place[0]
         holding = self._ready()
         place = 0
         for axis in holding.replica_axes:
@@ -105,6 +110,8 @@ class ParallelModel(nn.Module):
     @property
     def data_size(self) -> int:
         """The number of data-parallel groups."""
+        if self._place is not None:
+            return self._place[1]
         size = 1
         for axis in self._ready().replica_axes:
             size *= self._ready().groups.mesh.sizes[axis]
@@ -140,10 +147,18 @@ class ParallelModel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within this, backward adds up local gradients; the next backward outside of it makes them true."""
         with ExitStack() as stack:
-            sync = self._ready().sync
-            if sync is not None:
-                stack.enter_context(sync.no_sync())
+            for sync in (self._ready().sync, self._beside):
+                if sync is not None:
+                    stack.enter_context(sync.no_sync())
             yield
+
+    def stand(self, rank: int, size: int) -> None:
+        """Which data-parallel group this rank is in, for a part of a module: known before the part is compiled."""
+        self._place = (rank, size)
+
+    def sync_too(self, sync: GradientSync) -> None:
+        """Put the sync of gradients outside of this part off whenever its own is."""
+        self._beside = sync
 
     # -- state ---------------------------------------------------------------------------
 
@@ -152,7 +167,11 @@ class ParallelModel(nn.Module):
         if self._holding is None:
             return super().state_dict(*args, **kwargs)
         held = self._holding
-        return dict(state.state_dict(held.held, held.parameters, held.saved_buffers, held.groups))
+        found = state.state_dict(held.held, held.parameters, held.saved_buffers, held.groups)
+        into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
+        into = {} if into is None else into
+        into.update({kwargs.get("prefix", "") + key: value for key, value in found.items()})
+        return into
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
@@ -206,6 +225,8 @@ class ParallelModel(nn.Module):
         holding = self._ready()
         tensors = entry.flatten(args, kwargs)
         self._check(entry, tensors)
+        if self._place is not None:  # outside of a part gradients are those of the own rows' mean
+            tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
         if self.training and torch.is_grad_enabled():
             holding.random.advance()
             self._count(holding)
@@ -219,8 +240,9 @@ class ParallelModel(nn.Module):
 
     def _count(self, holding: Holding) -> None:
         self._backwards += 1
-        if holding.sync is not None and self._accumulate > 1:
-            holding.sync.enabled = self._backwards % self._accumulate == 0
+        for sync in (holding.sync, self._beside):
+            if sync is not None and self._accumulate > 1:
+                sync.enabled = self._backwards % self._accumulate == 0
 
     def _out(self, entry: Entry, found: Sequence[Tensor]) -> list[Tensor | None]:
         left = iter(found)
@@ -277,3 +299,16 @@ class ParallelModel(nn.Module):
         whole = [gather_rows(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         found: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_unflatten(whole, spec)
         return found
+
+
+def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict is loaded into the module that this model is a part of: load the own values, and leave pieces."""
+    holding = model._holding
+    if holding is None:
+        return
+    mine = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    state.load_state(mine, holding.held, holding.parameters, holding.saved_buffers, holding.groups, strict=False)
+    with torch._C.DisableTorchFunctionSubclass():
+        for held in holding.held:
+            local = holding.parameters[held.name].detach().as_subclass(Tensor)
+            values.update({prefix + key: local for key in held.keys if key in mine})

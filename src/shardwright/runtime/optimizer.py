@@ -95,7 +95,9 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | No
     if kind != "element":
         _around_step(optimizer, _step_each if kind == "tensor" else _step_whole)
     else:
-        owners = [p.owner for g in optimizer.param_groups for p in g["params"] if getattr(p, "owner", None) is not None]
+        own = {id(leaf_of(new)) for new in replaced.values() if new is not None}
+        leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if id(leaf) in own]
+        owners = [leaf.owner for leaf in leaves if getattr(leaf, "owner", None) is not None]
         if owners:
             refresh = Refresh(owners)
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: refresh())

@@ -53,6 +53,7 @@ class ShardParameter(torch.nn.Parameter):
     owner: ShardParameter | None
     slot: Slot | None
     cut_state: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
+    prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
 
     def __new__(
         cls, data: Tensor, held: Held, groups: Groups | None, layout: Layout | None = None, requires_grad: bool = True
@@ -305,15 +306,16 @@ def _settle(norms: Sequence[Tensor]) -> list[Tensor]:
     lazy = [norm for norm in norms if isinstance(norm, ShardNorm)]
     if not lazy:
         return list(norms)
-    groups, order = lazy[0].groups, lazy[0].order
+    order = lazy[0].order
     most = order in (float("inf"), float("-inf"))
     local = torch.stack([norm.as_subclass(Tensor).double() for norm in lazy])
     values = local if most or order == 0 else local.pow(order)
-    for name in groups.mesh.names:
-        cut = [at for at, norm in enumerate(lazy) if name in norm.axes]
-        if cut:
-            part = _extreme(values[cut], order, groups, name) if most else _summed(values[cut], groups, name)
-            values[cut] = part
+    for groups in dict.fromkeys(norm.groups for norm in lazy):  # several, where parts of a module were compiled
+        for name in groups.mesh.names:
+            cut = [at for at, norm in enumerate(lazy) if norm.groups is groups and name in norm.axes]
+            if cut:
+                part = _extreme(values[cut], order, groups, name) if most else _summed(values[cut], groups, name)
+                values[cut] = part
     settled = iter(values if most or order == 0 else values.pow(1.0 / order))
     return [next(settled).to(norm.dtype) if isinstance(norm, ShardNorm) else norm for norm in norms]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ Splits = Sequence[tuple[int, Group, Cut | None]]
 
 A split in time is one of them: a Group of axis "time" with the microbatch as its index.
 """
+
+
+_GENERATOR = threading.RLock()  # torch's own generator is one for all threads, and ranks may be threads
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class Randomness:
     @contextmanager
     def drawing(self, op: str) -> Iterator[None]:
         """For random ops that know no pieces (`rand_like`): all ranks draw the same, whole, by the key of the op."""
-        with torch.random.fork_rng():
+        with _GENERATOR, torch.random.fork_rng():
             torch.manual_seed(seed_of((self.seed, self.step, self.microbatch, op)))
             yield
 
@@ -165,6 +169,16 @@ class ExactDropout(TorchFunctionMode):
         self._randomness = randomness
         self._names = tuple(op_names)
         self._at = 0
+        self._resting = False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within this the model draws as it would: in parts that are no dropouts of the graph."""
+        self._resting = True
+        try:
+            yield
+        finally:
+            self._resting = False
 
     def __enter__(self) -> ExactDropout:
         self._at = 0
@@ -180,6 +194,8 @@ class ExactDropout(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self._resting:
+            return func(*args, **kwargs)
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
         if func is torch.dropout:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,15 @@ class Branch:
         return iter([self.__dict__[str(number)] for number in numbers])
 
 
+class Part(Protocol):
+    """A submodule that stays as it is, for one call in the program."""
+
+    path: str
+    names: tuple[str, ...]  # of its parameters and buffers
+
+    def __call__(self, tensors: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, ...]: ...
+
+
 class Stage:
     """The program of a rank. Generated code fills in `constants` and `forward`."""
 
@@ -62,6 +71,7 @@ class Stage:
         self.held = Branch("")
         self.updates: dict[str, Tensor] = {}
         self.zero: Zero3 | None = None
+        self.parts: dict[str, Part] = {}
         for name in wanted:
             setattr(self, name, groups[tuple(name.split("_"))])
         self.sizes()
@@ -99,6 +109,29 @@ class Stage:
         """Let them go again."""
         if self.zero is not None:
             self.zero.close(str(unit))
+
+    def opaque(
+        self, key: str, *tensors: Tensor, held: Mapping[str, Tensor] | None = None, over: Group | None = None
+    ) -> Any:
+        """Call a part of the user's model that stays as it is, with the parameters and buffers of this program.
+
+        All ranks draw the same random numbers in it, unless its rows are split over a group.
+        """
+        part = self.parts[key]
+        given = held or {}
+        lead = f"{part.path}." if part.path else ""
+        state = {name: given[name] if name in given else self.at_key(lead + name) for name in part.names}
+        where = "" if over is None else f" {over.axes} {over.index}"
+        with self.random.drawing(key + where):
+            found = part(tensors, state)
+        return found[0] if len(found) == 1 else found
+
+    def at_key(self, key: str) -> Tensor:
+        """The tensor that was placed under a key."""
+        found: Any = self.held
+        for step in key.split("."):
+            found = found[step]
+        return found  # type: ignore[no-any-return]
 
     def update(self, key: str, value: Tensor) -> None:
         """A new value for a buffer, written once the forward is over."""

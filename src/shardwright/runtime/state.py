@@ -238,7 +238,7 @@ def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     for group in optimizer.param_groups:
         names = []
         for leaf in group["params"]:
-            names.append(_named(leaf).held.name)
+            names.append(name_of(leaf))
             if leaf in optimizer.state:
                 state[names[-1]] = {k: _state_value(leaf, k, v) for k, v in optimizer.state[leaf].items()}
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
@@ -255,11 +255,15 @@ def load_optimizer_state_dict(optimizer: Optimizer, values: Mapping[str, Any]) -
     for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
         for leaf in group["params"]:
-            held, groups = _named(leaf).held, leaf.groups
-            given = values["state"].get(held.name)
+            given = values["state"].get(name_of(leaf))
             if given is None:
                 optimizer.state.pop(leaf, None)
                 continue
+            if not isinstance(leaf, ShardParameter):
+                optimizer.state[leaf] = {k: _own(v) for k, v in given.items()}
+                continue
+            held, groups = leaf.held, leaf.groups
+            assert groups is not None
             fits = {k for k, v in given.items() if isinstance(v, Tensor) and tuple(v.shape) == held.shape}
             optimizer.state[leaf] = {
                 k: _piece(v, held, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in given.items()
@@ -271,9 +275,10 @@ def fill_state(optimizer: Optimizer) -> None:
     """Give a fresh optimizer the state it would have after a step, as a place to load into; changes no parameter."""
     if optimizer.state:
         return
-    leaves = [_named(leaf) for group in optimizer.param_groups for leaf in group["params"] if leaf.requires_grad]
-    owners = [leaf if leaf.owner is None else leaf.owner for leaf in leaves]
-    takers = [owner if owner.held.level == 1 else leaf for leaf, owner in zip(leaves, owners, strict=True)]
+    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.requires_grad]
+    owners: list[Any] = [leaf if getattr(leaf, "owner", None) is None else leaf.owner for leaf in leaves]
+    first = [isinstance(owner, ShardParameter) and owner.held.level == 1 for owner in owners]
+    takers = [owner if taken else leaf for leaf, owner, taken in zip(leaves, owners, first, strict=True)]
     with Untouched(), torch.no_grad():
         before = [(owner, owner.detach().clone()) for owner in owners]
         kept = [taker.grad for taker in takers]
@@ -298,14 +303,17 @@ def without_unsaved(values: dict[str, Any], saved: Iterable[str], prefix: str = 
     return {**values, "state": {name: state for name, state in values["state"].items() if name in there}}
 
 
-def _named(leaf: Any) -> ShardParameter:
-    if not isinstance(leaf, ShardParameter) or leaf.groups is None:
+def name_of(leaf: Any) -> str:
+    """The key of what an optimizer updates, in the user's module: of a piece, or of a parameter beside the parts."""
+    if isinstance(leaf, ShardParameter) and leaf.groups is not None:
+        return (leaf if leaf.owner is None else leaf.owner).prefix + leaf.held.name
+    if not hasattr(leaf, "key"):
         raise LayoutError("the optimizer holds a parameter that is no piece of the model; save its state yourself")
-    return leaf
+    return str(leaf.key)
 
 
-def _state_value(leaf: ShardParameter, name: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
+def _state_value(leaf: Any, name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(leaf, ShardParameter):
         return value
     cut = name in leaf.cut_state if leaf.cut_state is not None else value.shape == leaf.shape and value.dim() > 0
     assert leaf.groups is not None

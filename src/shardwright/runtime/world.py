@@ -80,8 +80,10 @@ class Group:
 class Groups:
     """The groups of a mesh: `groups["tp"]`, `groups["dp", "tp"]`. Made by all ranks together."""
 
-    def __init__(self, mesh: Mesh, wanted: Iterable[Sequence[str] | str] = ()) -> None:
+    def __init__(self, mesh: Mesh, wanted: Iterable[Sequence[str] | str] = (), *, apart: bool = False) -> None:
+        """`apart` makes groups of their own, for talk that may come at any time between that of the others."""
         world = here()
+        self._apart = apart
         if max(mesh.devices) >= world.size:
             raise RankError(
                 f"the mesh {mesh} uses rank {max(mesh.devices)}, and there are {world.size} ranks; "
@@ -119,7 +121,7 @@ class Groups:
     def _make(self, axes: tuple[str, ...]) -> None:
         mine = None
         for ranks in members(self.mesh, axes):
-            process_group = _process_group(ranks) if len(ranks) > 1 else None
+            process_group = _process_group(ranks, self._apart) if len(ranks) > 1 else None
             if self._rank in ranks:
                 mine = (ranks, process_group)
         if mine is not None:
@@ -146,23 +148,24 @@ def members(mesh: Mesh, axes: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 # Process groups by the ranks they hold, in order, for each default process group.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup | None]] = WeakKeyDictionary()
+_Key = tuple[tuple[int, ...], bool]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup | None]] = WeakKeyDictionary()
 _made_lock = threading.Lock()
 
 
-def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+def _process_group(ranks: tuple[int, ...], apart: bool) -> dist.ProcessGroup | None:
     """The process group of these ranks, made if it is new; None on a rank that is not in it."""
     whole = dist.group.WORLD
     if whole is None:
         raise RankError("torch.distributed is not initialised; call shardwright.runtime.world.start() first")
-    if ranks == tuple(range(dist.get_world_size())):
+    if ranks == tuple(range(dist.get_world_size())) and not apart:
         return whole
     with _made_lock:
         made = _made.setdefault(whole, {})
-    if ranks not in made:
+    if (ranks, apart) not in made:
         group = dist.new_group(list(ranks), timeout=_timeout(whole), sort_ranks=False)
-        made[ranks] = group if dist.get_rank() in ranks else None
-    return made[ranks]
+        made[ranks, apart] = group if dist.get_rank() in ranks else None
+    return made[ranks, apart]
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

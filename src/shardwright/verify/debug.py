@@ -133,7 +133,7 @@ def _original(task: Task, made: Compilation) -> Watched:
     from ..capture.interpret import run_op
 
     captured, module = made.captured, task.module
-    graph, functions = with_masks(captured.graph, _random(task))
+    graph, functions = with_masks(captured, _random(task))
     start = dict(zip((held.value for held in graph.inputs), captured.flatten(task.args, task.kwargs), strict=True))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for parameter in graph.parameters:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from ..ir import Op, Slot
 from ..layout import Layout, piece_of
 from ..lower import Program, Size
 from ..lower.program import base_of
+from ..rules.kept import OPAQUE
 from ..runtime import Group, Groups, comm
 from ..runtime.random import Randomness
 
@@ -119,7 +121,9 @@ class Executor:
             found = getattr(self, f"_{kind}")(_Arguments(op, given))
             made = found if isinstance(found, tuple) else (found,)
             return made[: len(op.outputs)]
-        return run_op(replace(op, arguments=self._local(op.arguments)), given, self._functions)
+        drawing = self.random.drawing(op.argument("op_key")) if op.target == OPAQUE else nullcontext()
+        with drawing:
+            return run_op(replace(op, arguments=self._local(op.arguments)), given, self._functions)
 
     @property
     def _functions(self) -> Mapping[str, Function]:

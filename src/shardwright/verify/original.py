@@ -15,19 +15,21 @@ the compiled program cut theirs from.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..capture import Captured, Function, capture, run
 from ..compile import skeleton_of
 from ..errors import InputError
 from ..ir import Graph, Op
+from ..rules.kept import OPAQUE
 from ..runtime.random import ExactDropout, Randomness
 from .measure import Row, compare, largest
 from .run import Entry, Task, Tensors, first_names, follow, named_outputs, trainable
@@ -73,9 +75,12 @@ class Original:
             skeleton = skeleton_of(self.module)
             if entry == "eval":
                 skeleton.eval()
-            held = capture(skeleton, self.task.args, self.task.kwargs, entry=entry, promote=promote)
+            held = capture(skeleton, self.task.args, self.task.kwargs, entry=entry, promote=promote, real=self._real)
             self.captures[entry, promote] = held
         return self.captures[entry, promote]
+
+    def _real(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        return self.module, self.task.args, self.task.kwargs
 
     def forward(self, entry: Entry) -> Any:
         if entry == "train":
@@ -84,12 +89,13 @@ class Original:
             self.module.eval()
         if self.by_graph:
             return self._run_graph(entry)
-        with exact_dropout(self.captured(entry).graph, self.random):
+        captured = self.captured(entry)
+        with exact_dropout(captured.graph, self.random) as mode, drawn_alike(self.module, captured, self.random, mode):
             return self.module(*self.task.args, **self.task.kwargs)
 
     def _run_graph(self, entry: Entry) -> Any:
         captured = self.captured(entry)
-        graph, functions = with_masks(captured.graph, self.random)
+        graph, functions = with_masks(captured, self.random)
         tensors = captured.flatten(self.task.args, self.task.kwargs)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
@@ -159,33 +165,85 @@ def redraws(graph: Graph) -> bool:
 def dropouts(graph: Graph) -> list[Op]:
     """The ops that drop something, in the order of their calls."""
     odd = next((op for op in graph.ops if OTHER_RANDOM.search(op.target)), None)
+    inside = (op for branch in graph.branches.values() for op in branch.ops)
+    odd = odd or next((op for op in inside if OTHER_RANDOM.search(op.target) or drops(op)), None)
     if odd is not None:
         raise InputError(f"{odd} draws random numbers, which can't be made the same on one device and on many; "
                          'verify in evaluation mode with entries=("eval",)')  # fmt: skip
-    return [op for op in graph.ops if op.target in DROPOUTS or op.argument("dropout_p", 0.0)]
+    return [op for op in graph.ops if drops(op)]
+
+
+def drops(op: Op) -> bool:
+    return op.target in DROPOUTS or bool(op.argument("dropout_p", 0.0))
 
 
 @contextmanager
-def exact_dropout(graph: Graph, random: Randomness) -> Iterator[None]:
+def exact_dropout(graph: Graph, random: Randomness) -> Iterator[ExactDropout | None]:
     """Within this, the model draws the masks that belong to the ops of its graph."""
     names = [op.name for op in dropouts(graph)]
     if not names:
-        yield
+        yield None
         return
-    with ExactDropout(random, names):
+    with ExactDropout(random, names) as mode:
+        yield mode
+
+
+@contextmanager
+def drawn_alike(
+    module: nn.Module, captured: Captured, random: Randomness, mode: ExactDropout | None
+) -> Iterator[None]:
+    """Within this, opaque submodules draw what those of the compiled program draw."""
+    paths = dict.fromkeys(call.path for call in captured.opaques.values())
+    undo: list[tuple[dict[str, Any], Any]] = []
+    for path in paths:
+        part = module.get_submodule(path)
+        slots = vars(part)
+        undo.append((slots, slots.get("forward")))
+        slots["forward"] = _drawing(part.forward, path, random, mode)
+    try:
         yield
+    finally:
+        for slots, before in undo:
+            del slots["forward"]
+            if before is not None:
+                slots["forward"] = before
 
 
-def with_masks(graph: Graph, random: Randomness) -> tuple[Graph, dict[str, Function]]:
-    """The graph with calls of our dropout instead of torch's."""
+def _drawing(
+    forward: Callable[..., Any], path: str, random: Randomness, mode: ExactDropout | None
+) -> Callable[..., Any]:
+    calls = itertools.count()
+
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        number = next(calls)
+        key = f"{path}@{number}" if number else path
+        with random.drawing(key), mode.resting() if mode is not None else nullcontext():
+            return forward(*args, **kwargs)
+
+    return drawn
+
+
+def with_masks(captured: Captured, random: Randomness) -> tuple[Graph, dict[str, Function]]:
+    """The graph with calls of our dropout instead of torch's, and opaque submodules that draw as on the ranks."""
+    graph = captured.graph
     found = {op.name: f"call.exact.{number}" for number, op in enumerate(dropouts(graph))}
     functions = {
         found[op.name]: Function(call=_masked(op, random), module="", qualname="")
         for op in graph.ops
         if op.name in found
     }
+    if OPAQUE in captured.functions:
+        functions[OPAQUE] = replace(captured.functions[OPAQUE], call=_keyed(captured.functions[OPAQUE].call, random))
     ops = tuple(replace(op, target=found.get(op.name, op.target)) for op in graph.ops)
     return (replace(graph, ops=ops) if found else graph), functions
+
+
+def _keyed(run: Callable[..., Any], random: Randomness) -> Callable[..., Any]:
+    def call(key: str, *rest: Any) -> Any:
+        with random.drawing(key):
+            return run(key, *rest)
+
+    return call
 
 
 def _masked(op: Op, random: Randomness) -> Callable[..., Tensor]:

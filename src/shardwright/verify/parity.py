@@ -138,7 +138,7 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> Plan
     skeleton = skeleton_of(model)
     if skeleton.training != (entry == "train"):
         skeleton.train(entry == "train")
-    old = capture(skeleton, args, kwargs, entry=entry).graph
+    old = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs)).graph
     known = rebind.read(plan, old)  # type: ignore[arg-type]
 
     def again(new: Graph, world: int) -> Plan:

@@ -41,7 +41,8 @@ def compile_program(
 ) -> Compilation:
     """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta."""
     entry = "train" if module.training else "eval"
-    captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote)
+    real = (module, args, kwargs)
+    captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
     facts = analyse(captured.graph, probing(captured.functions))
     found = make_plan(captured.graph, facts, plan, size)
     return Compilation(captured=captured, plan=found, program=lower(captured.graph, found, facts))

@@ -1,0 +1,171 @@
+"""Branches and loops that data decides: `torch.cond`, `scan`, `while_loop`, each one op with graphs of its own.
+
+The op names the graphs it runs (`Graph.branches`). What a graph reads comes in as operands of
+the op, parameters too, so that their gradients are those of any op. Equal graphs are one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir import Graph, Input, Output, check
+from ..rules.kept import COND, SCAN, WHILE
+from .aliases import Handle
+from .captured import Function
+from .draft import Draft, Fact, Place, Ref
+from .failure import unsupported
+from .finish import RANDOM, drop_dead, identifier, join_repeats, ops_of, promote_floats, value_names, values_of
+
+Walk = Callable[[fx.GraphModule, Draft, Sequence[Handle], Callable[[Tensor], Handle]], Sequence[Any]]
+"""Converts a graph module into a draft, given handles for its placeholders and a way to add constants."""
+
+
+@dataclass(slots=True)
+class Branches:
+    """The graphs that ops of one model run, by name."""
+
+    promote: bool = False
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    _known: dict[str, str] = field(default_factory=dict)
+
+    def add(
+        self,
+        module: fx.GraphModule,
+        wish: str,
+        facts: Sequence[Fact],
+        walk: Walk,
+        place: Place,
+        names: Sequence[str] = (),
+    ) -> tuple[str, list[int], list[Tensor]]:
+        """The name of a graph for a module, which of its operands it reads, and constants that it wants besides."""
+        draft = Draft()
+        nodes = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        handles = [Handle(draft.value(fact)) for fact in facts]
+        wishes = {held.name: _wish(name, place) for held, name in zip(handles, names or nodes, strict=True)}
+        constants: list[Tensor] = []
+
+        def constant(tensor: Tensor) -> Handle:
+            fact = Fact(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            handles.append(Handle(draft.value(fact)))
+            wishes[handles[-1].name] = "constant"
+            constants.append(tensor)
+            return handles[-1]
+
+        results = walk(module, draft, handles[: len(facts)], constant)
+        if any(handle.version for handle in handles) or not all(isinstance(held, Handle) for held in results):
+            raise unsupported("it writes to its operands, or returns a number", place.source, "Return tensors only.")
+        ends = [held.read() for held in results]
+        if self.promote:
+            promote_floats(draft)
+        join_repeats(draft)
+        ends = [draft.now(end) for end in ends]
+        drop_dead(draft, ends)
+        read = {name for step in draft.steps for name in step.inputs()} | set(ends)
+        takes = [at for at, handle in enumerate(handles) if handle.name in read or names]
+        names_of = value_names(draft, {handles[at].name: wishes[handles[at].name] for at in takes})
+        graph = Graph(
+            name=wish, entry=place.path,
+            values=values_of(draft, names_of),
+            inputs=tuple(Input(value=names_of[handles[at].name], path=wishes[handles[at].name]) for at in takes),
+            parameters=(), buffers=(), ops=ops_of(draft, names_of),
+            outputs=tuple(Output(path=f"[{at}]", value=names_of[end]) for at, end in enumerate(ends)),
+        )  # fmt: skip
+        return self._named(check(graph)), takes, constants
+
+    def _named(self, graph: Graph) -> str:
+        """The name of a graph; one that does the same and draws nothing is known by the first one's name."""
+        number = {name: at for at, name in enumerate(graph.values)}
+        steps = [
+            (op.target, [number[x] for x in op.inputs], [number[x] for x in op.outputs], op.arguments, op.no_grad)
+            for op in graph.ops
+        ]
+        values = [replace(value, name="") for value in graph.values.values()]
+        ends = [number[output.value] for output in graph.outputs if output.value is not None]
+        key = repr((graph.name, values, len(graph.inputs), steps, [op.autocast for op in graph.ops], ends))
+        key += graph.entry if draws(graph) else ""
+        if key not in self._known:
+            others = sum(re.fullmatch(rf"{graph.name}(_\d+)?", name) is not None for name in self.graphs)
+            self._known[key] = f"{graph.name}_{others}" if others else graph.name
+            self.graphs[self._known[key]] = replace(graph, name=self._known[key])
+        return self._known[key]
+
+
+def draws(graph: Graph) -> bool:
+    """Whether an op of a graph draws random numbers."""
+    return any(RANDOM.search(op.target) or op.argument("dropout_p") for op in graph.ops)
+
+
+def _wish(node: str, place: Place) -> str:
+    """The name of an operand, as the module that decides would call it."""
+    return identifier(re.sub(r"^[pbc]_", "", node).removeprefix(f"{identifier(place.module)}_"))
+
+
+def refuse_draws(graph: Graph, place: Place) -> None:
+    """A loop would draw the same numbers in every turn: random numbers are drawn by the name of their op."""
+    if draws(graph):
+        raise unsupported(
+            "the body of a loop draws random numbers", place.source, "Draw them before the loop and pass them in."
+        )
+
+
+# -- run op by op ------------------------------------------------------------------------------
+
+Run = Callable[[str, Sequence[Tensor]], list[Tensor]]
+"""Runs one of the graphs."""
+
+
+def functions(run: Run) -> dict[str, Function]:
+    """The functions behind the three ops, for whoever runs a graph op by op."""
+
+    def cond(
+        predicate: Tensor, then: str, then_takes: list[int], other: str, other_takes: list[int], operands: list[Tensor]
+    ) -> list[Tensor]:
+        taken, takes = (then, then_takes) if bool(predicate) else (other, other_takes)
+        rest = [held for at, held in enumerate(operands) if at not in takes]
+        return _tied(run(taken, [operands[at] for at in takes]), operands, rest)
+
+    def scan(step: str, init: list[Tensor], xs: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+        carry, found = list(init), []
+        for at in range(xs[0].shape[0]):
+            made = run(step, [*carry, *(x[at] for x in xs), *held])
+            carry = made[: len(init)]
+            found.append(made[len(init) :])
+        return _tied([*carry, *(torch.stack(column) for column in zip(*found, strict=True))], [*init, *xs, *held], [])
+
+    def while_loop(test: str, body: str, carried: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+        state = list(carried)
+        while bool(run(test, [*state, *held])[0]):
+            state = run(body, [*state, *held])
+        return _tied(state, [*carried, *held], [])
+
+    calls: Mapping[str, Callable[..., Any]] = {COND: cond, SCAN: scan, WHILE: while_loop}
+    return {target: Function(call=call, module="shardwright", qualname=target) for target, call in calls.items()}
+
+
+def _tied(made: Sequence[Tensor], operands: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+    """What was made, depending on all operands, be it with a gradient of zero: as the graph says, whatever was run."""
+    wanting = [held for held in operands if held.requires_grad]
+    unread = [held for held in rest if held.requires_grad]
+    if not wanting or not torch.is_grad_enabled():
+        return list(made)
+    found = []
+    for tensor in made:
+        if tensor.is_floating_point():
+            for held in unread if tensor.requires_grad else [*unread, *wanting[:1]]:
+                yes = torch.ones((), dtype=torch.bool, device=tensor.device)
+                tensor = torch.where(yes, tensor, held.sum().to(tensor.dtype))
+        found.append(tensor)
+    return found
+
+
+def operands_of(handles: Sequence[Any], place: Place) -> tuple[Ref, ...]:
+    """Tensors given to a branch or a loop."""
+    if not all(isinstance(held, Handle) for held in handles):
+        raise unsupported("a branch or a loop is given a number", place.source, "Pass it as a tensor.")
+    return tuple(Ref(held.read()) for held in handles)

@@ -1,0 +1,123 @@
+"""Opaque submodules in compiled programs: the same loss, gradients, buffers and parameters as on one device."""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+
+from ..models.odd import Branching, Memory, Net, Rows, data
+from ..runtime.ranks import run_ranks
+
+
+def verified(model: nn.Module, plan: str, example: tuple[object, ...], **options: object) -> None:
+    report = sw.verify(model, plan, example=example, method="threads", entries=("train", "eval"), **options)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,tp=2", "zero2=2", "zero3=2", "sp=2"])
+def test_run_whole(plan):
+    verified(Net(Branching(), Rows()), plan, data())
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "zero3=2", "dp=2,tp=2"])
+def test_split_on_its_batch(plan):
+    verified(Net(Branching(), Rows(), batch=True), plan, data())
+
+
+def test_split_on_its_batch_in_the_text(tmp_path):
+    sw.verify(Net(Branching(), Rows(), batch=True), "dp=2", example=data(), method="threads", directory=tmp_path)
+    [file] = tmp_path.glob("*/train*.py")
+    [line] = [line for line in file.read_text().splitlines() if "'block'" in line]
+    assert line.split("#")[0].strip() == "x_1 = self.opaque('block', x, over=self.dp)"
+
+
+def test_recurrent_layers_inside():
+    verified(Net(Branching(), Memory()), "dp=2", data())
+
+
+def test_dropout_inside_is_drawn_alike_on_all_ranks():
+    verified(Net(Branching(), Rows(drop=0.5)), "dp=2", data())
+
+
+def test_layers_with_opaque_parts_are_one_loop(tmp_path):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.rows = nn.Linear(4, 4), sw.opaque(Rows(), batch=True)
+
+        def forward(self, x):
+            return x + self.rows(self.linear(x))
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return (x**2).mean()
+
+    verified(Deep(), "zero3=2", (data()[0],), directory=tmp_path)
+    text = next(tmp_path.glob("*/train*.py")).read_text()
+    assert "for at in self.layers" in text
+    assert 'self.opaque(f"{at}.rows", ' in text
+
+
+def test_the_plan_says_what_runs_whole():
+    notes = sw.plan(Net(Branching(), Rows()), example=data(), plan="dp=2").notes
+    assert any(note.startswith("odd / opaque") and "runs whole on every device" in note for note in notes)
+
+
+def test_the_ordinary_loop_another_batch_size_and_eval():
+    """Every program asks again what its opaque parts return, and they go on remembering."""
+    torch.manual_seed(3)
+    net = Net(Branching(), Rows(), batch=True, drop=0.0).double()
+    x, y = (held.double() for held in data())
+    original = copy.deepcopy(net)
+    steps = [(x, y), (x[:4], y[:4]), (x, y)]
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for one, other in steps:
+            loss = model(one, other)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        model.eval()
+        found.append(model(x, y).item())
+        return found
+
+    expected = run(original, torch.optim.SGD(original.parameters(), lr=0.1))
+    folder = tempfile.mkdtemp()
+
+    def rank(number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        mine = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        model, optimizer = sw.parallelize(mine, optimizer, plan="zero3=2", directory=folder)
+        return run(model, optimizer), model.full_state_dict()
+
+    for losses, state in run_ranks(2, rank):
+        assert losses == pytest.approx(expected, abs=1e-10)
+        for key, held in original.state_dict().items():
+            torch.testing.assert_close(state[key], held, rtol=1e-10, atol=1e-10)
+
+
+def test_rows_mode():
+    net = Net(Branching(), Rows(), drop=0.0).double()
+    x, y = (held.double() for held in data())
+    expected = copy.deepcopy(net)(x, y)
+    folder = tempfile.mkdtemp()
+
+    def rank(number: int) -> float:
+        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", inputs="rows", directory=folder)
+        mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        return model(x[mine], y[mine]).item()
+
+    assert run_ranks(2, rank) == pytest.approx([expected.item()] * 2, abs=1e-10)
