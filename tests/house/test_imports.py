@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "runtime": "errors layout",
     "compile": "errors layout conversion ir rules capture cluster cost plan lower emit runtime",
     "verify": "errors layout conversion ir rules capture cluster cost plan lower emit runtime compile",
-    "parts": "errors layout plan lower runtime compile",
+    "parts": "errors layout capture plan lower runtime compile",
     "parallelize": "errors layout conversion ir rules capture plan lower emit runtime compile parts verify",
     "checkpoint": "errors runtime",
     "register": "errors rules",
