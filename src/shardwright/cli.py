@@ -27,6 +27,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .capture import find_opaque
 from .compile import write
 from .errors import InputError, ShardwrightError
 from .report import explain, read_plan
@@ -86,6 +87,9 @@ def _model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL)
     parser.add_argument("--plan", default="auto", help='"dp=2,tp=2", the path of a plan file, or "auto"')
     parser.add_argument("--devices", type=int, help="how many devices, for --plan auto; else the plan says it")
+    parser.add_argument(
+        "--opaque", choices=["marked", "auto"], default="marked", help="auto: what can't be captured stays as it is"
+    )
     _size_arguments(parser)
 
 
@@ -99,7 +103,7 @@ def _size_arguments(parser: ArgumentParser) -> None:
 
 def run_plan(asked: Namespace, console: Console) -> int:
     module, (args, kwargs) = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    made = compile_program(module, args, kwargs, asked.plan, _devices(asked))
+    made = compile_program(find_opaque(module, asked.opaque), args, kwargs, asked.plan, _devices(asked))
     console.print(explain(made.plan, made.captured.graph))
     if asked.output is not None:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +127,7 @@ def run_compile(asked: Namespace, console: Console) -> int:
     module, (args, kwargs) = load_model(asked.model, asked.batch, asked.seq, meta=True)
     if module.training != (asked.entry == "train"):
         module.train(asked.entry == "train")
-    made = compile_program(module, args, kwargs, asked.plan, _devices(asked))
+    made = compile_program(find_opaque(module, asked.opaque), args, kwargs, asked.plan, _devices(asked))
     text = made.text
     path = write(text, asked.output, made.program)
     lines = len(text.splitlines())
@@ -137,7 +141,7 @@ def run_verify(asked: Namespace, console: Console) -> int:
     report = verify(
         module, asked.plan, example=example, dtype=getattr(torch, asked.dtype), steps=asked.steps,
         optimizer=asked.optimizer, tolerance=asked.tolerance, size=size, method="threads",
-        entries=("train", "eval") if asked.eval else ("train",),
+        entries=("train", "eval") if asked.eval else ("train",), opaque=asked.opaque,
     )  # fmt: skip
     console.print(report)
     if not report.passed and asked.trace:

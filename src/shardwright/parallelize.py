@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .capture import capture
+from .capture import capture, find_opaque
 from .compile import Compiler, PlanLike, make_plan, skeleton_of
 from .errors import InputError, PlanError
 from .parts import Parts, replace_parts
@@ -27,6 +27,7 @@ from .runtime.model import ParallelModel
 from .runtime.world import start
 
 GENERATED = Path(".shardwright")
+How = Literal["marked", "auto"]
 
 
 def parallelize(
@@ -42,6 +43,7 @@ def parallelize(
     directory: str | Path = GENERATED,
     timeout: float = 600.0,
     parts: Parts | None = None,
+    opaque: How = "marked",
 ) -> Any:
     """Compile a model for all processes of this run.
 
@@ -55,6 +57,8 @@ def parallelize(
     directory   where generated code is written.
     parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
                 module: a list of paths, or a dict of paths and plans. Returns the same model then.
+    opaque      "marked": submodules given to sw.opaque stay as they are; "auto": also the smallest submodules that
+                can't be captured, with a warning.
 
     Returns the model, or the model and the optimizer if one was given: the same object, now
     working on the pieces.
@@ -69,9 +73,10 @@ def parallelize(
     if parts is not None:
         if example is not None:
             raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
-        replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory))
+        replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
     compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed)
+    find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
     if example is not None:
         args, kwargs = arguments_of(example)
@@ -82,11 +87,13 @@ def parallelize(
 
 
 def plan(
-    model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | int = "cpu", entry: str = "train"
-) -> Plan:
+    model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | int = "cpu", entry: str = "train",
+    opaque: How = "marked",
+) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine."""
     args, kwargs = arguments_of(example)
-    captured = capture(skeleton_of(model), args, kwargs, entry=entry, real=lambda: (model, args, kwargs))
+    skeleton = find_opaque(skeleton_of(model), opaque)
+    captured = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs))
     size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
     facts = analyse(captured.graph, probing(captured.functions))
     return make_plan(captured.graph, facts, plan, size, str(cluster))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .capture import find_opaque
 from .compile import Compiler, PlanLike
 from .errors import InputError, raise_all
 from .layout import FANNED, Mesh, make_layout
@@ -43,6 +44,7 @@ def replace_parts(
     accumulate: int,
     seed: int,
     directory: Path,
+    opaque: str = "marked",
 ) -> None:
     """Compile the parts of a module, each at its first call, and make the rest data-parallel."""
     wishes = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, plan)
@@ -57,6 +59,7 @@ def replace_parts(
         part = model.get_submodule(path)
         own = seed_of((seed, path))
         compiler = Compiler(part, optimizer, world, wish, mode, directory, own, prefix=f"{path}.")
+        find_opaque(compiler.skeleton, opaque)
         held = ParallelModel(compiler.skeleton, world, compiler, mode, accumulate)
         held.show(part)
         parent, _, name = path.rpartition(".")

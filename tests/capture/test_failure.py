@@ -53,6 +53,35 @@ def test_the_message_names_line_and_remedy(function, line, words):
     with pytest.raises(CaptureError) as caught:
         capture(Does(function), (torch.ones(3, 3),))
     message = str(caught.value)
+    assert caught.value.path == ""
     assert f"{__file__}:" in message
     assert line in message
     assert [word for word in words if word not in message] == []
+
+
+class Deep(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.ModuleDict({"inner": Does(function)})])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1]["inner"](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("function", [branches, takes_a_number, selects, tracks])
+def test_the_message_names_the_submodule(function):
+    with pytest.raises(CaptureError) as caught:
+        capture(Deep(function), (torch.ones(3, 3),))
+    assert "sw.opaque(model.blocks[1].inner)" in str(caught.value)
+    assert caught.value.path == "blocks.1.inner"
+
+
+def test_a_line_of_the_model_itself_has_other_ways_out():
+    with pytest.raises(CaptureError, match=r"(?s)torch.cond.*move it to a submodule.*parts="):
+        capture(Does(branches), (torch.ones(3, 3),))
+
+
+def test_nothing_is_printed(capfd):
+    with pytest.raises(CaptureError):
+        capture(Does(branches), (torch.ones(3, 3),))
+    assert capfd.readouterr() == ("", "")

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "runtime": "errors layout",
     "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime",
     "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile",
-    "parts": "errors layout plan lower runtime compile",
+    "parts": "errors layout capture plan lower runtime compile",
     "parallelize": (
         "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile parts verify"
     ),

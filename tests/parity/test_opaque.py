@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 
@@ -69,6 +70,53 @@ def test_layers_with_opaque_parts_are_one_loop(tmp_path):
     assert 'self.opaque(f"{at}.rows", ' in text
 
 
+class Recomputed(nn.Module):
+    """Recomputes a branch on data in backward, when the program has gone on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def inner(self, x):
+        return self.linear(x).tanh() if x.detach().numpy().any() else x
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Positions(nn.Module):
+    """Depends on parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self) -> torch.Tensor:
+        return self.table * float(self.table.detach().abs().max().item() > 0)
+
+
+class Around(nn.Module):
+    """Opaque parts in places of their own: in a checkpointed region, without inputs, frozen and without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.recomputed, self.positions = sw.opaque(Recomputed()), sw.opaque(Positions())
+        self.frozen = sw.opaque(Rows()).requires_grad_(False)
+
+    def forward(self, x):
+        x = checkpoint(lambda x: self.recomputed(self.first(x)), x, use_reentrant=False)
+        x = self.recomputed(x) + self.positions()
+        with torch.no_grad():
+            scale = self.frozen(x)
+        return (self.last(self.frozen(x)) * scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "zero3=2", "dp=2,tp=2"])
+def test_in_odd_places(plan):
+    verified(Around(), plan, (torch.randn(6, 4),))
+
+
 def test_the_plan_says_what_runs_whole():
     notes = sw.plan(Net(Branching(), Rows()), example=data(), plan="dp=2").notes
     assert any(note.startswith("odd / opaque") and "runs whole on every device" in note for note in notes)
@@ -121,3 +169,30 @@ def test_rows_mode():
         return model(x[mine], y[mine]).item()
 
     assert run_ranks(2, rank) == pytest.approx([expected.item()] * 2, abs=1e-10)
+
+
+def job(rank: int, state: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, folder: str) -> list[float]:
+    net = Net(Branching(), Rows(), drop=0.0).double()
+    net.load_state_dict(state)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = sw.parallelize(net, optimizer, plan="zero3=2", directory=folder)
+    found = [train(model, optimizer, x, y), train(model, optimizer, x[:4], y[:4])]
+    return [*found, model.eval()(x, y).item()]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
+    loss = model(x, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())
+
+
+def test_on_processes(pools, tmp_path):
+    """A smaller batch and eval are programs of their own, for which the whole model is gathered and run once."""
+    net = Net(Branching(), Rows(), drop=0.0).double()
+    x, y = (held.double() for held in data())
+    found = pools[2].run(job, copy.deepcopy(net.state_dict()), x, y, str(tmp_path))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    expected = [train(net, optimizer, x, y), train(net, optimizer, x[:4], y[:4]), net.eval()(x, y).item()]
+    assert found == [pytest.approx(expected, abs=1e-10)] * 2

@@ -224,3 +224,22 @@ def test_what_can_not_be_a_part_is_refused(case):
         assert words in str(caught.value)
     with pytest.raises(InputError, match="leave example out"):
         sw.parallelize(case[0], parts=["backbone"], example=case[1])
+
+
+def job(rank: int, state: dict[str, Tensor], x: Tensor, y: Tensor, folder: str) -> tuple[Steps, dict[str, Tensor]]:
+    net = Outer().double()  # every process draws its own parameters
+    if rank == 0:
+        net.load_state_dict(state)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    options = {"plan": "dp=2", "inputs": "rows", "directory": folder}
+    model, optimizer = sw.parallelize(net, optimizer, parts=["backbone"], **options)
+    mine = slice(4 * rank, 4 * rank + 4)
+    return [step(model, optimizer, x[mine], y[mine]) for _ in range(3)], whole(model.state_dict())
+
+
+def test_on_processes(case, pools, tmp_path):
+    losses, state = expected(case)
+    every = pools[2].run(job, case[0].state_dict(), *case[1:], str(tmp_path))
+    for found, mine in every:
+        assert_same(mine, state)
+        torch.testing.assert_close([norm for _, norm in found], [norm for _, norm in losses], rtol=1e-10, atol=1e-10)

@@ -1,13 +1,16 @@
 """`nn.Module` to `ir.Graph`: what is computed, at global shape, with nothing dropped silently."""
 
 from .assemble import capture
+from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .interpret import run
-from .opaque import Body, Opaque, OpaquePart, opaque
+from .opaque import opaque
+from .part import Body, Opaque, OpaquePart
 from .real import Real
 from .trace import without_collection
 
 __all__ = [
+    "AUTO",
     "Body",
     "Captured",
     "Function",
@@ -16,6 +19,7 @@ __all__ = [
     "OpaquePart",
     "Real",
     "capture",
+    "find_opaque",
     "opaque",
     "run",
     "without_collection",

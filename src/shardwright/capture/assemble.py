@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import CaptureError
 from ..ir import Buffer, Graph, Input, Op, Output, Parameter, check
 from ..rules.kept import OPAQUE
 from .aliases import Handle
+from .auto import named, notes_of, widen
 from .branches import Branches
 from .branches import functions as run_branches
 from .captured import Captured, Function, InputLeaf
@@ -22,7 +24,7 @@ from .draft import Draft
 from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
 from .interpret import run_plain
 from .leaves import Leaves
-from .opaque import Body, Opaque, runner
+from .part import Body, Opaque, runner
 from .real import Real
 from .signature import input_paths, output_paths
 from .trace import Trace, trace, without_collection
@@ -44,10 +46,23 @@ def capture(
     Parameters and inputs may be real, fake or on meta; nothing is run or allocated, and the
     module is left as it was. With `promote` every float in the graph is a float64. Only what an
     opaque submodule returns may have to be looked at in a run, of `real` or else of this call.
+    If the module was given to `find_opaque`, submodules that can't be captured become opaque.
     """
     module = getattr(module, "_orig_mod", module)
     args, kwargs = tuple(args), dict(kwargs or {})
-    traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
+    while True:
+        try:
+            return _capture(module, args, kwargs, entry, promote, name, real or (lambda: (module, args, kwargs)))
+        except CaptureError as error:
+            if not widen(module, error):
+                raise named(error) from error.__cause__
+
+
+def _capture(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str, promote: bool, name: str | None,
+    real: Real,
+) -> Captured:  # fmt: skip
+    traced = trace(module, args, kwargs, real)
     leaves = Leaves(module, traced, Draft())
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
@@ -55,7 +70,7 @@ def capture(
     conversion = Conversion(leaves.draft, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
     results = list(conversion.run(traced.program.graph_module, handles, Modes()))
     leaves.check_writes()
-    leaves.draft.notes += traced.notes
+    leaves.draft.notes += [*notes_of(module), *traced.notes]
     graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__, branches)
     opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
     functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..ir import Graph
-from .opaque import Opaque
+from .part import Opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..errors import CaptureError
 from ..ir import Dtype
 from ..rules.kept import COND, OPAQUE, SCAN, WHILE
 from .aliases import Handle, View
@@ -26,7 +27,7 @@ from .failure import unsupported
 from .keep import MARKER, Kept, map_places, named
 from .keep import Call as Marker
 from .normal import Call, write
-from .opaque import Opaque
+from .part import Opaque
 from .places import place_of
 from .schema import fact_of, literal, named_arguments, target_name
 
@@ -69,7 +70,12 @@ class Conversion:
             elif node.target is operator.getitem:
                 env[node] = env[node.args[0]][node.args[1]]
             else:
-                env[node] = self._node(node, env, modes)
+                try:
+                    env[node] = self._node(node, env, modes)
+                except CaptureError as error:
+                    if error.path is None:
+                        error.path = place_of(node.meta, no_grad=False, autocast=None).module
+                    raise
         raise AssertionError("a graph without output")
 
     def _node(self, node: fx.Node, env: dict[fx.Node, Any], modes: Modes) -> Any:

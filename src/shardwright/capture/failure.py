@@ -22,7 +22,19 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
     where = _user_line(error) or source_of(_quoted_trace(str(error)))
     at = f" at {where.file}:{where.line}\n    {where.code}" if where else ""
     advice = _advice(str(error), type(error).__name__, reason)
-    return CaptureError(f"can't capture {type(module).__name__}{at}\n{advice}")
+    return CaptureError(f"can't capture {type(module).__name__}{at}\n{advice}", culprit(module, error))
+
+
+def culprit(module: nn.Module, error: BaseException) -> str:
+    """The path of the innermost submodule whose code an error came from."""
+    paths = {id(vars(held)): path for path, held in module.named_modules()}  # in a trace they are proxies
+    found = ""
+    for seen in causes(error):
+        for frame, _ in traceback.walk_tb(seen.__traceback__):
+            held = frame.f_locals.get("self")
+            if isinstance(held, nn.Module):
+                found = paths.get(id(vars(held)), found)
+    return found
 
 
 def unsupported(what: str, source: Source | None, remedy: str) -> CaptureError:

@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.export import _trace as _export_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..errors import CaptureError
 from .failure import causes, explain
 from .keep import Kept, keeping
-from .opaque import Opaque, marking, opaque_parts
+from .opaque import marking, opaque_parts
+from .part import Opaque
 from .places import user_frames
 from .real import NoValues, Real, Seen, check_rows, see
 from .signature import register_containers
 from .stand_in import StandIn
 
+export: Any = _export_module
 _LOUD = (
     "torch.export._trace",
     "torch._subclasses.fake_tensor",
@@ -144,6 +147,7 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(export|_export|fx|_dynamo)(\.|$)")
+        export.print = lambda *args, **kwargs: None  # it prints half of a graph when it fails
         loggers = [logging.getLogger(name) for name in _LOUD]
         before = [logger.disabled for logger in loggers]
         try:
@@ -151,5 +155,6 @@ def _quiet() -> Iterator[None]:
                 logger.disabled = True
             yield
         finally:
+            export.__dict__.pop("print", None)
             for logger, disabled in zip(loggers, before, strict=True):
                 logger.disabled = disabled

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import Captured, capture
+from ..capture import AUTO, Captured, capture, find_opaque
 from ..compile import PlanLike, skeleton_of
 from ..errors import InputError, PlanError
 from ..ir import Graph
@@ -59,6 +59,7 @@ def verify(
     size: int | None = None,
     seed: int = 0,
     timeout: float = 600.0,
+    opaque: Literal["marked", "auto"] = "marked",
 ) -> Report:
     """Run the original and the compiled program on the same batch and compare all that training sees.
 
@@ -71,6 +72,7 @@ def verify(
                the world if there is one, else threads. Processes need a picklable model.
     size       how many ranks, where the plan does not say it (a policy function).
     directory  where generated code is kept; by default it is thrown away.
+    opaque     as for parallelize.
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
     """
@@ -79,6 +81,7 @@ def verify(
         start(timeout)
     device = here().device if method == "world" else torch.device("cpu")
     task = make_task(model, example, dtype, device, optimizer, loss, steps, tuple(sorted(entries, reverse=True)), seed)
+    find_opaque(task.module, opaque)
     wish = plan_for(model, example, plan, task)
     limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance
     count = here().size if method == "world" else size or ranks_of(plan)
@@ -135,7 +138,7 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> Plan
         return plan
     args, kwargs = arguments_of(example)
     entry = "train" if "train" in task.entries else "eval"
-    skeleton = skeleton_of(model)
+    skeleton = find_opaque(skeleton_of(model), "auto" if AUTO in vars(task.module) else "marked")
     if skeleton.training != (entry == "train"):
         skeleton.train(entry == "train")
     old = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs)).graph

@@ -1,0 +1,204 @@
+"""One call of an opaque submodule: what it takes and returns, and how it is run with tensors from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError, InputError
+from .keep import Position
+from .real import refusal
+from .signature import register_containers
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that an opaque submodule returns, or the new value of a buffer of its."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Opaque:
+    """One call of an opaque submodule. `made` and what follows it are known once its forward was tried."""
+
+    key: str  # the path, with "@1" for the second call
+    path: str
+    batch: bool
+    arguments: tuple[Any, ...]  # the leaves of (args, kwargs), with a Position for each tensor
+    in_spec: pytree.TreeSpec
+    names: tuple[str, ...]  # of its parameters and buffers, as it calls them
+    made: tuple[Made, ...] = ()
+    results: tuple[Any, ...] = ()  # the leaves of what it returns, with a Position for each tensor
+    out_spec: pytree.TreeSpec | None = None
+    changed: tuple[str, ...] = ()
+    tensors: int = 0  # how many of its inputs are arguments
+    looked: bool = False  # whether it had to be seen running on real data
+
+    def shapes(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Empty tensors of the shapes that the call gives: what the marker op stands for in a trace."""
+        return [torch.empty(made.shape, dtype=made.dtype) for made in self.made]
+
+    def settle(self, result: Any, changed: Mapping[str, Tensor], *, known: bool) -> None:
+        """Take down what a call gave. Unless it is `known` without data, a number in it may be another next time."""
+        self.looked = self.batch or not known
+        register_containers(result)
+        leaves, self.out_spec = pytree.tree_flatten(result)
+        made: list[Made] = []
+        results: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                results.append(Position(len(made)))
+                made.append(Made(self._sizes(leaf), leaf.dtype, leaf.requires_grad or not known))
+                continue
+            if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) or not (known or leaf is None):
+                raise self._refusal(f"it returns {leaf!r}, which may depend on data", "Return tensors only")
+            results.append(leaf)
+        for tensor in changed.values():
+            made.append(Made(tuple(tensor.shape), tensor.dtype, False))
+        self.made, self.results, self.changed = tuple(made), tuple(results), tuple(changed)
+        if self.batch:
+            self._check_rows()
+
+    def _sizes(self, tensor: Tensor) -> tuple[int, ...]:
+        if not all(isinstance(size, int) for size in tensor.shape):
+            what = f"the shape of what it returns, {[str(size) for size in tensor.shape]}, depends on data"
+            raise self._refusal(what, "Return a tensor of a fixed shape, padded or masked, or make its parent opaque")
+        return tuple(tensor.shape)
+
+    def _check_rows(self) -> None:
+        if self.changed:
+            what = f"batch=True says that rows are independent, but it writes to its buffer {self.changed[0]}"
+            raise self._refusal(what, "Leave batch out")
+        shapes = [list(made.shape) for made in self.made]
+        if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
+            what = f"batch=True says that all it returns has the same rows, but the shapes are {shapes}"
+            raise self._refusal(what, "Return tensors with one row for each row of the batch, or leave batch out")
+
+    def _refusal(self, what: str, remedy: str) -> CaptureError:
+        return refusal(self.path, what, remedy)
+
+    def call(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        leaves = [tensors[held.index] if isinstance(held, Position) else held for held in self.arguments]
+        args, kwargs = pytree.tree_unflatten(leaves, self.in_spec)
+        before = [_version(tensor) for tensor in tensors]
+        result = forward(*args, **kwargs)
+        if before != [_version(tensor) for tensor in tensors]:
+            raise self._refusal("it changes one of its arguments in place", "Write x = x + 1 instead of x += 1 there")
+        return result
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Body:
+    """A submodule of ours whose parameters and buffers are given anew for every call."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+        self.slots: dict[str, list[tuple[nn.Module, dict[str, Any], str]]] = {}
+        first: dict[int, str] = {}
+        for path, owner in part.named_modules():
+            both: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+            for slots in both:
+                for key, tensor in slots.items():
+                    name = first.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                    self.slots.setdefault(name, []).append((owner, slots, key))
+        self.given: dict[str, tuple[Tensor, int]] = {}
+
+    def give(self, state: Mapping[str, Tensor]) -> None:
+        """Put tensors in their places (tied weights have several)."""
+        self.given = {name: (tensor, _version(tensor)) for name, tensor in state.items()}
+        for name, tensor in state.items():
+            for owner, slots, key in self.slots[name]:
+                slots[key] = tensor
+                if isinstance(owner, nn.RNNBase):
+                    owner._flat_weights = [getattr(owner, held, None) for held in owner._flat_weights_names]
+
+    def now(self, name: str) -> Tensor:
+        _, slots, key = self.slots[name][0]
+        found: Tensor = slots[key]
+        return found
+
+    def changed(self, path: str) -> list[str]:
+        """The buffers that were written to, or exchanged, since they were given."""
+        found = [n for n, (tensor, v) in self.given.items() if self.now(n) is not tensor or _version(tensor) != v]
+        for name in found:
+            if self.slots[name][0][1] is self.slots[name][0][0]._parameters:
+                raise refusal(path, f"its forward writes to its parameter {name}", "Make it a buffer (register_buffer)")
+        return found
+
+
+@contextmanager
+def placed(part: nn.Module, state: Mapping[str, Tensor]) -> Iterator[Body]:
+    """Within this a submodule has other tensors."""
+    body = Body(part)
+    before = {name: body.now(name) for name in state}
+    body.give(state)
+    try:
+        yield body
+    finally:
+        body.give(before)
+
+
+class OpaquePart:
+    """An opaque submodule ready to be called: a body of its own, and how one call of it looks."""
+
+    def __init__(self, call: Opaque, body: Body, flags: Sequence[bool], dtypes: Sequence[torch.dtype] = ()) -> None:
+        self.call, self.body, self.flags = call, body, tuple(flags)
+        self.path, self.names = call.path, call.names
+        self.dtypes = tuple(dtypes) or tuple(made.dtype for made in call.made)
+
+    def __call__(self, tensors: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """What the user's forward gives for these arguments, parameters and buffers, and the changed buffers.
+
+        The tensors stay in their places afterwards: a checkpoint inside of it runs it again in backward.
+        """
+        call, body = self.call, self.body
+        for module, flag in zip(body.part.modules(), self.flags, strict=True):
+            module.training = flag
+        body.give({name: held.clone() if name in call.changed else held for name, held in state.items()})
+        result = call.call(body.part.forward, tensors)
+        if set(body.changed(call.path)) - set(call.changed):
+            raise refusal(call.path, "it changed a buffer, and did not when it was captured", "Always write to it")
+        leaves, spec = pytree.tree_flatten(result)
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._expect(spec, leaves, found, len(tensors))
+        found += [body.now(name).detach() for name in call.changed]
+        return tuple(held.to(dtype) for held, dtype in zip(found, self.dtypes, strict=True))
+
+    def _expect(self, spec: pytree.TreeSpec, leaves: Sequence[Any], found: Sequence[Tensor], given: int) -> None:
+        call = self.call
+        wanted = [made.shape[1:] if call.batch else made.shape for made in call.made][: len(found)]
+        shapes = [tuple(held.shape)[1:] if call.batch else tuple(held.shape) for held in found]
+        rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        known = [leaf for leaf in call.results if not isinstance(leaf, Position)]
+        if spec != call.out_spec or shapes != wanted or rest != known:
+            raise InputError(
+                f"the opaque submodule {call.path or 'model'} returned tensors of shapes {[list(x) for x in shapes]} "
+                f"and {rest}, and when captured {[list(x) for x in wanted]} and {known}; what it returns must not "
+                f"depend on data: return tensors of fixed shapes, or make its parent opaque"
+            )
+
+
+def runner(calls: Mapping[str, Opaque], module: nn.Module, bodies: dict[str, Body]) -> Callable[..., Any]:
+    """The function behind the op "call.opaque", for whoever runs a graph op by op."""
+
+    def run(
+        key: str, batch: bool, tensors: Sequence[Tensor], names: Sequence[str], held: Sequence[Tensor], axes: Any = ()
+    ) -> Any:
+        call = calls[key]
+        part = OpaquePart(call, bodies[call.path], [m.training for m in module.get_submodule(call.path).modules()])
+        return part(tensors, dict(zip(names, held, strict=True)))
+
+    return run
+
