@@ -202,6 +202,48 @@ def test_what_a_function_changes_is_seen_after_it():
     agree(Changing(), randn(2, 4).requires_grad_())
 
 
+@sw.register_op("b d -> b d")
+class Negated(torch.autograd.Function):
+    """Changes its input, and says so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.neg_()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+def test_an_autograd_function_may_change_its_input():
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x) * 2
+            z = Negated.apply(y)
+            return (y * z + x).square().mean()
+
+    agree(Changing().double(), randn(4, 6))
+    assert sw.verify(Changing(), "dp=2", example=(randn(4, 6),), method="threads").passed
+
+
+def test_a_library_op_is_returned_as_it_was():
+    assert isinstance(shifted, torch.library.CustomOpDef)
+
+
+def test_a_library_op_that_changes_its_arguments_is_refused():
+    @torch.library.custom_op("shardwright_register::grown_", mutates_args=("x",))
+    def grown_(x: Tensor) -> None:
+        x.add_(1)
+
+    with pytest.raises(RuleError, match="changes its arguments; register a function around it, which may do so"):
+        sw.register_op("b ->", grown_)
+
+
 def test_a_rank_gets_its_own_size_of_a_label_named_as_an_argument(tmp_path):
     class Heads(nn.Module):
         def __init__(self) -> None:

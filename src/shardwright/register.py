@@ -95,11 +95,11 @@ class _Kind:
 
 
 def _kind(op: Any) -> _Kind:
-    op = getattr(op, "_opoverload", op)  # torch.library.custom_op
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        op = op.default
-    if isinstance(op, torch._ops.OpOverload):
-        return _library(op)
+    overload = getattr(op, "_opoverload", op)  # torch.library.custom_op
+    if isinstance(overload, torch._ops.OpOverloadPacket):
+        overload = overload.default
+    if isinstance(overload, torch._ops.OpOverload):
+        return _library(op, overload)
     if isinstance(op, type) and issubclass(op, torch.autograd.Function):
         forward = inspect.signature(op.forward)
         if op.setup_context is torch.autograd.Function.setup_context:
@@ -139,7 +139,7 @@ def _kind_of(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
-def _library(op: torch._ops.OpOverload[..., Any]) -> _Kind:
+def _library(result: Any, op: torch._ops.OpOverload[..., Any]) -> _Kind:
     if op._schema.is_mutable:
         raise RuleError(f"{op} changes its arguments; register a function around it, which may do so")
     held = op._schema.arguments
@@ -159,7 +159,7 @@ def _library(op: torch._ops.OpOverload[..., Any]) -> _Kind:
         known = {p.name: p.default for p in parameters} | dict(zip(names, args, strict=False)) | kwargs
         return [known[name] for name in names]
 
-    return _Kind(Own(name=str(op), target=target_name(op), parameters=parameters, run=run), op, bind)
+    return _Kind(Own(name=str(op), target=target_name(op), parameters=parameters, run=run), result, bind)
 
 
 def _check_algorithms(name: str, rule: str, given: Mapping[str, Any]) -> None:

@@ -7,11 +7,14 @@ runtime (a table split on its rows) and shares (a mean becomes a local sum over 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwright.ir import Op, Slot, Value
 from shardwright.layout import Axis, Layout, Mesh
@@ -329,3 +332,37 @@ def test_a_number_that_is_a_place_stays_within_the_small_sizes():
     rule, why = discover(Call(op, gradient_free[:1], gradient_free[1:]), run_plain)
     assert rule is not None, why
     assert rule.text == "b^ a ~1 -> b^ a"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_every_einsum_is_found(data):
+    """Any product of up to three tensors: labels that stay are joined, labels that go are summed."""
+    term = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
+    terms = data.draw(st.lists(term, min_size=1, max_size=3))
+    used = sorted({label for term in terms for label in term})
+    kept = data.draw(st.permutations(used))[: data.draw(st.integers(0, len(used)))]
+    sizes = dict(zip("abcd", (6, 4, 5, 7), strict=True))
+    equation = f"{','.join(''.join(term) for term in terms)}->{''.join(kept)}"
+    call = make_call("einsum", equation, [randn(*(sizes[label] for label in term)) for term in terms])
+    written, (rule, why) = find_rule(call), discover(call, run_plain)
+    assert written is not None and rule is not None, why
+    assert set(splits_of(facts_of(call, written))) == set(splits_of(facts_of(call, rule))), (equation, rule.text)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_regrouping_of_dims_is_found(data):
+    """A view from one grouping of some factors to another."""
+    factors = data.draw(st.lists(st.sampled_from([2, 3, 4, 5]), min_size=2, max_size=4))
+    grouped = [[math.prod(group) for group in _groups(data, factors)] for _ in range(2)]
+    call = make_call("view", randn(*grouped[0]), grouped[1])
+    written, (rule, why) = find_rule(call), discover(call, run_plain)
+    assert written is not None and rule is not None, why
+    missing = set(splits_of(facts_of(call, written))) - set(splits_of(facts_of(call, rule)))
+    assert not missing, (grouped, rule.text, written.text)
+
+
+def _groups(data, factors):
+    ends = [*sorted(data.draw(st.sets(st.integers(1, len(factors) - 1)))), len(factors)]
+    return [factors[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -46,6 +46,15 @@ noisy.register_fake(torch.empty_like)
 noisy.register_autograd(lambda ctx, g: g)
 
 
+@torch.library.custom_op("shardwright_probe::mixed", mutates_args=())
+def mixed(x: Tensor) -> Tensor:
+    return x / x.abs().sum()
+
+
+mixed.register_fake(torch.empty_like)
+mixed.register_autograd(lambda ctx, g: g.sin())
+
+
 class Headed(nn.Module):
     def __init__(self, function) -> None:
         super().__init__()
@@ -77,6 +86,12 @@ def test_the_plan_says_why_there_is_none():
     assert note.endswith(
         "has no rule and runs whole on every device: it could not be probed: it gives another result each time"
     )
+
+
+def test_the_plan_says_what_can_not_be_split():
+    plan = sw.plan(Headed(lambda x: mixed(x)), example=example(), plan="dp=2")
+    (note,) = (note for note in plan.notes if "mixed" in note)
+    assert note.endswith("runs whole on every device: it was probed, and no split of it recombines")
 
 
 def test_a_plan_with_probed_rules_can_be_explained():

@@ -121,7 +121,9 @@ class Draft:
         count: dict[tuple[str, str], int] = {}
         for op in self.ops:
             rule = self.signature(op).rule
-            if rule is not None and rule.probed:
+            if rule is not None and rule.probed and not self.roles(op):
+                self.note(f"{op} runs whole on every device: it was probed, and no split of it recombines")
+            elif rule is not None and rule.probed:
                 count[op.target, rule.text] = count.get((op.target, rule.text), 0) + 1
         for (target, text), number in count.items():
             have = "1 op has" if number == 1 else f"{number} ops have"

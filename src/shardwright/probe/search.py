@@ -72,6 +72,7 @@ class _Search:
         self.results = [tuple(x.shape) for x in self.made]
         self.arguments = dict(numbers(self.op))
         self.splits: list[Split] = []
+        self.tried: set[object] = set()
         self.blocks = False  # whether parts of dims are looked at yet
         self.touched: dict[tuple[int, Place], list[list[Tensor]]] = {}
         self.masks: dict[Block, Tensor] = {}
@@ -83,13 +84,11 @@ class _Search:
             waiting = sorted(sizes | {number for number in self.arguments.values() if 1 < number <= max(sizes)})
             while waiting:
                 units = waiting.pop()
-                before = len(self.splits)
-                self._joined(units)
-                self._reduced(units)
-                for split in self.splits[before:]:  # what is left of a dim that was cut in part may be cut too
-                    rests = {_rest(place) for place in (*split.inputs, *split.outputs)} - sizes - {1}
+                if self._joined(units) or self._reduced(units):  # what is left of its dims may be cut too
+                    last = self.splits[-1]
+                    rests = {_rest(place) for place in (*last.inputs, *last.outputs)} - sizes - {1}
                     sizes |= rests
-                    waiting.extend(rests)
+                    waiting = sorted({*waiting, *rests, units})
         for at, shape in enumerate(self.results):
             for dim, size in enumerate(shape):
                 self._stretched(at, dim, size)
@@ -97,17 +96,22 @@ class _Search:
 
     # Outputs that have the units: by concatenation.
 
-    def _joined(self, units: int) -> None:
+    def _joined(self, units: int) -> bool:
+        """Find one split of so many units."""
         for at, shape in enumerate(self.results):
             for target in self._places(shape, units, len(self.shapes) + at):
+                if not self._is_free(len(self.shapes) + at, target):
+                    continue
                 inputs = tuple(self._local(k, at, target, units) for k in range(len(self.shapes)))
-                if not any(inputs) or not self._is_free(len(self.shapes) + at, target):
+                if not any(inputs):
                     continue
                 outputs = [
                     target if o == at else self._follows(inputs, o, target, units) for o in range(len(self.results))
                 ]
-                if all(place is not None for place in outputs):
-                    self._try(units, inputs, tuple(place for place in outputs if place is not None))
+                known = tuple(place for place in outputs if place is not None)
+                if len(known) == len(outputs) and self._try(units, inputs, known):
+                    return True
+        return False
 
     def _local(self, k: int, out: int, target: Place, units: int) -> Place | None:
         """Where input `k` may be cut so that the target's units read their own units of it only."""
@@ -165,25 +169,24 @@ class _Search:
 
     # Outputs that lack the units: by sum, max or min.
 
-    def _reduced(self, units: int) -> None:
-        """Inputs whose dims of this size are in no split yet, all of them together or some of them."""
+    def _reduced(self, units: int) -> bool:
+        """Find one split of inputs whose dims of this size are in no split yet, all of them together or some."""
         open_ = [
             [place for place in self._places(shape, units, k) if self._is_free(k, place)]
             for k, shape in enumerate(self.shapes)
         ]
         if not any(place[1].outer == place[1].inner == 1 for places in open_ for place in places):
-            return
+            return False
         sets = sorted(product(*([None, *places] for places in open_)), key=lambda one: sum(x is None for x in one))
         kinds: tuple[Reduction, ...] = ("sum", "max", "min")
         if any(value.gradient for value in self.call.outputs):
             kinds = ("sum",)
         for inputs in islice(sets, TRIES * 2):
-            if not any(inputs) or not all(x is None or self._is_free(k, x) for k, x in enumerate(inputs)):
-                continue
-            for kind in kinds:
+            for kind in kinds if any(inputs) else ():
                 outputs = (kind,) * len(self.results)
                 if any(self._try(units, inputs, outputs, added) for added in self._biases(inputs, kind)):
-                    break
+                    return True
+        return False
 
     def _biases(self, inputs: Sequence[Place | None], kind: Reduction) -> Iterator[frozenset[int]]:
         yield frozenset()
@@ -233,6 +236,9 @@ class _Search:
         added: frozenset[int] = frozenset(),
     ) -> bool:
         """Keep the split if it recombines with some set of arguments made smaller."""
+        if (inputs, outputs, added) in self.tried:
+            return False
+        self.tried.add((inputs, outputs, added))
         for shares in islice(self._shares(units, inputs, outputs), TRIES):
             split = Split(units=units, inputs=inputs, outputs=outputs, added=added, shares=shares)
             if self._holds(split, parts_of(units)[-1]):

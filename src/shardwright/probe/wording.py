@@ -44,13 +44,27 @@ class Wording:
         return replace(parse(text), local=local, probed=True).with_sizes(self.sizes)
 
     def _size(self, split: Split) -> int:
-        """The size of a label in the real call: that of a dim it is all of, of an argument, or of its image."""
+        """The size of a label in the real call: that of a dim it is all of, of an argument, or what others leave."""
+        return self._own_size(split) or self._left_size(split)
+
+    def _own_size(self, split: Split) -> int:
         for tensor, place in enumerate((*split.inputs, *split.outputs)):
             if isinstance(place, tuple) and place[1].elements == split.units:
                 return self.shapes[tensor][place[0]]
         small, real = dict(numbers(self.sample.call.op)), dict(numbers(self.call.op))
         given = (real[path] for path in split.shares if small[path] == split.units)
         return next(given, self.sample.real.get(split.units, 0))
+
+    def _left_size(self, split: Split) -> int:
+        """What is left of a dim for a label beside others that have sizes of their own; 0 if that can't be told."""
+        for tensor, place in enumerate((*split.inputs, *split.outputs)):
+            if isinstance(place, tuple):
+                beside = [one for _, one in self._held(self.found.splits, tensor, place[0]) if one != split]
+                taken = math.prod(self._own_size(one) for one in beside)
+                tiled = math.prod(one.units for one in (split, *beside)) == self.small[tensor][place[0]]
+                if tiled and taken and self.shapes[tensor][place[0]] % taken == 0:
+                    return self.shapes[tensor][place[0]] // taken
+        return 0
 
     def _misfits(self, splits: Sequence[Split]) -> list[Split]:
         """The splits on a dim that they don't tile, the most entangled one first."""
