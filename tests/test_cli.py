@@ -153,3 +153,28 @@ def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "plan,explain,compile,verify" in done.stdout
+
+
+def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    branching = NET.replace("F.gelu(self.up(x))", "self.gate(self.up(x))") + GATE
+    (tmp_path / "gated.py").write_text(branching)
+    assert main(["verify", "gated.py:make_gated", "--plan", "dp=2"]) == 2
+    assert "sw.opaque(model.gate)" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="model.gate is not captured"):
+        assert main(["verify", "gated.py:make_gated", "--plan", "dp=2", "--opaque", "auto"]) == 0
+    sys.modules.pop("gated", None)
+
+
+GATE = """
+
+class Gate(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else x.tanh()
+
+
+def make_gated():
+    made, example = make_model()
+    made.gate = Gate()
+    return made, example
+"""
