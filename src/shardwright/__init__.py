@@ -1,10 +1,10 @@
 """Compile a PyTorch model written for one device into a program that trains on many."""
 
-from .capture import opaque
+from .capture import experts, opaque
 from .checkpoint import load, save
 from .parallelize import parallelize, plan
 from .register import register_op
 from .report import diff, explain
 from .verify import verify
 
-__all__ = ["diff", "explain", "load", "opaque", "parallelize", "plan", "register_op", "save", "verify"]
+__all__ = ["diff", "experts", "explain", "load", "opaque", "parallelize", "plan", "register_op", "save", "verify"]

@@ -4,7 +4,7 @@ from .assemble import capture
 from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .interpret import run
-from .opaque import opaque
+from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
 from .real import Real
 from .trace import without_collection
@@ -19,6 +19,7 @@ __all__ = [
     "OpaquePart",
     "Real",
     "capture",
+    "experts",
     "find_opaque",
     "opaque",
     "run",

@@ -11,7 +11,7 @@ import warnings
 from torch import nn
 
 from ..errors import CaptureError, InputError
-from .opaque import MARK, Wish, opaque_parts
+from .opaque import MARK, Wish, opaque_parts, wish_of
 
 AUTO = "_shardwright_auto"
 
@@ -72,5 +72,5 @@ def _said(path: str) -> str:
 
 def notes_of(module: nn.Module) -> list[str]:
     """What was made opaque unasked, and why."""
-    found = ((path, vars(part)[MARK]) for path, part in opaque_parts(module))
-    return [f"{path} stays as it is, whole on every device: {wish.reason}" for path, wish in found if wish.reason]
+    reasons = ((path, getattr(wish_of(part), "reason", "")) for path, part in opaque_parts(module))
+    return [f"{path} stays as it is, whole on every device: {reason}" for path, reason in reasons if reason]

@@ -308,11 +308,12 @@ class Conversion:
         arguments = {
             "op_key": call.key,
             "batch": call.batch,
+            "rule": call.rule,
             "tensors": tuple(tensors[: call.tensors]),
             "names": call.names,
             "held": tuple(tensors[call.tensors :]),
         }
-        names = self.draft.emit(OPAQUE, arguments, facts, place, "opaque")
+        names = self.draft.emit(OPAQUE, arguments, facts, place, "experts" if call.rule else "opaque")
         for name, made in zip(names, call.made, strict=True):
             if not made.gradient:
                 self.draft.facts[name] = replace(self.draft.facts[name], gradient=False)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError, InputError
+from .experts import fits, is_known, rule_of
 from .keep import Kept, Position, current, paused
 from .part import Opaque, placed
 from .real import Seen
@@ -40,6 +41,7 @@ class Wish:
 
     batch: bool = False
     reason: str = ""  # why it was not captured, where nobody asked for it by name
+    experts: bool = False
 
 
 def opaque(module: Module, *, batch: bool = False) -> Module:
@@ -55,11 +57,29 @@ def opaque(module: Module, *, batch: bool = False) -> Module:
     return module
 
 
+def experts(module: Module) -> Module:
+    """Say that a submodule is a layer of experts: `model.experts = sw.experts(model.experts)`. Returns the same module.
+
+    Its forward takes tokens [t, d], the numbers of each token's experts [t, k] and their weights [t, k], and
+    returns [t, d]; its parameters hold one slice for each expert. It stays one op, which may be split on its tokens
+    and, with the policy ep, on its experts. The layers of transformers are known without it.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"sw.experts takes a submodule, not a {type(module).__name__}; pass model.path.to.submodule")
+    vars(module)[MARK] = Wish(experts=True)
+    return module
+
+
+def wish_of(module: nn.Module) -> Wish | None:
+    """How a submodule is to be kept, if it is."""
+    return vars(module).get(MARK) or (Wish(experts=True) if is_known(module) else None)
+
+
 def opaque_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules that are marked, the outermost of those that hold each other."""
+    """The submodules that are kept, the outermost of those that hold each other."""
     inside: tuple[str, ...] = ()
     for path, part in module.named_modules():
-        if MARK in vars(part) and not path.startswith(inside or ("\0",)):
+        if wish_of(part) is not None and not path.startswith(inside or ("\0",)):
             inside = (*inside, f"{path}." if path else "")
             yield path, part
 
@@ -85,11 +105,17 @@ def marking(module: nn.Module, kept: Kept, real: Mapping[str, Sequence[Seen]]) -
 
 
 def _marked(kept: Kept, path: str, part: nn.Module, original: Callable[..., Any], seen: Sequence[Seen]) -> Any:
-    wish: Wish = vars(part)[MARK]
+    wish = wish_of(part)
+    assert wish is not None
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if current() is not kept:
+            return original(*args, **kwargs)
+        if wish.experts and not fits(pytree.tree_leaves((args, kwargs))):
+            if MARK in vars(part):
+                what = "its forward does not take tokens [t, d], the experts of each [t, k] and their weights [t, k]"
+                raise CaptureError(f"{path} is no layer of experts: {what}.", path=path)
             return original(*args, **kwargs)
         number = sum(isinstance(call, Opaque) and call.path == path for call in kept.calls.values())
         register_containers((args, kwargs))
@@ -100,10 +126,12 @@ def _marked(kept: Kept, path: str, part: nn.Module, original: Callable[..., Any]
         held = {**dict(part.named_parameters()), **dict(part.named_buffers())}
         call = Opaque(
             key=f"{path}@{number}" if number else path, path=path, batch=wish.batch, arguments=arguments, in_spec=spec,
-            names=tuple(held), tensors=len(tensors),
+            names=tuple(held), tensors=len(tensors), rule=rule_of(part, held) if wish.experts else "",
         )  # fmt: skip
         kept.calls[call.key] = call
-        if number < len(seen):
+        if wish.experts:
+            call.settle_as(tensors[0])
+        elif number < len(seen):
             one = seen[number]
             call.settle(one.result, one.written if wish.batch else one.buffers, known=False)
         else:

@@ -41,6 +41,7 @@ class Opaque:
     out_spec: pytree.TreeSpec | None = None
     changed: tuple[str, ...] = ()
     tensors: int = 0  # how many of its inputs are arguments
+    rule: str = ""  # how it may be split, where more is known of it: a layer of experts
     looked: bool = False  # whether it had to be seen running on real data
 
     def shapes(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -67,6 +68,16 @@ class Opaque:
         self.made, self.results, self.changed = tuple(made), tuple(results), tuple(changed)
         if self.batch:
             self._check_rows()
+
+    def settle_as(self, tensor: Tensor) -> None:
+        """It gives one tensor like another, without having been tried."""
+        _, self.out_spec = pytree.tree_flatten(0)
+        self.made, self.results = (Made(tuple(tensor.shape), tensor.dtype),), (Position(0),)
+
+    @property
+    def rows(self) -> bool:
+        """Whether it may be called with some of its rows."""
+        return self.batch or bool(self.rule)
 
     def _sizes(self, tensor: Tensor) -> tuple[int, ...]:
         if not all(isinstance(size, int) for size in tensor.shape):
@@ -167,6 +178,8 @@ class OpaquePart:
         for module, flag in zip(body.part.modules(), self.flags, strict=True):
             module.training = flag
         body.give({name: held.clone() if name in call.changed else held for name, held in state.items()})
+        if call.rule and hasattr(body.part, "num_experts"):  # this rank may have some of them only
+            vars(body.part)["num_experts"] = next(iter(state.values())).shape[0]
         result = call.call(body.part.forward, tensors)
         if set(body.changed(call.path)) - set(call.changed):
             raise refusal(call.path, "it changed a buffer, and did not when it was captured", "Always write to it")
@@ -178,8 +191,8 @@ class OpaquePart:
 
     def _expect(self, spec: pytree.TreeSpec, leaves: Sequence[Any], found: Sequence[Tensor], given: int) -> None:
         call = self.call
-        wanted = [made.shape[1:] if call.batch else made.shape for made in call.made][: len(found)]
-        shapes = [tuple(held.shape)[1:] if call.batch else tuple(held.shape) for held in found]
+        wanted = [made.shape[1:] if call.rows else made.shape for made in call.made][: len(found)]
+        shapes = [tuple(held.shape)[1:] if call.rows else tuple(held.shape) for held in found]
         rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         known = [leaf for leaf in call.results if not isinstance(leaf, Position)]
         if spec != call.out_spec or shapes != wanted or rest != known:
@@ -194,8 +207,9 @@ def runner(calls: Mapping[str, Opaque], module: nn.Module, bodies: dict[str, Bod
     """The function behind the op "call.opaque", for whoever runs a graph op by op."""
 
     def run(
-        key: str, batch: bool, tensors: Sequence[Tensor], names: Sequence[str], held: Sequence[Tensor], axes: Any = ()
-    ) -> Any:
+        key: str, batch: bool, rule: str, tensors: Sequence[Tensor], names: Sequence[str], held: Sequence[Tensor],
+        axes: Any = (),
+    ) -> Any:  # fmt: skip
         call = calls[key]
         part = OpaquePart(call, bodies[call.path], [m.training for m in module.get_submodule(call.path).modules()])
         return part(tensors, dict(zip(names, held, strict=True)))

@@ -17,6 +17,7 @@ from torch.export import _trace as _export_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..errors import CaptureError
+from .counting import counting
 from .failure import causes, explain
 from .keep import Kept, keeping
 from .opaque import marking, opaque_parts
@@ -94,6 +95,7 @@ def _export(
             stand_in.in_place_of(module),
             keeping(kept),
             marking(module, kept, seen),
+            counting(kept),
             _known(module, strict),
             _use_lazy_graph_module(True),  # export writes its graph out as Python thirty times, for nobody
         ):

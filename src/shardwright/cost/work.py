@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 
 from ..rules import Signature
+from ..rules.kept import OPAQUE
 
 PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "addmm", "baddbmm", "mv", "attention")
 
 
 def is_product(signature: Signature) -> bool:
+    if is_experts(signature):
+        return True
     kind = signature.op.target.split(".")[1] if "." in signature.op.target else signature.op.target
     return any(word in kind for word in PRODUCTS)
+
+
+def is_experts(signature: Signature) -> bool:
+    """A layer of experts, which is kept as one op."""
+    return signature.op.target == OPAQUE and bool(signature.op.argument("rule"))
 
 
 def flops(signature: Signature) -> float:
@@ -20,6 +28,9 @@ def flops(signature: Signature) -> float:
     size = max((values[name].elements for name in signature.op.outputs), default=0)
     if not is_product(signature):
         return float(size)
+    if is_experts(signature):  # each token meets k of the experts
+        shapes = [values[name].shape for name in signature.op.inputs]
+        return 2.0 * math.prod(shapes[1]) * sum(math.prod(shape[1:]) for shape in shapes[3:] if len(shape) > 2)
     if "attention" in signature.op.target:
         q, k = values[signature.op.inputs[0]].shape, values[signature.op.inputs[1]].shape
         return 4.0 * math.prod(q) * k[-2]

@@ -292,6 +292,9 @@ def _opaque(p: Printing) -> str:
     given = [f'"{name}": {p.show(held)}' for name, held in zip(p.literal("names"), p.literal("held"), strict=True)]
     shown += [f"held={{{', '.join(given)}}}"] if given else []
     shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
+    if p.literal("home"):
+        shown += [f"home={axes_text(p.literal('home'))}", f"cut={p['cut']}"]
+        return f"self.experts({', '.join(shown)})"
     return f"self.opaque({', '.join(shown)})"
 
 
@@ -365,7 +368,7 @@ PRINTERS: dict[str, Printer] = {
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "conv_transpose2d": _conv,
     "runtime.batch_norm": _batch_norm, "runtime.dropout": _dropout, "runtime.attention": _keyed_attention,
     "runtime.own": _own, "_to_copy": _cast, "where": _where,
-    "call.opaque": _opaque,
+    "call.opaque": _opaque, "runtime.experts": _opaque,
     "call.cond": _cond, "call.scan": _scan, "call.while_loop": _while_loop,
     "index": _index, "constant_pad_nd": _pad, "pad": _pad, "relu": _functional("relu", "self"),
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),

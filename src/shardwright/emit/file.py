@@ -38,7 +38,8 @@ SAID = {
 
 
 RESERVED = frozenset(
-    "fixed held random device updates zero open close update place sizes constants forward opaque parts at_key".split()
+    "fixed held random device updates zero open close update place sizes constants forward opaque experts parts "
+    "at_key".split()
 )
 """What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
 
@@ -268,7 +269,7 @@ class Writer:
 
     def line(self, op: Op, names: Names, at: int, lead: str | None, source: str = "") -> str:
         inputs = {index: self.ref(name, names, lead) for index, name in enumerate(op.inputs)}
-        op = self.without_own(op) if op.target == OPAQUE else op
+        op = self.without_own(op) if op.target in (OPAQUE, "runtime.experts") else op
         text = call_text(self.relative(op, lead), inputs, self.sizes, self.parts)
         words: list[str] = []
         for name in op.outputs:

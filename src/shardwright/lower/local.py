@@ -224,9 +224,17 @@ def dropout(program: Program, op: Op) -> Op:
 
 @local(OPAQUE)
 def opaque(program: Program, op: Op) -> Op:
-    """Where its rows are split, a part draws other random numbers on every rank."""
+    """Where its rows are split, a part draws other random numbers on every rank; split experts are found by theirs."""
     axes = _in_mesh_order(program, cut_axes(program.layouts[op.outputs[0]]))
-    return op.with_arguments(axes=axes) if axes else op
+    op = op.with_arguments(axes=axes) if axes else op
+    stacked = [program.layouts[op.inputs[slot.index]].cuts for slot in op.argument("held")]
+    homes = [cuts[0] for cuts in stacked if cuts and cuts[0]] if op.argument("rule") else []
+    if not homes:
+        return op
+    if len(homes[0]) > 1:
+        raise LoweringError(f"{op}: experts can be split on one axis only")
+    (cut,) = homes[0]
+    return replace(op, target="runtime.experts").with_arguments(home=(cut.axis,), cut=cut)
 
 
 @local("scaled_dot_product_attention")

@@ -1,7 +1,8 @@
 """Ops that are calls of the user's own Python: opaque submodules, branches and loops over data.
 
 They have no rule, and so run whole on every device, except for an opaque submodule that is
-said to have independent rows: dim 0 of what it takes and returns may be split.
+said to have independent rows (dim 0 of what it takes and returns may be split) and a layer
+of experts, which brings its rule along.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ COND, SCAN, WHILE = "call.cond", "call.scan", "call.while_loop"
 
 @rule(OPAQUE)
 def _opaque(call: Call) -> str | None:
+    if call.op.argument("rule"):
+        return str(call.op.argument("rule"))
     if not call.op.argument("batch"):
         return None
     rows = call.outputs[0].shape[0]

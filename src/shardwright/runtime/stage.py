@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import InputError, LayoutError
+from shardwright.layout import Cut
 from shardwright.layout import share as share_of
 
+from .experts import experts
 from .random import Randomness
 from .world import Group, Groups
 from .zero import Zero3
@@ -125,6 +127,18 @@ class Stage:
         with self.random.drawing(key + where):
             found = part(tensors, state)
         return found[0] if len(found) == 1 else found
+
+    def experts(
+        self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, home: Group, cut: Cut,
+        held: Mapping[str, Tensor] | None = None, over: Group | None = None,
+    ) -> Any:  # fmt: skip
+        """Call a layer of experts of which every rank of a group has some: tokens go to where their experts are."""
+
+        def layer(rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+            found: Tensor = self.opaque(key, rows, numbers, shares, held=held, over=over)
+            return found
+
+        return experts(layer, hidden, index, weights, home, cut)
 
     def at_key(self, key: str) -> Tensor:
         """The tensor that was placed under a key."""

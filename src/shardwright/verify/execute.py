@@ -26,6 +26,7 @@ from ..lower import Program, Size
 from ..lower.program import base_of
 from ..rules.kept import OPAQUE
 from ..runtime import Group, Groups, comm
+from ..runtime.experts import experts
 from ..runtime.random import Randomness
 
 Use = tuple[str, str, int]
@@ -158,6 +159,21 @@ class Executor:
         padding = None if padding is None or padding < 0 else padding
         group = self.groups[a["axes"]]
         return runtime.embedding_rows(a["indices"], a["weight"], group, a["cut"], rows=a["rows"], padding_idx=padding)
+
+    def _experts(self, a: _Arguments) -> Tensor:
+        """The layer on this rank's experts, run as the opaque part that it is."""
+        state = dict(zip(a["names"], a["held"], strict=True))
+
+        def layer(rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+            given = (rows, numbers, shares)
+            with self.random.drawing(a["op_key"]):
+                found: Tensor = self._functions[OPAQUE].call(
+                    a["op_key"], a["batch"], a["rule"], given, tuple(state), tuple(state.values())
+                )[0]
+            return found
+
+        hidden, index, weights = a["tensors"]
+        return experts(layer, hidden, index, weights, self.groups[a["home"]], a["cut"])
 
     def _cross_entropy(self, a: _Arguments) -> Tensor:
         return runtime.cross_entropy(
