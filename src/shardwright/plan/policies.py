@@ -150,6 +150,8 @@ def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
         size = facts.atoms.size[atom]
         if share(size, axis.size, axis.size - 1)[1] == 0 or atom in facts.batch:
             continue  # the last device would have nothing, which not every kernel can do
+        if any(draft.signature(op).beside(role.label) is not None for op, role in facts.by_atom[atom]):
+            continue  # experts are split together with the batch, which is for ep to say
         uneven = 0.5 if size % axis.size else 1.0
         gain = uneven * _work(draft, atom) / (bytes_moved(draft, axis, atom) + 1.0)
         found.append((-gain, order, atom))
