@@ -76,7 +76,7 @@ def test_the_smallest_submodule_that_fails_is_kept(block, kept):
 
 
 def test_the_warning_names_submodule_line_and_reason():
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="is not captured") as told:
         capture(find_opaque(Net(Gate(), Scaled()), "auto"), (torch.randn(6, 4),))
     first, second = (str(held.message) for held in told)
     assert "model.blocks[0] is not captured" in first
