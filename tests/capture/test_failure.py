@@ -35,6 +35,10 @@ def tracks(x: Tensor) -> Tensor:
     return nn.functional.instance_norm(x[None], torch.zeros(3), torch.ones(3))
 
 
+def maps(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row.sum())(x)
+
+
 def fails(x: Tensor) -> Tensor:
     return x @ x[:1]
 
@@ -46,6 +50,7 @@ def fails(x: Tensor) -> Tensor:
         (takes_a_number, "return x * x.sum().item()", ["number", "sw.opaque"]),
         (selects, "", ["values of a tensor", "torch.where"]),
         (tracks, "return nn.functional.instance_norm", ["track_running_stats=False"]),
+        (maps, "return torch.vmap", ["torch.vmap", "sw.opaque"]),
         (fails, "return x @ x[:1]", ["sw.opaque"]),
     ],
 )

@@ -72,6 +72,30 @@ def test_two_calls_of_one_submodule_and_tied_weights():
     assert {buffer.key for buffer in captured.graph.buffers if buffer.update} >= {"odd.large", "odd.norm.running_mean"}
 
 
+def test_arguments_and_results_may_be_nested():
+    class Nested(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor], *, options: dict[str, object]) -> list[object]:
+            scale = options["scale"] * (2 if pair[0].detach().numpy().any() else 1)
+            return [pair[0] * scale, {"other": (pair[1] + pair[0], None)}]
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.nested = nn.Linear(4, 4).double(), sw.opaque(Nested())
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, rest = self.nested((self.linear(x), x), options={"scale": x.sum(), "word": "unused"})
+            return one * rest["other"][0]
+
+    [op] = [op for op in agree(Holds(), x()).graph.ops if op.target == "call.opaque"]
+    assert len(op.argument("tensors")) == 3
+
+
+def test_what_no_graph_has_may_be_inside():
+    captured = agree(Around(Does(lambda module, x: torch.vmap(module.linear)(x))), x())
+    assert captured.opaques["part"].looked is False
+
+
 def test_the_outermost_mark_counts():
     outer = Branching()
     sw.opaque(outer.norm)

@@ -30,6 +30,31 @@ def test_split_on_its_batch(plan):
     verified(Net(Branching(), Rows(), batch=True), plan, data())
 
 
+def test_rows_that_decide_differently_on_every_rank():
+    """Rank 0 takes one way, rank 1 the other, on which nothing has a gradient: neither waits for the other."""
+
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.stack([self.linear(row) if row[0].item() > 0 else torch.ones_like(row) for row in x])
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.decides = nn.Linear(4, 4), sw.opaque(Decides(), batch=True)
+
+        def forward(self, x):
+            return (self.decides(x + self.first(x) * 0.01) ** 2).mean()
+
+    x = torch.rand(4, 4) + 1
+    x[2:] *= -1
+    verified(Holds(), "dp=2", (x,))
+    verified(Holds(), "zero3=2", (x,))
+
+
 def test_split_on_its_batch_in_the_text(tmp_path):
     sw.verify(Net(Branching(), Rows(), batch=True), "dp=2", example=data(), method="threads", directory=tmp_path)
     [file] = tmp_path.glob("*/train*.py")
@@ -155,6 +180,27 @@ def test_the_ordinary_loop_another_batch_size_and_eval():
         assert losses == pytest.approx(expected, abs=1e-10)
         for key, held in original.state_dict().items():
             torch.testing.assert_close(state[key], held, rtol=1e-10, atol=1e-10)
+
+
+def test_a_part_that_is_put_to_eval_on_its_own():
+    net = Net(Branching(), Rows(), drop=0.0).double()
+    x, y = (held.double() for held in data())
+    folder = tempfile.mkdtemp()
+
+    def rank(number: int) -> tuple[float, float, torch.Tensor]:
+        model = sw.parallelize(copy.deepcopy(net), plan="dp=2", directory=folder)
+        one = model(x, y).item()
+        model.odd.eval()
+        return one, model(x, y).item(), model.odd.norm.running_mean.clone()
+
+    original = copy.deepcopy(net)
+    one = original(x, y).item()
+    original.odd.eval()
+    other, mean = original(x, y).item(), original.odd.norm.running_mean
+    assert abs(one - other) > 1e-3
+    for found in run_ranks(2, rank):
+        assert found[:2] == pytest.approx((one, other), abs=1e-10)
+        torch.testing.assert_close(found[2], mean, rtol=1e-10, atol=1e-10)
 
 
 def test_rows_mode():

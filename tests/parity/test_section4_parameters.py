@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.parallelize import parallelize
 from tests.parity.threaded import apart, compare, ranks_of
+from tests.runtime.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -214,3 +217,29 @@ def test_a_size_that_differs_between_ranks_does_not_take_the_name_of_a_part():
     found = compare(NamedAsASize(), (batch(4, 3, 8, 8),), "tp=2")
 
     assert "self.c_share = share(" in found.ranks[0].text
+
+
+def test_zero3_keeps_no_gathered_weight_after_its_layer():
+    """What forward leaves alive is what autograd saved, and that is a key."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x.square().mean()
+
+    net, x, folder = Deep().double(), batch(4, 6), tempfile.mkdtemp()
+
+    def run(rank: int) -> list[object]:
+        model = parallelize(copy.deepcopy(net), plan="zero3=2", example=(x,), directory=folder)
+        loss = model(x)
+        stage = next(iter(model._entries.values())).stage
+        held = [layer.weight for layer in stage.layers]
+        loss.backward()
+        return held
+
+    assert run_ranks(2, run) == [[None] * 3] * 2

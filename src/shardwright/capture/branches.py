@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ..ir import Graph, Input, Output, check
 from ..rules.kept import COND, SCAN, WHILE
+from ..tie import tied
 from .aliases import Handle
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
@@ -125,43 +126,26 @@ def functions(run: Run) -> dict[str, Function]:
 
     def cond(
         predicate: Tensor, then: str, then_takes: list[int], other: str, other_takes: list[int], operands: list[Tensor]
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, ...]:
         taken, takes = (then, then_takes) if bool(predicate) else (other, other_takes)
-        rest = [held for at, held in enumerate(operands) if at not in takes]
-        return _tied(run(taken, [operands[at] for at in takes]), operands, rest)
+        return tied(run(taken, [operands[at] for at in takes]), operands)
 
-    def scan(step: str, init: list[Tensor], xs: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+    def scan(step: str, init: list[Tensor], xs: list[Tensor], held: list[Tensor]) -> tuple[Tensor, ...]:
         carry, found = list(init), []
         for at in range(xs[0].shape[0]):
             made = run(step, [*carry, *(x[at] for x in xs), *held])
             carry = made[: len(init)]
             found.append(made[len(init) :])
-        return _tied([*carry, *(torch.stack(column) for column in zip(*found, strict=True))], [*init, *xs, *held], [])
+        return tied([*carry, *(torch.stack(column) for column in zip(*found, strict=True))], [*init, *xs, *held])
 
-    def while_loop(test: str, body: str, carried: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+    def while_loop(test: str, body: str, carried: list[Tensor], held: list[Tensor]) -> tuple[Tensor, ...]:
         state = list(carried)
         while bool(run(test, [*state, *held])[0]):
             state = run(body, [*state, *held])
-        return _tied(state, [*carried, *held], [])
+        return tied(state, [*carried, *held])
 
     calls: Mapping[str, Callable[..., Any]] = {COND: cond, SCAN: scan, WHILE: while_loop}
     return {target: Function(call=call, module="shardwright", qualname=target) for target, call in calls.items()}
-
-
-def _tied(made: Sequence[Tensor], operands: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
-    """What was made, depending on all operands, be it with a gradient of zero: as the graph says, whatever was run."""
-    wanting = [held for held in operands if held.requires_grad]
-    unread = [held for held in rest if held.requires_grad]
-    if not wanting or not torch.is_grad_enabled():
-        return list(made)
-    found = []
-    for tensor in made:
-        if tensor.is_floating_point():
-            for held in unread if tensor.requires_grad else [*unread, *wanting[:1]]:
-                yes = torch.ones((), dtype=torch.bool, device=tensor.device)
-                tensor = torch.where(yes, tensor, held.sum().to(tensor.dtype))
-        found.append(tensor)
-    return found
 
 
 def operands_of(handles: Sequence[Any], place: Place) -> tuple[Ref, ...]:

@@ -86,7 +86,9 @@ class Conversion:
             return self._region(node, str(op), args, modes)
         place = place_of(node.meta, no_grad=modes.no_grad, autocast=modes.autocast)
         if not isinstance(op, torch._ops.OpOverload):
-            raise unsupported(f"it calls {op}, which is no tensor operation", place.source, "Use torch functions.")
+            name = getattr(op, "__name__", op)
+            remedy = "Write it without torch.vmap and torch.func, or keep the submodule out with sw.opaque(submodule)."
+            raise unsupported(f"it calls {name}, which is no tensor operation", place.source, remedy)
         if any(word in op._opname for word in ASSERTIONS):
             return None
         if target_name(op) == MARKER:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, InputError
+from ..tie import tied
 from .keep import Position
 from .real import refusal
 from .signature import register_containers
@@ -185,11 +186,12 @@ class OpaquePart:
             raise refusal(call.path, "it changed a buffer, and did not when it was captured", "Always write to it")
         leaves, spec = pytree.tree_flatten(result)
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._expect(spec, leaves, found, len(tensors))
+        self._expect(spec, leaves, found)
+        found = list(tied(found, tensors)) if call.batch else found  # its rows decide, and ranks have others
         found += [body.now(name).detach() for name in call.changed]
         return tuple(held.to(dtype) for held, dtype in zip(found, self.dtypes, strict=True))
 
-    def _expect(self, spec: pytree.TreeSpec, leaves: Sequence[Any], found: Sequence[Tensor], given: int) -> None:
+    def _expect(self, spec: pytree.TreeSpec, leaves: Sequence[Any], found: Sequence[Tensor]) -> None:
         call = self.call
         wanted = [made.shape[1:] if call.rows else made.shape for made in call.made][: len(found)]
         shapes = [tuple(held.shape)[1:] if call.rows else tuple(held.shape) for held in found]

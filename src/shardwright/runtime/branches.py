@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.tie import tied
+
 Body = Callable[..., Any]
 
 
 def cond(predicate: Tensor, then: Body, given: Sequence[Tensor], other: Body, others: Sequence[Tensor]) -> Any:
     """What `then` makes of what it is given if the predicate is true, else what `other` makes of its own."""
     taken, operands, rest = (then, given, others) if bool(predicate) else (other, others, given)
-    return _tied(_many(taken(*operands)), [*operands, *rest])
+    return _joined(_many(taken(*operands)), [*operands, *rest])
 
 
 def scan(step: Body, init: Sequence[Tensor], xs: Sequence[Tensor], held: Sequence[Tensor]) -> Any:
@@ -29,7 +31,7 @@ def scan(step: Body, init: Sequence[Tensor], xs: Sequence[Tensor], held: Sequenc
         made = _many(step(*carry, *rows, *held))
         carry = made[: len(carry)]
         found.append(made[len(carry) :])
-    return _tied((*carry, *(torch.stack(column) for column in zip(*found, strict=True))), [*init, *xs, *held])
+    return _joined((*carry, *(torch.stack(column) for column in zip(*found, strict=True))), [*init, *xs, *held])
 
 
 def while_loop(test: Body, body: Body, carried: Sequence[Tensor], held: Sequence[Tensor]) -> Any:
@@ -37,32 +39,13 @@ def while_loop(test: Body, body: Body, carried: Sequence[Tensor], held: Sequence
     state = tuple(carried)
     while bool(test(*state, *held)):
         state = _many(body(*state, *held))
-    return _tied(state, [*carried, *held])
+    return _joined(state, [*carried, *held])
 
 
 def _many(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def _tied(made: tuple[Tensor, ...], operands: Sequence[Tensor]) -> Any:
-    wanting = [held for held in operands if held.requires_grad]
-    floats = [at for at, held in enumerate(made) if held.is_floating_point()]
-    if wanting and floats and torch.is_grad_enabled():
-        tied = _Tie.apply(len(floats), *(made[at] for at in floats), *wanting)  # type: ignore[no-untyped-call]
-        known = dict(zip(floats, tied, strict=True))
-        made = tuple(known.get(at, held) for at, held in enumerate(made))
-    return made[0] if len(made) == 1 else made
-
-
-class _Tie(torch.autograd.Function):
-    """The first tensors as they are; the others get zeros for a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[count:]]
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes)
-        return None, *gradients, *zeros
+def _joined(made: tuple[Tensor, ...], operands: Sequence[Tensor]) -> Any:
+    found = tied(made, operands)
+    return found[0] if len(found) == 1 else found

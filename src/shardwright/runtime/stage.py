@@ -74,6 +74,7 @@ class Stage:
         self.updates: dict[str, Tensor] = {}
         self.zero: Zero3 | None = None
         self.parts: dict[str, Part] = {}
+        self._opened: dict[str, tuple[str, ...]] = {}  # the keys of units that are gathered now
         for name in wanted:
             setattr(self, name, groups[tuple(name.split("_"))])
         self.sizes()
@@ -104,13 +105,17 @@ class Stage:
     def open(self, unit: Branch | str) -> None:
         """Gather the parameters of a unit that are stored split."""
         if self.zero is not None:
-            for key, tensor in self.zero.open(str(unit)).items():
+            gathered = self.zero.open(str(unit))
+            self._opened[str(unit)] = tuple(gathered)
+            for key, tensor in gathered.items():
                 self.place(key, tensor)
 
     def close(self, unit: Branch | str) -> None:
         """Let them go again."""
         if self.zero is not None:
             self.zero.close(str(unit))
+            for key in self._opened.pop(str(unit), ()):
+                self.place(key, None)
 
     def opaque(
         self, key: str, *tensors: Tensor, held: Mapping[str, Tensor] | None = None, over: Group | None = None
