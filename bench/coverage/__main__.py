@@ -102,7 +102,7 @@ def _cell(value: Any) -> str:
 
 def _value(name: str, text: str) -> Any:
     kind = Row.__annotations__[name]
-    return {"bool": lambda: text == "yes", "float": lambda: float(text)}.get(kind, lambda: text)()
+    return {"bool": lambda: text == "yes", "float": lambda: float(text), "int": lambda: int(text)}.get(kind, lambda: text)()
 
 
 if __name__ == "__main__":

@@ -76,9 +76,22 @@ def small_config(config_class: type[Any], **more: Any) -> Any:
     for field in dataclasses.fields(config_class):
         if field.init and field.name not in given and (found := _shrunk(field.name, _default_of(field))) is not None:
             given[field.name] = found
+    _keep_groups(config_class, given)
     given.update(chosen)
     _fix_tokens(config_class, given)
-    return config_class(**given)
+    config = config_class(**given)
+    for name in ("pad_token_id", *(["decoder_start_token_id"] if getattr(config, "is_encoder_decoder", False) else [])):
+        if getattr(config, name, None) is None:
+            setattr(config, name, 0)
+    return config
+
+
+def _keep_groups(config_class: type[Any], given: dict[str, Any]) -> None:
+    """Where every head has its own keys by default, it has in small."""
+    default = {field.name: _default_of(field) for field in dataclasses.fields(config_class)}
+    heads, groups = default.get("num_attention_heads"), default.get("num_key_value_heads")
+    if isinstance(heads, int) and heads == groups:
+        given["num_key_value_heads"] = given.get("num_attention_heads", heads)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .architectures import Architecture
-from .configs import CannotBuild
+from .configs import WIDTH, CannotBuild
 from .exceptions import INPUTS
 
 BATCH, LENGTH, FRAMES = 4, 16, 64
@@ -33,6 +33,7 @@ class Maker:
         self.length: int = self.special.get("length", LENGTH)
         self.generator = torch.Generator().manual_seed(0)
         self.text = _text_of(model.config)
+        self.turned = self.masked = False  # features as [bins, frames]; with masks of ones for them
         self.places: dict[str, int] = {}  # a special token -> how many places it takes in a row
 
     def numbers(self, *shape: int) -> Tensor:
@@ -103,7 +104,7 @@ class Maker:
     # One small function for each name that a forward may ask for.
 
     def input_ids(self) -> Tensor | None:
-        if "input_ids" not in self.asked or (self.kind == "audio" and "input_features" in self.asked and not self.places):
+        if self.kind == "audio" and "input_features" in self.asked and not self.places:
             return None
         more = sum(self.places.values())
         row = self.ids(BATCH, self.length + more)
@@ -120,23 +121,27 @@ class Maker:
         height, width = _pair(self.special.get("image") or getattr(vision, "image_size", None) or 32)
         channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None)
         channels = channels if isinstance(channels, int) else 3
-        frames = self.special.get("frames") or (getattr(vision, "num_frames", None) if self.head.startswith("VIDEO") else None)
+        frames = self.special.get("frames")
+        if self.head.startswith("VIDEO"):
+            frames = frames or getattr(vision, "num_frames", None)
         shape = (BATCH, frames, channels, height, width) if frames else (BATCH, channels, height, width)
         return self.numbers(*shape)
 
     def input_values(self) -> Tensor | None:
-        if hasattr(self.config, "max_length") and hasattr(self.config, "num_mel_bins") and "wav" not in self.config.model_type:
+        if hasattr(self.config, "num_mel_bins") and "frequency_stride" in self.config.to_dict():  # a spectrogram
             return self.numbers(BATCH, self.config.max_length, self.config.num_mel_bins)
         return self.numbers(BATCH, self.special.get("samples", 640))
 
     def input_features(self) -> Tensor | None:
-        audio = getattr(self.config, "audio_config", None) or getattr(self.config, "encoder_config", None) or self.config
-        bins = next((getattr(audio, name) for name in ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim")
-                     if getattr(audio, name, None)), 16)  # fmt: skip
-        frames = self.special.get("frames", FRAMES)
-        if self.special.get("bins_first") or hasattr(audio, "max_source_positions") and "whisper" in audio.model_type:
-            return self.numbers(BATCH, bins, frames)
-        return self.numbers(BATCH, frames, bins)
+        parts = (getattr(self.config, name, None) for name in ("audio_config", "encoder_config"))
+        audio = next((part for part in parts if part is not None), self.config)
+        names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim")
+        bins = next((getattr(audio, name) for name in names if getattr(audio, name, None)), 16)
+        self.frames = self.special.get("frames", FRAMES)
+        return self.numbers(BATCH, bins, self.frames) if self.turned else self.numbers(BATCH, self.frames, bins)
+
+    def mask(self) -> Tensor | None:
+        return torch.ones(BATCH, self.special.get("frames", FRAMES), dtype=torch.long) if self.masked else None
 
     def bool_masked_pos(self) -> Tensor | None:
         if self.head != "MASKED_IMAGE_MODELING":
@@ -160,6 +165,9 @@ MAKERS: dict[str, Callable[[Maker], Any]] = {
     "bool_masked_pos": Maker.bool_masked_pos,
     "decoder_input_ids": Maker.decoder_input_ids,
     "bbox": Maker.bbox,
+    "input_features_mask": Maker.mask,
+    "feature_attention_mask": Maker.mask,
+    "attention_mask": lambda maker: maker.mask() if maker.kind == "audio" else None,
 }
 
 
@@ -167,8 +175,24 @@ def fit(maker: Maker) -> tuple[dict[str, Any], Any]:
     """Inputs that the model takes, and what it returns for them."""
     for name in (*IMAGE_TEXT, *AUDIO_TEXT):
         modal = "pixel_values" if name in IMAGE_TEXT else "input_features"
-        if isinstance(getattr(maker.config, name, None), int) and modal in maker.asked and maker.batch().get(modal) is not None:
+        token = getattr(maker.config, name, None)
+        known = {getattr(maker.config, held) for held in maker.places}
+        if isinstance(token, int) and token not in known and maker.batch().get(modal) is not None:
             maker.places[name] = 1
+    first: CannotBuild | None = None
+    for maker.turned, maker.masked in ((False, False), (True, False), (False, True), (True, True)):
+        try:
+            return _asked(maker)
+        except CannotBuild as error:
+            first = first or error
+        if "input_features" not in maker.asked:
+            break
+    assert first is not None
+    raise first
+
+
+def _asked(maker: Maker) -> tuple[dict[str, Any], Any]:
+    """Ask the model how many places it wants for an image, until it is content."""
     for _ in range(3):
         inputs = maker.batch()
         try:
@@ -178,11 +202,11 @@ def fit(maker: Maker) -> tuple[dict[str, Any], Any]:
             count = re.search(r"tokens:? \(?(\d+)\)?.*?features:? \(?(\d+)", str(error), re.S)
             if count is None or not maker.places:
                 raise CannotBuild(said(error)) from error
-            found = int(count[2]) // BATCH
             modal = AUDIO_TEXT if "udio" in str(error) else IMAGE_TEXT
             name = next((name for name in maker.places if name in modal), next(iter(maker.places)))
-            maker.places[name] = found
-    raise CannotBuild("the number of places for an image is not to be found")
+            wanted = int(count[2]) // BATCH
+            maker.places[name] = wanted if wanted != maker.places[name] else wanted // WIDTH  # some count elements
+    raise CannotBuild(f"the number of places for an image is not to be found, lastly {maker.places}")
 
 
 def said(error: BaseException) -> str:

@@ -47,6 +47,7 @@ class Row:
     reason: str = ""  # why the first stage that failed did
     tp_reason: str = ""
     inputs: str = ""
+    parameters: int = 0
 
     @property
     def seconds(self) -> float:
@@ -56,25 +57,32 @@ class Row:
 FIELDS = tuple(field.name for field in fields(Row))
 
 
-def build(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
+def build(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, Any] | CannotBuild | None]:
     """A small model, its inputs, and its labels if it takes any."""
     torch.manual_seed(0)
     try:
         found = architecture.model_class()
         config = small_config(found.config_class)
         model = found(config).float().train()
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # the default knows no float64, and eager loops over data
     except Exception as error:
         raise CannotBuild(f"{said(error)} {_place(error)}") from error
     _stir(model)
     maker = Maker(architecture, model)
     inputs, outputs = fit(maker)
-    labels = maker.labels(outputs, inputs)
-    if labels is not None:
-        try:
-            model(**_with(inputs, labels))
-        except Exception as error:
-            raise CannotBuild(f"with labels: {said(error)} {_place(error)}") from error
-    return model, inputs, labels
+    return model, inputs, labels_for(maker, inputs, outputs)
+
+
+def labels_for(maker: Maker, inputs: dict[str, Any], outputs: Any) -> dict[str, Any] | CannotBuild | None:
+    """What the model takes for a loss; None if it has none, and an error if none could be made."""
+    try:
+        labels = maker.labels(outputs, inputs)
+        if labels is not None:
+            maker.model(**_with(inputs, labels))
+    except Exception as error:
+        return CannotBuild(f"with labels: {said(error)} {_place(error)}")
+    return labels
 
 
 def rows(architecture: Architecture, deep: bool = True) -> Iterator[Row]:
@@ -86,10 +94,13 @@ def rows(architecture: Architecture, deep: bool = True) -> Iterator[Row]:
         except CannotBuild as error:
             yield replace(first, reason=str(error))
             return
-        given = _with(inputs, labels)
-        first = replace(first, built=True, inputs=" ".join(inputs))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        first = replace(first, built=True, parameters=count, inputs=" ".join(inputs))
         yield measure(first, model, inputs) if deep else first
-        if labels is not None:
+        if isinstance(labels, CannotBuild):
+            yield replace(first, built=False, labels=True, reason=str(labels))
+        elif labels is not None:
+            given = _with(inputs, labels)
             second = replace(first, labels=True, inputs=" ".join(given))
             yield measure(second, model, given) if deep else second
 

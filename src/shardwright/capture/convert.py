@@ -52,7 +52,10 @@ class Conversion:
         """Walk a graph with handles (or literals) for its placeholders; what it returns."""
         env: dict[fx.Node, Any] = {}
         given = iter(arguments)
+        checks = _checks(graph.graph)
         for node in graph.graph.nodes:
+            if node in checks:
+                continue
             if node.op == "placeholder":
                 env[node] = next(given)
             elif node.op == "get_attr":
@@ -74,8 +77,6 @@ class Conversion:
         place = place_of(node.meta, no_grad=modes.no_grad, autocast=modes.autocast)
         if not isinstance(op, torch._ops.OpOverload):
             raise unsupported(f"it calls {op}, which is no tensor operation", place.source, "Use torch functions.")
-        if any(word in op._opname for word in ASSERTIONS):
-            return None
         if target_name(op) == MARKER:
             return self._call(args, node.meta["val"], place)
         if modes.autocast:
@@ -227,6 +228,18 @@ class Conversion:
         self.functions[target] = Function(call=cls.apply, module=cls.__module__, qualname=f"{cls.__qualname__}.apply")
         names = self.draft.emit(target, arguments, _facts(values, place), place)
         return [Handle(name) for name in names]
+
+
+def _checks(graph: fx.Graph) -> set[fx.Node]:
+    """The assertions, and the numbers that are taken out of tensors for them alone: they compute nothing."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        asserts = any(word in getattr(node.target, "_opname", "") for word in ASSERTIONS)
+        number = node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+        pure = not isinstance(node.target, torch._ops.HigherOrderOperator) and node.users
+        if asserts or (number and pure and all(user in found for user in node.users)):
+            found.add(node)
+    return found
 
 
 def _read(held: Any, place: Place) -> Any:

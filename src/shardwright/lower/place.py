@@ -15,7 +15,7 @@ from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, WHOLE, Layout, Mesh, Placement, make_layout, whole
 from ..plan import Plan
-from ..rules import Analysis
+from ..rules import FAN, Analysis
 from .program import Holding, Program
 
 
@@ -62,7 +62,7 @@ class Placer:
         signature = self.facts.signatures[op.name]
         constant = all(name in self.facts.constants for name in op.outputs)
         choice = {} if constant else self.choices.get(op.name, {})
-        if choice and signature.rule is None:
+        if signature.rule is None and any(role != FAN for role in choice.values()):
             raise PlanError(f"the plan splits {op}, which has no rule")
         return signature.layouts(choice, self.mesh)
 
