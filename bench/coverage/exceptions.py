@@ -4,9 +4,54 @@ from __future__ import annotations
 
 from typing import Any
 
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+PYRAMID = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
+WAVES = {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
+
 # Attributes of a config.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "wav2vec2": {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]},
+    "wav2vec2": WAVES,
+    "wav2vec2-bert": {"vocab_size": 128, "feature_projection_input_dim": 16},
+    "wav2vec2-conformer": {**WAVES, "vocab_size": 128},
+    "sew": {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]},
+    "sew-d": {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "glm4v_text": {"rope_parameters": MROPE},
+    "glm4v_moe_text": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "glm_ocr_text": {"rope_parameters": MROPE},
+    "glm_image_text": {"rope_parameters": MROPE},
+    "glmga_text": {"rope_parameters": MROPE},
+    "paddleocr_vl_text": {"rope_parameters": MROPE},
+    "llama4_vision_model": {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32,
+                            "intermediate_size": 128},
+    "llama4_text": {"intermediate_size_mlp": 64},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "efficientnet": {"hidden_dim": 640, "width_coefficient": 0.5, "depth_coefficient": 1.0, "in_channels": [32, 16],
+                     "out_channels": [16, 24], "kernel_sizes": [3, 3], "strides": [1, 2], "num_block_repeats": [1, 1],
+                     "expand_ratios": [1, 2]},
+    "swin": PYRAMID,
+    "swinv2": {**PYRAMID, "pretrained_window_sizes": [0, 0]},
+    "swin2sr": {**PYRAMID, "window_size": 4, "embed_dim": 32, "num_heads": [4, 4]},
+    "donut-swin": PYRAMID,
+    "maskformer-swin": PYRAMID,
+    "bit": {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 4},
+    "levit": {"hidden_sizes": [16, 32, 64], "num_attention_heads": [2, 4, 8], "key_dim": [8, 8, 8], "patch_size": 16,
+              "image_size": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "chunk_size": 8, "n_groups": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "lilt": {"hidden_size": 48, "max_2d_position_embeddings": 64},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "ministral": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "lsh_attn_chunk_length": 4,
+                 "local_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": False},
+    "esm": {"vocab_size": 128},
     "xlm": {"emb_dim": 32},
     "flaubert": {"emb_dim": 32},
     "distilbert": {"dim": 32, "hidden_dim": 64},
@@ -22,7 +67,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 # Sizes of inputs, or inputs that a model needs beside the usual.
-INPUTS: dict[str, dict[str, Any]] = {}
+INPUTS: dict[str, dict[str, Any]] = {
+    "moonshine": {"samples": 2048},
+    "xclip": {"frames": 8},
+    "decision_transformer": {
+        "inputs": {"states": lambda m: m.numbers(4, 8, 17), "actions": lambda m: m.numbers(4, 8, 4),
+                   "rewards": lambda m: m.numbers(4, 8, 1), "returns_to_go": lambda m: m.numbers(4, 8, 1),
+                   "timesteps": lambda m: m.ids(4, 8, high=32), "attention_mask": lambda m: m.ids(4, 8, high=2) * 0 + 1}
+    },
+    "videoprism_vision_model": {"inputs": {"pixel_values_videos": lambda m: m.numbers(4, 16, 3, 32, 32)}},
+    "vjepa2": {"inputs": {"pixel_values_videos": lambda m: m.numbers(4, 4, 3, 32, 32)}},
+    "patchtst": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
+    "patchtsmixer": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
+    "lxmert": {"more": {"visual_feats": lambda m: m.numbers(4, 4, 2048), "visual_pos": lambda m: m.numbers(4, 4, 4)}},
+    "musicgen": {"labels": None},
+    "musicgen_melody": {"labels": None},
+}
 
 # Model types that are no rows, and why: there is nothing to train, or no config can be made without more.
 LEFT_OUT: dict[str, str] = {}
