@@ -67,7 +67,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 # Sizes of inputs, or inputs that a model needs beside the usual.
+MASK = {"more": {"attention_mask": lambda m: m.ids(4, m.length) * 0 + 1}}  # made by the model, but not when it is traced
 INPUTS: dict[str, dict[str, Any]] = {
+    "longt5": MASK,
+    "switch_transformers": MASK,
     "moonshine": {"samples": 2048},
     "xclip": {"frames": 8},
     "decision_transformer": {
