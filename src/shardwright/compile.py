@@ -30,6 +30,7 @@ from .lower import Program, lower
 from .lower.place import replica_axes
 from .plan import Plan, draw, read_request
 from .plan.plan import load as load_plan
+from .plan.strings import REPLICAS
 from .rules import Analysis, analyse
 from .runtime.gradients import GradientSync
 from .runtime.holding import Held, coordinates, kept_layout, parse, scatter, wanted_groups
@@ -158,7 +159,7 @@ class Compiler:
         if isinstance(self.wish, str) and not self.wish.endswith(".json"):
             text = f"dp={self.world.size}" if self.wish == "auto" and self.world.size > 1 else self.wish
             request = read_request("single" if text == "auto" else text, self.world.size)
-            return _product(axis.size for policy, axis in request.parts if policy in ("dp", "zero1", "zero2", "zero3"))
+            return _product(axis.size for policy, axis in request.parts if policy in REPLICAS)
         raise InputError(
             'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
         )

@@ -8,6 +8,7 @@ layouts of the outputs; the gradients that come back must lie in the gradient la
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def splits(facts: Analysis, parts: Sequence[int] = (2, 3)) -> Iterator[tuple[Op,
         for role in facts.signatures[op.name].roles:
             for count in parts:
                 key = (op.target, arguments, shapes, role.name, count)
-                if role.size >= count and key not in known:
+                if role.fills(count) and key not in known:
                     known.add(key)
                     yield op, role.name, count
 
@@ -82,7 +83,7 @@ def check_split(facts: Analysis, seen: Observed, op: Op, role: str, parts: int) 
     given, _ = seen[op.name]
     whole = [x.clone().requires_grad_(_wants(facts, name, x)) for x, name in zip(given, op.inputs, strict=True)]
     expected = run_op(op, whole, {})
-    gradients = [torch.randn_like(x) if x.is_floating_point() else None for x in expected]
+    gradients = [torch.randn_like(x) if x.is_floating_point() or x.is_complex() else None for x in expected]
     wanted = _backward(expected, gradients, whole)
     ranks = []
     for index in range(parts):
@@ -106,7 +107,7 @@ def check_split(facts: Analysis, seen: Observed, op: Op, role: str, parts: int) 
 
 
 def _wants(facts: Analysis, name: str, tensor: Tensor) -> bool:
-    return facts.graph.values[name].gradient and tensor.is_floating_point()
+    return facts.graph.values[name].gradient and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _run(program: Program, values: dict[str, Tensor], mesh: Mesh, index: int) -> dict[str, Tensor]:
@@ -147,16 +148,19 @@ def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inp
 
 
 def _assert_lies(held: list[Tensor], whole: Tensor, layout: Layout, mesh: Mesh, said: str) -> None:
-    if isinstance(layout.placement("tp"), Partial):
-        held = [sum(held[1:], held[0])] * len(held)
+    placement = layout.placement("tp")
+    if isinstance(placement, Partial):
+        join = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[placement.op]
+        held = [functools.reduce(join, held)] * len(held)
     for index, mine in enumerate(held):
         theirs = _cut(whole, layout, mesh, index)
         assert mine is not None, f"{said}: there is none on rank {index}"
         assert mine.shape == theirs.shape, f"{said} has {list(mine.shape)}, not {list(theirs.shape)}"
-        if theirs.numel() and theirs.is_floating_point():
+        if theirs.numel() and (theirs.is_floating_point() or theirs.is_complex()):
             finite = torch.isfinite(theirs)
             assert torch.equal(torch.isfinite(mine), finite), f"{said}: other places are infinite"
             apart = (mine - theirs)[finite].abs().sum() / (1 + theirs[finite].abs().sum())
-            assert apart < (1e-9 if theirs.dtype == torch.float64 else 1e-4), f"{said} is off by {apart:.2g}"
+            limit = 1e-9 if theirs.dtype in (torch.float64, torch.complex128) else 1e-4
+            assert apart < limit, f"{said} is off by {apart:.2g}"
         else:
             assert torch.equal(mine, theirs), said

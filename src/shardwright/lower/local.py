@@ -6,6 +6,7 @@ outputs. A size that is read as a number (the divisor of a mean) stays the whole
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
 from ..layout import Cut, Layout
-from .program import Program, sizes_of
+from .program import Program, label_size, sizes_of
 
 Localizer = Callable[[Program, Op], "Op | tuple[Op, ...]"]
 _TABLE: dict[str, Localizer] = {}
@@ -58,7 +59,7 @@ def cut_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(cut.axis for cuts in layout.cuts for cut in cuts)
 
 
-@local("view", "reshape", "_unsafe_view", "expand", "aten.broadcast_to.default")
+@local("view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy", "expand", "expand_copy", "broadcast_to")
 def sized(program: Program, op: Op) -> Op:
     name = next(key for key in ("size", "shape") if op.argument(key) is not None)
     return op.with_arguments(**{name: sizes_of(program, op.outputs[0])})
@@ -76,7 +77,7 @@ def unflatten(program: Program, op: Op) -> Op:
     return op.with_arguments(sizes=sizes_of(program, op.outputs[0])[dim : dim + len(op.argument("sizes"))])
 
 
-@local("aten.split.Tensor", "aten.split.sizes", "split_with_sizes")
+@local("aten.split.Tensor", "split_with_sizes")
 def split(program: Program, op: Op) -> Op:
     dim = op.argument("dim", 0) % len(program.values[op.inputs[0]].shape)
     parts = tuple(sizes_of(program, name)[dim] for name in op.outputs)
@@ -106,21 +107,26 @@ def slice_(program: Program, op: Op) -> Op:
     return op.with_arguments(start=unit.times(part) if part else 0, end=unit.times(part + 1))
 
 
-@local("convolution", "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
+@local("convolution", *(f"aten.conv{n}d.{form}" for n in "123" for form in ("default", "padding")),
        "aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")  # fmt: skip
 def convolution(program: Program, op: Op) -> Op:
-    groups = op.argument("groups", 1)
-    axes = split_axes(program.layouts[op.inputs[1]], 0)
-    around = (program.layouts[op.inputs[0]], program.layouts[op.outputs[0]])
-    if groups == 1 or not axes or any(split_axes(layout, 1) != axes for layout in around):
-        return op  # the channels inside the groups are split, or nothing is
-    whole = program.values[op.inputs[0]].shape[1]
-    parts = 1
-    for axis in axes:
-        parts *= program.mesh.axis(axis).size
-    if groups % parts:
-        raise LoweringError(f"{op}: {groups} groups of {whole} channels do not divide over {', '.join(axes)}")
-    return op.with_arguments(groups=groups // parts)
+    """A rank that has some of the groups says how many."""
+    if op.argument("groups", 1) == 1 or not cut_axes(program.layouts[op.inputs[1]]):
+        return op
+    return op.with_arguments(groups=label_size(program, op, "g"))
+
+
+@local("group_norm")
+def group_norm(program: Program, op: Op) -> Op:
+    if not program.layouts[op.inputs[0]].cuts[1]:
+        return op
+    return op.with_arguments(num_groups=label_size(program, op, "g"))
+
+
+@local("affine_grid_generator")
+def affine_grid(program: Program, op: Op) -> Op:
+    rows, *rest = op.argument("size")
+    return op.with_arguments(size=(sizes_of(program, op.inputs[0])[0] if rows > 1 else rows, *rest))
 
 
 @local("aten.mean.default", "aten.mean.dim")
@@ -161,20 +167,19 @@ def _divided(op: Op, count: int) -> tuple[Op, ...]:
     return total, share
 
 
-@local(
-    "aten.mse_loss.default",
-    "aten.l1_loss.default",
-    "aten.smooth_l1_loss.default",
-    "aten.huber_loss.default",
-    "aten.binary_cross_entropy.default",
-    "aten.binary_cross_entropy_with_logits.default",
-    "aten.soft_margin_loss.default",
-    "aten.kl_div.default",
-)
-def elementwise_loss(program: Program, op: Op) -> Op | tuple[Op, ...]:
-    if op.argument("reduction", 1) != 1 or not cut_axes(program.layouts[op.inputs[0]]):
+@local("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss", "kl_div",
+       "binary_cross_entropy_with_logits", "poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss",
+       "cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")  # fmt: skip
+def loss(program: Program, op: Op) -> Op | tuple[Op, ...]:
+    """A mean over split elements, or rows, is the local sum over their whole number."""
+    split = any(cut_axes(program.layouts[name]) for name in op.inputs)
+    if op.argument("reduction", 1) != 1 or not split:
         return op
-    return _divided(op.with_arguments(reduction=2), program.values[op.inputs[0]].elements)
+    signature = program.facts.signatures[op.name]
+    assert signature.rule is not None
+    atoms = program.facts.atoms
+    count = math.prod(atoms.product(signature.labels[label]) for label in signature.rule.sums)
+    return _divided(op.with_arguments(reduction=2), count)
 
 
 @local("embedding")

@@ -15,6 +15,7 @@ from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, WHOLE, Layout, Mesh, Placement, make_layout, whole
 from ..plan import Plan
+from ..plan.strings import REPLICAS
 from ..rules import FAN, Analysis
 from .program import Holding, Program
 
@@ -246,8 +247,8 @@ def home_layout(uses: list[Layout], mesh: Mesh, rank: int) -> Layout:
 
 
 def replica_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that split the batch: those named dp or by a ZeRO level."""
-    return tuple(axis.name for axis in plan.mesh.axes if axis.name == "dp" or axis.name.startswith("zero"))
+    """The axes that split the batch: those named dp, ep, or by a ZeRO level."""
+    return tuple(axis.name for axis in plan.mesh.axes if axis.name in REPLICAS)
 
 
 def check_edges(program: Program) -> Program:

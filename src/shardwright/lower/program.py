@@ -117,7 +117,29 @@ def base_of(value: str) -> str:
     return value.split("@", 1)[0]
 
 
+def label_size(program: Program, op: Op, label: str) -> Size:
+    """The local size of what a label of the op's rule stands for."""
+    signature, atoms = program.facts.signatures[op.name], program.facts.atoms
+    held = zip((*signature.inputs, *signature.outputs), (*op.inputs, *op.outputs), strict=True)
+    axes: dict[int, tuple[str, ...]] = {}
+    for bound, name in held:
+        at = bound.dim_of(label)
+        if at is not None:
+            axes.update(_taken(program, program.facts.dims[bound.value][at], program.layouts[name].cuts[at]) or {})
+    return Size((tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in atoms.expand(signature.labels[label])),))
+
+
 def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size:
+    atoms, axes = program.facts.atoms, _taken(program, dim, cuts)
+    if axes is None:
+        return Size(((Factor(atoms.product(dim), None, tuple(held.axis for held in cuts)),),))
+    return Size(
+        tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in _flat(atoms, dim, axes))
+    )
+
+
+def _taken(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> dict[int, tuple[str, ...]] | None:
+    """Which axes take each atom of a dim; None if a cut is not one of its atoms."""
     atoms, mesh = program.facts.atoms, program.mesh
     taken: list[tuple[int, int]] = []
     axes: dict[int, tuple[str, ...]] = {}
@@ -129,11 +151,8 @@ def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size
                 axes[atom] = (*axes.get(atom, ()), axis.name)
                 break
         else:
-            total = atoms.product(dim)
-            return Size(((Factor(total, None, tuple(held.axis for held in cuts)),),))
-    return Size(
-        tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in _flat(atoms, dim, axes))
-    )
+            return None
+    return axes
 
 
 def _flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tuple[int, ...]]:

@@ -54,6 +54,11 @@ class Draft:
             raise PlanError(
                 f"{op}: {axis.name}={axis.size} is larger than {role.name}, which has {role.size}; use a smaller axis"
             )
+        if not role.fills(axis.size):
+            raise PlanError(
+                f"{op}: {role.name} has {role.size}, which {axis.name}={axis.size} shares so that the last device gets "
+                "nothing; use another axis size"
+            )
         self.choices.setdefault(op.name, {})[axis.name] = role.name
 
     def store(self, key: str, axis: Axis, level: int) -> None:

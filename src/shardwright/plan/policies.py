@@ -18,7 +18,7 @@ from ..layout import Axis, share
 from ..rules import Analysis
 from .draft import Draft
 from .plan import Plan
-from .strings import Request
+from .strings import REPLICAS, Request
 
 Policy = Callable[[Draft, Axis], None]
 
@@ -74,6 +74,19 @@ def sp(draft: Draft, axis: Axis) -> None:
             draft.split(op, axis, role)
 
 
+def ep(draft: Draft, axis: Axis) -> None:
+    """Expert parallel: data parallel, and layers of experts are split on their experts, tokens sent to where they are."""
+    dp(draft, axis)
+    found = False
+    for op in draft.ops:
+        for role in draft.roles(op):
+            if draft.signature(op).beside(role.label) is not None:
+                draft.split(op, axis, role)
+                found = True
+    if not found:
+        draft.note(f"{axis.name}={axis.size}: no layer of experts can be split; data parallel instead")
+
+
 def zero(level: int) -> Policy:
     def policy(draft: Draft, axis: Axis) -> None:
         dp(draft, axis)
@@ -89,7 +102,9 @@ def zero(level: int) -> Policy:
     return policy
 
 
-POLICIES: dict[str, Policy] = {"dp": dp, "tp": tp, "sp": sp, "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
+POLICIES: dict[str, Policy] = {
+    "dp": dp, "tp": tp, "sp": sp, "ep": ep, "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)
+}  # fmt: skip
 
 
 def draw(graph: Graph, request: Request, facts: Analysis | None = None, cluster: str = "") -> Plan:
@@ -104,7 +119,7 @@ def draw(graph: Graph, request: Request, facts: Analysis | None = None, cluster:
 def _check_sizes(graph: Graph, request: Request) -> None:
     replicas = 1
     for name, axis in request.parts:
-        if name in ("dp", "zero1", "zero2", "zero3"):
+        if name in REPLICAS:
             replicas *= axis.size
     if replicas > 1 and graph.batch is not None and graph.batch % replicas:
         raise PlanError(

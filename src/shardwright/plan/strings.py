@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 
-KNOWN = ("dp", "tp", "sp", "zero1", "zero2", "zero3")
-REPLICAS = ("dp", "zero1", "zero2", "zero3")
+KNOWN = ("dp", "tp", "sp", "ep", "zero1", "zero2", "zero3")
+REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
+"""Policies that split the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,11 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
             )
         if any(policy == held for held, _ in parts):
             raise PlanError(f"the plan {text!r} names {policy} twice")
-        name = "dp" if policy in REPLICAS and not any(axis.name == "dp" for _, axis in parts) else policy
+        name = "dp" if policy.startswith("zero") and not any(axis.name == "dp" for _, axis in parts) else policy
         name = "tp" if policy == "sp" and not any(axis.name == "tp" for _, axis in parts) else name
         parts.append((policy, Axis(name=name, size=int(number))))
-    parts.sort(key=lambda part: part[0] not in REPLICAS)  # replicas outside, tensor parallelism between neighbours
+    # replicas outside, experts between them and tensor parallelism, which is between neighbours
+    parts.sort(key=lambda part: (part[0] not in REPLICAS, part[0] == "ep"))
     request = Request(parts=tuple(parts))
     if world is not None and request.mesh.size != world:
         raise PlanError(

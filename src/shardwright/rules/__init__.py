@@ -1,6 +1,6 @@
 """What may be split: the notation, the rules by op family, and the atoms that tie ops together."""
 
-from . import lookups, pointwise, products, reductions, views
+from . import lookups, losses, norms, pointwise, products, reductions, space, transforms, views
 from .atoms import Atoms
 from .notation import Rule, parse
 from .registry import Call, find_rule, known_targets, register
@@ -20,10 +20,14 @@ __all__ = [
     "is_drawn_whole",
     "known_targets",
     "lookups",
+    "losses",
+    "norms",
     "parse",
     "pointwise",
     "products",
     "reductions",
     "register",
+    "space",
+    "transforms",
     "views",
 ]

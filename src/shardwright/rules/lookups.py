@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from .dims import blocked, joined, marked, named, stretched, write
 from .notation import Rule, parse
 from .registry import Call, letters, rule
-from .views import named
 
 
 @rule("embedding")
@@ -17,63 +19,44 @@ def embedding(call: Call) -> Rule:
     )
 
 
-@rule("aten.cross_entropy_loss.default")
-def cross_entropy(call: Call) -> Rule:
-    """Rows by the exact mean (local sum over global count), classes by the algorithm that sums inside."""
-    logits, target = call.inputs[0], call.inputs[1]
-    reduction = call.op.argument("reduction", 1)
-    probabilities = target.floating
-    if len(logits.shape) == 1:
-        return parse(f"c=classes, {'' if not probabilities else 'c=classes'} -> ")
-    rows = letters(len(logits.shape) - 1, "n")
-    mark = {0: "", 1: "=rows+", 2: "+"}[reduction]
-    first, rest = rows[0] + mark, [row + mark for row in rows[1:]]
-    classes = str(logits.shape[1]) if probabilities or len(call.inputs) > 2 else "c=classes"
-    scores = " ".join([first, classes, *rest])
-    wanted = scores if probabilities else " ".join([first, *rest])
-    weight = f", {logits.shape[1]}" * (len(call.inputs) - 2)
-    return parse(f"{scores}, {wanted}{weight} -> {' '.join(rows) if reduction == 0 else ''}")
-
-
-@rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss_forward.default")
-def nll_loss(call: Call) -> Rule:
-    reduction = call.op.argument("reduction", 1)
-    rows = letters(len(call.inputs[1].shape), "n")
-    mark = {0: "", 1: "=rows+", 2: "+"}[reduction]
-    marked = [row + mark for row in rows]
-    classes = str(call.shape[1])
-    weight = f", {classes}" * (len(call.inputs) - 2)
-    result = " ".join(rows) if reduction == 0 else ""
-    outs = ", ".join([result, *["" for _ in call.outputs[1:]]])
-    return parse(f"{' '.join([marked[0], classes, *marked[1:]])}, {' '.join(marked)}{weight} -> {outs}")
-
-
-@rule("aten.mse_loss.default", "aten.l1_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default",
-      "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default",
-      "aten.kl_div.default", "aten.soft_margin_loss.default")  # fmt: skip
-def elementwise_loss(call: Call) -> Rule | None:
-    """Each element by itself, then none, a mean (lower.local divides by the whole) or a sum."""
-    if any(value.shape != call.shape for value in call.inputs):
+@rule("gather", "take_along_dim")
+def gather(call: Call) -> Rule | None:
+    """The dim gathered along is read whole, and the index's own is free; so are the others where sizes agree."""
+    if call.op.argument("dim") is None or len(call.inputs[1].shape) != len(call.shape):
         return None
-    names = named(call.shape)
-    reduction = call.op.argument("reduction", 1)
-    if reduction == 0:
-        return parse(f"{', '.join([' '.join(names)] * len(call.inputs))} -> {' '.join(names)}")
-    summed = " ".join(name if name == "1" else f"{name}+" for name in names)
-    return parse(f"{', '.join([summed] * len(call.inputs))} -> ")
-
-
-@rule("gather")
-def gather(call: Call) -> Rule:
-    """Dims other than the one gathered along are free where the index has the same size."""
     dim, index = call.dim(), call.inputs[1].shape
+    names = named(index)
+    left = [
+        name if at != dim and held == size else str(size)
+        for at, (name, held, size) in enumerate(zip(names, index, call.shape, strict=True))
+    ]
+    right = [
+        name if at == dim or held == size else str(held)
+        for at, (name, held, size) in enumerate(zip(names, index, call.shape, strict=True))
+    ]
+    return write([left, right], [right], [1])
+
+
+@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two",
+      "aten.scatter.reduce", "aten.scatter.value_reduce")  # fmt: skip
+def scatter(call: Call) -> Rule:
+    """Dims other than the one written along are free where all sizes agree. Adding is a sum over what is added."""
+    dim, index = call.dim(), call.inputs[1].shape
+    source = call.inputs[2].shape if len(call.inputs) > 2 else index
     names = named(call.shape)
-    left, right = [], []
-    for at, (name, size) in enumerate(zip(names, call.shape, strict=True)):
-        free = at != dim and index[at] == size
-        left.append(name if free else str(size))
-        right.append(name if free else str(index[at]))
-    return parse(f"{' '.join(left)} ~1, {' '.join(right)} -> {' '.join(right)}")
+    free = [at != dim and call.shape[at] == index[at] == source[at] for at in range(len(names))]
+    adds = call.op.target == "aten.scatter_add.default"
+    into = [name if free[at] else blocked(name) for at, name in enumerate(names)]
+    along = marked("i" if adds and index[dim] == source[dim] != 1 else str(index[dim]), "+")
+
+    def other(shape: tuple[int, ...]) -> list[str]:
+        return [along if at == dim and adds else n if free[at] else str(shape[at]) for at, n in enumerate(names)]
+
+    if adds and index[dim] == source[dim]:
+        return parse(f"{' '.join(into)}&, {' '.join(other(index))}, {' '.join(other(source))} -> {' '.join(names)}")
+    written = [[n if free[at] else str(v.shape[at]) for at, n in enumerate(names)] for v in call.inputs[1:]]
+    replaces = call.op.target == "aten.scatter.src"
+    return write([into, *written], [names], [1, None, 1] if replaces else [])
 
 
 @rule("index_select")
@@ -82,30 +65,119 @@ def index_select(call: Call) -> Rule:
     source = list(names)
     source[dim] = str(call.shape[dim])
     names[dim] = "i" if call.outputs[0].shape[dim] != 1 else "1"
-    return parse(f"{' '.join(source)} ~1, {names[dim]} -> {' '.join(names)}")
+    return write([source, [names[dim]][: len(call.inputs[1].shape)]], [names], [1])
 
 
-@rule("aten.index.Tensor")
-def index(call: Call) -> Rule | None:
-    """Integer tensors in the leading places: those dims are read whole, the index's own dims and the rest are free."""
-    held = call.op.argument("indices", ())
-    count = len(held)
-    if any(item is None for item in held) or any(value.dtype == "bool" for value in call.inputs[1:]):
+@rule("index_add", "index_copy", "aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+def index_write(call: Call) -> Rule:
+    """Rows are written by number: what is added is a sum over what is added, what is replaced is read whole."""
+    dim, names = call.dim(), named(call.shape)
+    into = [blocked(name) if at == dim else name for at, name in enumerate(names)]
+    count = call.inputs[1].shape
+    if "index_fill" in call.op.target:
+        return write([into, [str(size) for size in count], *[[]] * (len(call.inputs) - 2)], [names])
+    added = "index_add" in call.op.target and bool(count)
+    row = "i+" if added and count[0] > 1 else str(count[0] if count else 1)
+    source = [row if at == dim else name for at, name in enumerate(names)]
+    if added:
+        return parse(f"{' '.join(into)}&, {row}, {' '.join(source)} -> {' '.join(names)}")
+    return write([into, [row][: len(count)], source], [names], [1, None, 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """For x[i, :, j]: the labels of x, of each index, and of what comes out, with its shape."""
+
+    source: list[str]
+    indices: list[list[str]]
+    result: list[str]
+    shape: tuple[int, ...]
+    own: frozenset[str]  # labels of the indices' own dims
+
+
+def _places(call: Call) -> Places | None:
+    """Dims that an index stands for are read whole; the indices' own dims, broadcast together, take the
+
+    place of the first of them if they stand side by side, else they come first. None where a mask is an index.
+    """
+    held = list(call.op.argument("indices", ()))
+    tensors = [call.inputs[slot.index] for slot in held if slot is not None]
+    if any(value.dtype in ("bool", "uint8") for value in tensors) or not tensors:
         return None
-    out = call.outputs[0].shape
-    rest = named(call.shape[count:], "r")
-    places = out[: len(out) - len(rest)]
-    labels = letters(len(places), "i")
-    shown = [name if size != 1 else "1" for name, size in zip(labels, places, strict=True)]
-    terms = []
-    for value in call.inputs[1:]:
-        own = shown[len(places) - len(value.shape) :]
-        terms.append(" ".join(n if s != 1 else "1" for n, s in zip(own, value.shape, strict=True)))
-    source = [*map(str, call.shape[:count]), *rest]
-    return parse(f"{' '.join(source)} ~1, {', '.join(terms)} -> {' '.join([*shown, *rest])}")
+    held += [None] * (len(call.shape) - len(held))
+    at = [dim for dim, slot in enumerate(held) if slot is not None]
+    together = joined([value.shape for value in tensors])
+    labels, names = named(together, "i"), named(call.shape)
+    pairs = dict(enumerate(zip(names, call.shape, strict=True)))
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    kept = [dim for dim in pairs if dim not in at]
+    result = [pairs[dim] for dim in kept if dim < first]
+    result += zip(labels, together, strict=True)
+    result += [pairs[dim] for dim in kept if dim >= first]
+    return Places(
+        source=[str(size) if dim in at else name for dim, (name, size) in pairs.items()],
+        indices=[stretched(value.shape, together, labels) for value in tensors],
+        result=[name for name, _ in result],
+        shape=tuple(size for _, size in result),
+        own=frozenset(labels),
+    )
+
+
+@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def index(call: Call) -> Rule | None:
+    """Dims that are indexed are read whole, the indices' own dims and the rest are free."""
+    found = _places(call)
+    return write([found.source, *found.indices], [found.result], [1]) if found else None
+
+
+@rule("index_put")
+def index_put(call: Call) -> Rule | None:
+    """What is added is a sum over what is added; what replaces may only be split where no index is."""
+    found = _places(call)
+    if found is None:
+        return None
+    adds = bool(call.op.argument("accumulate", False))
+
+    def shown(names: list[str]) -> list[str]:
+        return [(marked(name, "+") if adds else blocked(name)) if name in found.own else name for name in names]
+
+    values = stretched(call.inputs[-1].shape, found.shape, found.result)
+    into = " ".join(found.source) + ("&" if adds else "")
+    rest = [" ".join(shown(names)) for names in (*found.indices, values)]
+    return parse(f"{', '.join([into, *rest])} -> {' '.join(found.source)}")
 
 
 @rule("one_hot")
 def one_hot(call: Call) -> Rule:
     names = named(call.shape)
     return parse(f"{' '.join(names)} -> {' '.join([*names, str(call.outputs[0].shape[-1])])}")
+
+
+@rule("aten.embedding_bag.default", "aten.embedding_bag.padding_idx", "aten._embedding_bag.default")
+def embedding_bag(call: Call) -> Rule:
+    """Columns of the table are free. Bags are runs of unequal length, so neither they nor their ids are split."""
+    width = call.outputs[0].shape[-1]
+    inputs = [[str(call.shape[0]), "d"], *([str(size) for size in value.shape] for value in call.inputs[1:])]
+    outputs = []
+    for value in call.outputs:
+        wide = len(value.shape) == 2 and value.shape[1] == width
+        outputs.append([str(value.shape[0]), "d"] if wide else [str(size) for size in value.shape])
+    return write(inputs, outputs)
+
+
+@rule("masked_scatter")
+def masked_scatter(call: Call) -> Rule:
+    """Values are taken in the order of the mask: nothing can be split."""
+    return parse(f"{', '.join(['?'] * len(call.inputs))} -> {' '.join(map(str, call.shape))}")
+
+
+@rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
+def look_up(call: Call) -> Rule | None:
+    """Each value asked for by itself, in a table that is read whole."""
+    table_first = "searchsorted" in call.op.target
+    asked, table = (call.inputs[1], call.inputs[0]) if table_first else (call.inputs[0], call.inputs[1])
+    names = named(asked.shape)
+    rows = [] if len(table.shape) == 1 or not table_first else names[:-1]
+    held = [*rows, *map(str, table.shape[len(rows) :])]
+    extra = [["?"]] * (len(call.inputs) - 2)
+    return write([held, names, *extra] if table_first else [names, held, *extra], [names])

@@ -8,6 +8,7 @@
     *~1, *~1 -> *              linear in both inputs jointly;  mul is *~1, *~2 -> *
     b m k+, n k+, n& -> b m n  & an input that is added once where a label was summed
     v=rows+ d, s -> s d        v is split by the algorithm "rows", whose result is a partial sum
+    t d, e=experts@t d -> t d  e is split by the algorithm "experts", and t with it on the same axis
     b s, ? -> b s              ? anything, replicated
     3 h -> h                   a number is a dim (or factor) that may not be split
 
@@ -39,6 +40,7 @@ class Algorithm:
 
     name: str
     partial: bool = False
+    beside: str | None = None  # a label that the axis splits as well, where a tensor lacks this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class Rule:
         )
 
 
-_TOKEN = re.compile(r"\s*(\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*)(=[a-z_]+)?(\+(?:max|min)?(?![a-z]))?(\^)?")
+_TOKEN = re.compile(r"\s*(\(|\)|\||[A-Za-z_][A-Za-z_0-9]*|\d+|\*)(=[a-z_]+(?:@[A-Za-z_]\w*)?)?(\+(?:max|min)?(?![a-z]))?(\^)?")
 _TAIL = re.compile(r"\s*(~\d+|&)\s*$")
 
 
@@ -170,7 +172,8 @@ class _Parser:
             self.blocked.add(name)
             return name
         if token[2]:
-            self.algorithms[word] = Algorithm(name=token[2][1:], partial=bool(token[3]))
+            name, _, beside = token[2][1:].partition("@")
+            self.algorithms[word] = Algorithm(name=name, partial=bool(token[3]), beside=beside or None)
         elif token[3]:
             self.sums[word] = cast(Reduction, token[3][1:] or "sum")
         if token[4]:
@@ -192,6 +195,9 @@ def parse(text: str) -> Rule:
             f"the rule {text!r} loses {label}: an input has it, no output does; write {label}+ if it is summed, "
             f"{label}^ if it can't be split"
         )
+    for label, algorithm in rule.algorithms.items():
+        if algorithm.beside is not None and algorithm.beside not in inside:
+            raise RuleError(f"the rule {text!r} splits {label} together with {algorithm.beside}, which no input has")
     if any(term.star for term in rule.outputs) and not any(term.star for term in rule.inputs):
         raise RuleError(f"the rule {text!r} has '*' in an output but in no input")
     return rule

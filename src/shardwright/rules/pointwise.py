@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .notation import Rule, parse
-from .registry import Call, letters, rule
+from .dims import named, stretched, write
+from .notation import Rule
+from .registry import Call, rule
 
-LINEAR_UNARY = "neg clone contiguous alias detach positive lift_fresh_copy"
+LINEAR_UNARY = (
+    "neg clone contiguous alias detach positive lift_fresh_copy mul.Scalar div.Scalar rad2deg deg2rad real imag"
+)
 UNARY = (
-    "relu gelu silu tanh sigmoid exp log log1p log2 expm1 sqrt rsqrt abs cos sin tan erf reciprocal sign round floor "
-    "ceil trunc logical_not bitwise_not leaky_relu elu hardtanh hardswish hardsigmoid softplus mish selu celu relu6 "
-    "log_sigmoid square isnan isinf isfinite clamp clamp_min clamp_max nan_to_num logit acos asin atan cosh sinh "
-    "hardshrink softshrink threshold frac erfc lgamma digamma pow.Tensor_Scalar remainder.Scalar fmod.Scalar "
-    "floor_divide.Scalar add.Scalar sub.Scalar rsub.Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
-    "ge.Scalar bitwise_and.Scalar bitwise_or.Scalar pow.Scalar zeros_like ones_like full_like empty_like "
-    "masked_fill.Scalar __and__.Scalar __or__.Scalar"
+    "abs acos acosh angle asin asinh atan atanh ceil celu clamp clamp_max clamp_min conj_physical cos cosh digamma elu "
+    "erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan "
+    "isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num "
+    "reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus "
+    "softshrink special_entr special_erfcx special_expit special_i0e special_i1 special_i1e special_log_ndtr "
+    "special_ndtr special_ndtri sqrt square tan tanh threshold trunc bitwise_not polygamma mvlgamma "
+    "absolute negative arccos arcsin arctan arccosh arcsinh arctanh fix "
+    "add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Scalar float_power.Tensor_Scalar remainder.Scalar "
+    "remainder.Scalar_Tensor fmod.Scalar floor_divide.Scalar div.Scalar_mode xlogy.Scalar_Other xlogy.Scalar_Self "
+    "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar bitwise_and.Scalar bitwise_or.Scalar "
+    "bitwise_xor.Scalar __lshift__.Scalar __rshift__.Scalar bitwise_left_shift.Tensor_Scalar "
+    "bitwise_right_shift.Tensor_Scalar copysign.Scalar masked_fill.Scalar __and__.Scalar __or__.Scalar "
+    "zeros_like ones_like full_like empty_like"
 )
 BINARY = (
-    "pow.Tensor_Tensor maximum minimum eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and "
-    "logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor atan2 fmod.Tensor "
-    "remainder.Tensor floor_divide div.Tensor_mode clamp.Tensor __and__.Tensor __or__.Tensor xlogy.Tensor "
-    "logaddexp masked_fill.Tensor prelu hypot copysign.Tensor"
+    "pow.Tensor_Tensor float_power.Tensor_Tensor maximum minimum max.other min.other fmax fmin eq.Tensor ne.Tensor "
+    "lt.Tensor le.Tensor gt.Tensor ge.Tensor greater.Tensor less.Tensor logical_and logical_or logical_xor "
+    "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor "
+    "atan2 arctan2 fmod.Tensor remainder.Tensor floor_divide div.Tensor_mode __and__.Tensor __or__.Tensor xlogy.Tensor "
+    "special_xlog1py logaddexp logaddexp2 hypot copysign.Tensor heaviside nextafter gcd lcm isclose ldexp.Tensor "
+    "clamp.Tensor clamp_min.Tensor clamp_max.Tensor masked_fill.Tensor "
+    "addcmul addcdiv lerp.Tensor lerp.Scalar complex polar"
 )
 
 
@@ -31,18 +43,8 @@ def full_name(name: str) -> str:
 
 def broadcast(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...], groups: Sequence[int | None]) -> Rule:
     """The rule of a pointwise op: a label for each dim of the output, absent where an input is stretched."""
-    names = letters(len(out))
-
-    def term(shape: tuple[int, ...], group: int | None) -> str:
-        shown = names[len(out) - len(shape) :]
-        sizes = out[len(out) - len(shape) :]
-        dims = [
-            name if held == size and size != 1 else "1" for name, held, size in zip(shown, shape, sizes, strict=True)
-        ]
-        return " ".join(dims) + (f" ~{group}" if group is not None else "")
-
-    result = " ".join(name if size != 1 else "1" for name, size in zip(names, out, strict=True))
-    return parse(f"{', '.join(term(s, g) for s, g in zip(shapes, groups, strict=True))} -> {result}")
+    names = named(out)
+    return write([stretched(shape, out, names) for shape in shapes], [names], groups)
 
 
 def pointwise(call: Call, groups: Sequence[int | None] | None = None) -> Rule:
@@ -55,7 +57,7 @@ def plain(call: Call) -> Rule:
     return pointwise(call)
 
 
-@rule(*(full_name(name) for name in f"{LINEAR_UNARY} mul.Scalar div.Scalar".split()))
+@rule(*(full_name(name) for name in LINEAR_UNARY.split()))
 def linear_unary(call: Call) -> Rule:
     return pointwise(call, [1])
 
@@ -104,14 +106,25 @@ def cast(call: Call) -> Rule:
     return pointwise(call, [1 if linear else None, *[None] * (len(call.inputs) - 1)])
 
 
-@rule("aten.addcmul.default", "aten.addcdiv.default", "aten.lerp.Tensor", "aten.lerp.Scalar")
-def ternary(call: Call) -> Rule:
-    return pointwise(call)
-
-
 @rule("aten.native_dropout.default", "aten.dropout.default")
 def dropout(call: Call) -> Rule:
     """Each element by itself; the mask is drawn by position (runtime.random)."""
-    names = letters(len(call.shape))
-    dims = " ".join(name if size != 1 else "1" for name, size in zip(names, call.shape, strict=True))
-    return parse(f"{dims} ~1 -> {', '.join([dims] * len(call.outputs))}")
+    names = named(call.shape)
+    return write([names], [names] * len(call.outputs), [1])
+
+
+@rule("prelu")
+def prelu(call: Call) -> Rule:
+    """The slope belongs to dim 1, wherever the others are."""
+    names = named(call.shape)
+    slope = names[1] if len(names) > 1 and call.inputs[1].shape == call.shape[1:2] else "1"
+    return write([names, [slope] * len(call.inputs[1].shape)], [names])
+
+
+@rule("glu")
+def glu(call: Call) -> Rule:
+    """One half gates the other: the dim is (2, half), as in a split."""
+    dim, names = call.dim("dim", -1), named(call.outputs[0].shape)
+    half = names[dim]
+    source = [*names[:dim], "2" if half == "1" else f"(2 {half})", *names[dim + 1 :]]
+    return write([source], [names]).with_sizes({} if half == "1" else {half: call.outputs[0].shape[dim]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .dims import marked, named, stretched, write
 from .notation import Rule, parse
 from .registry import Call, fixed, letters, rule
 
@@ -21,16 +22,56 @@ fixed("m k+ ~1, k+ ~2 -> m", "mv")
 fixed("k+ ~1, k+ ~2 -> ", "dot")
 
 
-@rule("addmm")
-def addmm(call: Call) -> Rule:
-    bias = call.shape
-    term = "n&" if len(bias) == 1 else "m n&"
-    return parse(f"{term}, m k+, k+ n -> m n")
+@rule("addmm", "addmv", "addbmm", "baddbmm", "addr")
+def added(call: Call) -> Rule:
+    """A product and something added once to it, which broadcasts."""
+    left, right, out = {
+        "addmm": ("m k+", "k+ n", "m n"),
+        "addmv": ("m k+", "k+", "m"),
+        "addbmm": ("b+ m k+", "b+ k+ n", "m n"),
+        "baddbmm": ("b m k+", "b k+ n", "b m n"),
+        "addr": ("m", "n", "m n"),
+    }[call.op.target.split(".")[1]]
+    added = " ".join(stretched(call.shape, call.outputs[0].shape, out.split()))
+    return parse(f"{added}&, {left}, {right} -> {out}")
 
 
-@rule("baddbmm")
-def baddbmm(call: Call) -> Rule:
-    return parse("?, b m k+, b k+ n -> b m n") if 1 in call.shape else parse("b m n&, b m k+, b k+ n -> b m n")
+fixed("m ~1, n ~2 -> m n", "outer", "ger")
+fixed("* k+ ~1, * k+ ~2 -> *", "linalg_vecdot")
+
+
+@rule("inner")
+def inner(call: Call) -> Rule:
+    left, right = letters(len(call.shape) - 1, "m"), letters(len(call.inputs[1].shape) - 1, "n")
+    return write([[*left, "k+"], [*right, "k+"]], [[*left, *right]], [1, 2])
+
+
+@rule("tensordot")
+def tensordot(call: Call) -> Rule:
+    a, b = call.inputs[0].shape, call.inputs[1].shape
+    one = [dim % len(a) for dim in call.op.argument("dims_self", ())]
+    other = [dim % len(b) for dim in call.op.argument("dims_other", ())]
+    left, right = named(a, "m"), named(b, "n")
+    for at, (i, j) in enumerate(zip(one, other, strict=True)):
+        name = marked(f"k{at}" if left[i] != "1" else "1", "+")
+        left[i] = right[j] = name
+    result = [*(n for at, n in enumerate(left) if at not in one), *(n for at, n in enumerate(right) if at not in other)]
+    return write([left, right], [result], [1, 2])
+
+
+@rule("bilinear")
+def bilinear(call: Call) -> Rule:
+    rows = named(call.shape[:-1], "m")
+    bias = [["n&"]] * (len(call.inputs) - 3)
+    return write([[*rows, "i+"], [*rows, "j+"], ["n", "i+", "j+"], *bias], [[*rows, "n"]])
+
+
+@rule("aten.cdist.default", "aten._cdist_forward.default")
+def cdist(call: Call) -> Rule:
+    out = call.outputs[0].shape
+    rows = named(out[:-2], "b")
+    lead = [stretched(value.shape[:-2], out[:-2], rows) for value in call.inputs]
+    return write([[*lead[0], "m", "k^"], [*lead[1], "n", "k^"]], [[*rows, "m", "n"]])
 
 
 @rule("matmul")
@@ -54,40 +95,56 @@ def matmul(call: Call) -> Rule:
 
 
 @rule("einsum")
-def einsum(call: Call) -> Rule | None:
-    text = str(call.op.argument("equation", "")).replace(" ", "")
-    if "." in text or "->" not in text:
-        return None
-    left, right = text.split("->")
+def einsum(call: Call) -> Rule:
+    """As the equation says. A label that one tensor has twice is a diagonal: it stays whole."""
+    equation = str(call.op.argument("equation", "")).replace(" ", "")
+    if "->" not in equation:
+        used = equation.replace(",", "").replace(".", "")
+        once = "".join(sorted(name for name in set(used) if used.count(name) == 1))
+        equation += f"->{'...' if '...' in equation else ''}{once}"
+    left, right = equation.split("->")
+    shapes = [value.shape for value in call.inputs]
+    dots = [len(shape) - len(term.replace("...", "")) for term, shape in zip(left.split(","), shapes, strict=True)]
+    lead = max(dots)
+    inputs = [_labels(term, range(lead - own, lead)) for term, own in zip(left.split(","), dots, strict=True)]
+    result = _labels(right, range(lead))
+    stuck = {name for names in inputs for name in names if names.count(name) > 1}
+
+    def shown(name: str, size: int) -> str:
+        return "1" if size == 1 else f"{name}^" if name in stuck else name if name in result else f"{name}+"
+
     terms = [
-        " ".join(label if label in right else f"{label}+" for label in term) + f" ~{at + 1}"
-        for at, term in enumerate(left.split(","))
+        [shown(n, s) for n, s in zip(names, shape, strict=True)] for names, shape in zip(inputs, shapes, strict=True)
     ]
-    if any(len(set(term)) != len(term) for term in left.split(",")):
-        return None
-    return parse(f"{', '.join(terms)} -> {' '.join(right)}")
+    out = [name if size != 1 else "1" for name, size in zip(result, call.outputs[0].shape, strict=True)]
+    return write(terms, [out], [at + 1 for at in range(len(terms))])
+
+
+def _labels(term: str, lead: range) -> list[str]:
+    """The labels of one tensor of an equation, dots written out."""
+    before, dots, after = term.partition("...")
+    return [*before, *(f"dot{at}" for at in lead if dots), *after]
 
 
 @rule("convolution", "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv_transpose2d.input",
-      "aten.conv_transpose1d.default", "aten.conv_transpose3d.input")  # fmt: skip
+      "aten.conv_transpose1d.default", "aten.conv_transpose3d.input", "aten.conv1d.padding", "aten.conv2d.padding",
+      "aten.conv3d.padding")  # fmt: skip
 def convolution(call: Call) -> Rule | None:
     """Batch and channels; space would need halos and stays whole."""
     x, w, y = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0].shape
-    space = len(w) - 2
-    if len(x) != len(w):
-        return None
+    n = "n" if len(x) == len(w) else ""
+    x, y = (x, y) if n else ((1, *x), (1, *y))
     groups = call.op.argument("groups", 1)
     transposed = "transpose" in call.op.target or bool(call.op.argument("transposed", False))
     inside = " ".join(str(size) for size in x[2:])
     outside = " ".join(str(size) for size in y[2:])
     window = " ".join(str(size) for size in w[2:])
     bias = "" if len(call.inputs) < 3 else ", o&" if groups == 1 else ", (g o)&"
-    assert space >= 1
     if groups == 1:
         weight = "c+ o" if transposed else "o c+"
-        return parse(f"n c+ {inside} ~1, {weight} {window} ~2{bias} -> n o {outside}")
+        return parse(f"{n} c+ {inside} ~1, {weight} {window} ~2{bias} -> {n} o {outside}")
     weight = "(g c+) o" if transposed else "(g o) c+"
-    return parse(f"n (g c+) {inside} ~1, {weight} {window} ~2{bias} -> n (g o) {outside}").with_sizes({"g": groups})
+    return parse(f"{n} (g c+) {inside} ~1, {weight} {window} ~2{bias} -> {n} (g o) {outside}").with_sizes({"g": groups})
 
 
 @rule("scaled_dot_product_attention")

@@ -1,114 +1,83 @@
-"""Sums, means, extremes, softmax and norms: ops that look along a dim."""
+"""Sums, means, extremes, softmax and sorting: ops that look along a dim."""
 
 from __future__ import annotations
 
-from .notation import Rule, parse
+from .dims import blocked, marked, named, through, write
+from .notation import Rule
 from .registry import Call, rule
-from .views import named
-
-
-def blocked(name: str) -> str:
-    return name if name == "1" else f"{name}^"
 
 
 def _reduced(call: Call, mark: str, linear: bool) -> Rule:
     """A reduction over some dims, each marked; kept dims have size 1."""
     gone = set(call.dims())
     names = named(call.shape)
-    source = [name + mark if at in gone and name != "1" else name for at, name in enumerate(names)]
+    source = [marked(name, mark) if at in gone else name for at, name in enumerate(names)]
     keep = call.op.argument("keepdim", False)
     result = ["1" if at in gone else name for at, name in enumerate(names) if at not in gone or keep]
-    flag = " ~1" if linear else ""
-    return parse(f"{' '.join(source)}{flag} -> {', '.join([' '.join(result)] * len(call.outputs))}")
+    return write([source], [result] * len(call.outputs), [1] if linear else [])
 
 
-@rule("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim")
+@rule("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim", "aten.nansum.default",
+      "aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")  # fmt: skip
 def total(call: Call) -> Rule:
     """Split over a summed dim it leaves a partial sum; a mean leaves a share (lower.local divides by the whole)."""
-    if not call.outputs[0].floating and not call.inputs[0].floating and call.inputs[0].dtype == "bool":
-        return _reduced(call, "+", False)
-    return _reduced(call, "+", call.inputs[0].floating)
+    return _reduced(call, "+", call.inputs[0].floating and call.op.target.split(".")[1] in ("sum", "mean"))
+
+
+@rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
+def extreme(call: Call) -> Rule:
+    """The largest of the largest; a gradient would have to know which rank held it, so then the dim stays whole."""
+    if call.outputs[0].gradient or call.outputs[0].dtype == "bool":
+        return _reduced(call, "^", False)
+    return _reduced(call, "+max" if "max" in call.op.target else "+min", False)
 
 
 @rule(
-    "aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.logsumexp.default",
-    "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.amax.default", "aten.amin.default",
+    "aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.std_mean.correction",
+    "aten.var.default", "aten.var.dim", "aten.std.default", "aten.std.dim", "aten.var_mean.dim", "aten.std_mean.dim",
+    "aten.var_mean.default", "aten.std_mean.default",
+    "aten.logsumexp.default", "aten.special_logsumexp.default", "aten.linalg_vector_norm.default",
+    "aten.norm.ScalarOpt_dim", "aten.norm.Scalar", "aten.frobenius_norm.dim", "aten.linalg_norm.default",
     "aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default", "aten.any.dim", "aten.all.dim",
-    "aten.any.default", "aten.all.default", "aten.prod.dim_int", "aten.max.default", "aten.min.default",
+    "aten.any.dims", "aten.all.dims", "aten.any.default", "aten.all.default", "aten.prod.dim_int",
+    "aten.prod.default", "aten.nanmean.default", "aten.median.dim", "aten.median.default", "aten.nanmedian.dim",
+    "aten.nanmedian.default", "aten.mode.default", "aten.kthvalue.default", "aten.aminmax.default",
+    "aten.quantile.scalar", "aten.nanquantile.scalar",
 )  # fmt: skip
 def blocked_reduction(call: Call) -> Rule:
+    """Dims that go stay whole. Those that look along the last dim by default say so."""
+    last = call.op.target.split(".")[1] in ("mode", "kthvalue") and call.op.argument("dim") is None
+    if last:
+        return _reduced(Call(call.op.with_arguments(dim=-1), call.inputs, call.outputs), "^", False)
     return _reduced(call, "^", False)
 
 
 @rule(
-    "softmax", "_softmax", "aten.softmax.int", "aten.log_softmax.int", "log_softmax", "_log_softmax", "cumsum",
-    "aten.sort.default", "aten.topk.default", "aten.cumprod.default", "aten.argsort.default",
+    "_softmax", "aten.softmax.int", "aten.log_softmax.int", "_log_softmax",
+    "aten.sort.default", "aten.sort.stable", "aten.topk.default", "aten.argsort.default", "aten.argsort.stable",
+    "aten.cumsum.default", "aten.cumprod.default", "aten.cummax.default", "aten.cummin.default",
+    "aten.logcumsumexp.default",
 )  # fmt: skip
 def along(call: Call) -> Rule:
     """One dim is looked along and stays whole; all others are free."""
+    return through(call, {call.dim("dim", -1)}, linear="cumsum." in call.op.target)
+
+
+@rule("diff")
+def diff(call: Call) -> Rule:
+    """Neighbours along a dim; what is put before or behind has the other dims too."""
+    dim = call.dim("dim", -1)
+    names = named(call.shape)
+
+    def term(shape: tuple[int, ...]) -> list[str]:
+        return [str(shape[at]) if at == dim else name for at, name in enumerate(names)]
+
+    inputs = [term(value.shape) for value in call.inputs]
+    return write(inputs, [term(call.outputs[0].shape)], [1] * len(inputs))
+
+
+@rule("aten.trapezoid.dx")
+def trapezoid(call: Call) -> Rule:
     dim, names = call.dim("dim", -1), named(call.shape)
-    linear = " ~1" if "cumsum" in call.op.target else ""
-    names[dim] = blocked(names[dim])
-    outs = []
-    for value in call.outputs:
-        same = value.shape[dim] == call.shape[dim]
-        outs.append(" ".join(n if at != dim or same else str(value.shape[dim]) for at, n in enumerate(names)))
-    return parse(f"{' '.join(names)}{linear} -> {', '.join(outs)}")
-
-
-@rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
-def trailing_norm(call: Call) -> Rule:
-    width = len(call.op.argument("normalized_shape", ()))
-    names = named(call.shape)
-    names[len(names) - width :] = [blocked(name) for name in names[len(names) - width :]]
-    rest = " ".join(names[len(names) - width :])
-    outs = [" ".join(names)]
-    for value in call.outputs[1:]:
-        outs.append(" ".join(n if s != 1 else "1" for n, s in zip(names, value.shape, strict=True)))
-    return parse(f"{', '.join([' '.join(names), *[rest] * (len(call.inputs) - 1)])} -> {', '.join(outs)}")
-
-
-@rule("group_norm", "native_group_norm")
-def group_norm(call: Call) -> Rule:
-    names = named(call.shape)
-    names[1:] = [blocked(name) for name in names[1:]]
-    rest = [f", {names[1]}" for _ in call.inputs[1:]]
-    outs = [" ".join(names)] + [" ".join([names[0], *map(str, v.shape[1:])]) for v in call.outputs[1:]]
-    return parse(f"{' '.join(names)}{''.join(rest)} -> {', '.join(outs)}")
-
-
-@rule("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-      "_native_batch_norm_legit", "aten._native_batch_norm_legit.no_stats", "native_batch_norm",
-      "_batch_norm_with_update_functional")  # fmt: skip
-def batch_norm(call: Call) -> Rule:
-    """Channels are free. Rows, in training, by the algorithm that sums the statistics; in eval they are free too."""
-    training = call.op.argument("training", "no_training" not in call.op.target)
-    names = named(call.shape)
-    names[0] = names[0] if names[0] == "1" else "n=batch" if training else "n"
-    names[1] = "ch" if call.shape[1] != 1 else "1"
-    names[2:] = [blocked(name) for name in names[2:]]
-    inputs = [" ".join(names)]
-    inputs += ["ch" if call.shape[1] != 1 else "1"] * (len(call.inputs) - 1)
-    plain = [name.split("=")[0] for name in names]
-    outs = [" ".join(plain)]
-    for value in call.outputs[1:]:
-        per_channel = len(value.shape) == 1 and value.shape[0] == call.shape[1] != 1
-        outs.append("ch" if per_channel else " ".join(str(size) for size in value.shape))
-    return parse(f"{', '.join(inputs)} -> {', '.join(outs)}")
-
-
-@rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "max_pool2d_with_indices",
-      "adaptive_avg_pool1d", "adaptive_max_pool2d", "max_pool1d", "avg_pool1d", "aten.upsample_nearest2d.vec",
-      "aten.upsample_bilinear2d.vec", "upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle",
-      "aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.default_")  # fmt: skip
-def over_space(call: Call) -> Rule | None:
-    """Batch and channels are free, space is not."""
-    if len(call.shape) != (3 if "1d" in call.op.target else 4):  # without a batch dim
-        return None
-    channels = call.shape[1] == call.outputs[0].shape[1]
-    lead = ["n" if call.shape[0] != 1 else "1", "c" if channels and call.shape[1] != 1 else str(call.shape[1])]
-    inside = [*lead, *map(str, call.shape[2:])]
-    outs = []
-    for value in call.outputs:
-        outs.append(" ".join([lead[0], lead[1] if channels else str(value.shape[1]), *map(str, value.shape[2:])]))
-    return parse(f"{' '.join(inside)} -> {', '.join(outs)}")
+    source = [blocked(name) if at == dim else name for at, name in enumerate(names)]
+    return write([source], [[name for at, name in enumerate(names) if at != dim]], [1])

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, make_layout, whole
+from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, make_layout, share, whole
 from . import notation
 from .atoms import Atoms, Dim
 from .notation import Rule, Term
@@ -36,6 +36,10 @@ class Role:
     label: str
     atom: int
     size: int
+
+    def fills(self, parts: int) -> bool:
+        """Whether every part gets something: not every kernel can work on nothing."""
+        return share(self.size, parts, parts - 1)[1] > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Signature:
         for label, dim in self.labels.items():
             if label in self.blocked:
                 continue
+            if self._beside_label(label) is not None and self.beside(label) is None:
+                continue
             held = [atom for atom in atoms.splittable(dim) if self._fits(label, atom)]
             for index, atom in enumerate(held):
                 name = label if len(held) == 1 else f"{label}.{index}"
@@ -92,6 +98,17 @@ class Signature:
             if atoms.blocks(dim, atom) is None or atoms.expand(dim).count(atom) > 1:
                 return False
         return True
+
+    def _beside_label(self, label: str) -> str | None:
+        algorithm = self.rule.algorithms.get(label) if self.rule else None
+        return algorithm.beside if algorithm else None
+
+    def beside(self, label: str) -> int | None:
+        """The atom that an axis takes together with a label: the outermost of the label beside it that can be."""
+        other = self._beside_label(label)
+        if other is None or other in self.blocked:
+            return None
+        return next((atom for atom in self.facts.atoms.splittable(self.labels[other]) if self._fits(other, atom)), None)
 
     def _dim_of(self, bound: Bound, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
@@ -149,13 +166,15 @@ class Signature:
                 rest[name] = self._unsplit(bound, picked, is_input)
                 continue
             role = self.role(picked)
-            at = self._dim_of(bound, role.label)
+            at, atom = self._dim_of(bound, role.label), role.atom
+            if at is None and (other := self._beside_label(role.label)) is not None:
+                at, atom = self._dim_of(bound, other), cast(int, self.beside(role.label))
             if at is None:
                 rest[name] = self._absent(bound, role, is_input)
                 continue
             axis = mesh.axis(name)
             dim = self.facts.dims[bound.value][at]
-            cut = self.facts.atoms.cut(dim, role.atom, axis, taken[at])
+            cut = self.facts.atoms.cut(dim, atom, axis, taken[at])
             if cut is None:
                 raise PlanError(
                     f"{self.op}: {name}={axis.size} can't take {role.name} of {bound.value}, dim {at} of size "
@@ -163,7 +182,7 @@ class Signature:
                     "the sizes do not divide"
                 )
             cuts[at].append(cut)
-            taken[at].append((role.atom, axis.size))
+            taken[at].append((atom, axis.size))
         if not gradient:
             rest = {name: held for name, held in rest.items() if held != FANNED}
         return make_layout(cuts, rest)
@@ -171,8 +190,8 @@ class Signature:
     def _unsplit(self, bound: Bound, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
             return FANNED
-        if not is_input or bound.linear == int(picked.removeprefix(ROWS)):
-            return SUMMED
+        if not is_input or bound.bias or bound.linear == int(picked.removeprefix(ROWS)):
+            return SUMMED  # a bias is added once, so it comes in parts as well
         return FANNED
 
     def _absent(self, bound: Bound, role: Role, is_input: bool) -> Placement:
@@ -184,6 +203,8 @@ class Signature:
             return SUMMED if algorithm.partial else WHOLE
         if role.label in self.rule.sums:
             return Partial(self.rule.sums[role.label])
+        if not self.facts.graph.values[bound.value].gradient:
+            return WHOLE  # another output has the label, and this one does not depend on it
         raise PlanError(f"{self.op} can't be split on {role.name}: {bound.value} neither has it nor sums it")
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .dims import blocked, named, through, write
 from .notation import Rule, parse
-from .registry import Call, letters, rule
-
-
-def named(shape: Sequence[int], prefix: str = "") -> list[str]:
-    """One label for each dim; dims of size 1 have none."""
-    return [name if size != 1 else "1" for name, size in zip(letters(len(shape), prefix), shape, strict=True)]
+from .registry import Call, rule
 
 
 def regroup(source: Sequence[int], target: Sequence[int]) -> Rule:
@@ -64,7 +60,7 @@ def _dims(groups: Sequence[Sequence[str]]) -> str:
 
 @rule(
     "view", "reshape", "_unsafe_view", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze.dim",
-    "aten.squeeze.dims", "squeeze", "unsqueeze", "_reshape_copy", "view_copy", "unsqueeze_copy",
+    "aten.squeeze.dims", "unsqueeze", "_reshape_copy", "view_copy", "unsqueeze_copy",
 )  # fmt: skip
 def reshape(call: Call) -> Rule | None:
     if 0 in call.shape:
@@ -81,7 +77,7 @@ def permute(call: Call) -> Rule:
     return _permuted(named(call.shape), call.dims("dims"))
 
 
-@rule("aten.transpose.int", "t", "numpy_T", "aten.swapaxes.default", "aten.mT.default")
+@rule("aten.transpose.int", "t")
 def transpose(call: Call) -> Rule:
     order = list(range(len(call.shape)))
     if len(order) > 1:
@@ -91,26 +87,37 @@ def transpose(call: Call) -> Rule:
     return _permuted(named(call.shape), order)
 
 
-@rule("aten.flip.default", "aten.roll.default")
-def keep_order(call: Call) -> Rule:
+@rule("flip", "roll", "rot90", "fliplr", "flipud")
+def turned(call: Call) -> Rule | None:
     """Dims that are turned know where they are; the others may be split."""
-    turned = set(call.dims("dims"))
-    names = [name if at not in turned or name == "1" else f"{name}^" for at, name in enumerate(named(call.shape))]
-    return parse(f"{' '.join(names)} ~1 -> {' '.join(names)}")
+    kind = call.op.target.split(".")[1]
+    dims = {"fliplr": {1}, "flipud": {0}}.get(kind) or set(call.dims("dims"))
+    if kind == "rot90" and call.op.argument("k", 1) % 2:
+        return _quarter(call)
+    return through(call, dims, linear=True)
 
 
-@rule("expand", "expand_copy", "aten.expand_as.default", "aten.broadcast_to.default")
+def _quarter(call: Call) -> Rule:
+    """A quarter turn: two dims change places."""
+    one, two = call.dims("dims") if call.op.argument("dims") is not None else (0, 1)
+    names = named(call.shape)
+    names[one], names[two] = blocked(names[one]), blocked(names[two])
+    result = list(names)
+    result[one], result[two] = names[two], names[one]
+    return write([names], [result], [1])
+
+
+@rule("expand", "expand_copy", "broadcast_to")
 def expand(call: Call) -> Rule:
     """A dim that grows from 1 is a label that the input lacks."""
     out = call.outputs[0].shape
     names = named(out)
     shown = names[len(out) - len(call.shape) :]
     source = [name if size != 1 else "1" for name, size in zip(shown, call.shape, strict=True)]
-    extra = ", ?" * (len(call.inputs) - 1)
-    return parse(f"{' '.join(source)} ~1{extra} -> {' '.join(names)}")
+    return write([source], [names], [1])
 
 
-@rule("repeat")
+@rule("repeat", "tile")
 def repeat(call: Call) -> Rule:
     """Copies side by side: the dim is (copies^, dim); a new or stretched dim can't be split."""
     out = call.outputs[0].shape
@@ -147,7 +154,7 @@ def select(call: Call) -> Rule:
     return parse(f"{' '.join(names)} ~1 -> {' '.join(kept)}")
 
 
-@rule("aten.slice.Tensor", "aten.narrow.default")
+@rule("aten.slice.Tensor")
 def slice_(call: Call) -> Rule:
     """A slice that is one of n equal parts goes through (n, part): rotary halves. Others are blocked."""
     dim, names = call.dim(), named(call.shape)
@@ -165,7 +172,7 @@ def slice_(call: Call) -> Rule:
     return parse(f"{' '.join(source)} ~1 -> {' '.join(result)}").with_sizes(sizes)
 
 
-@rule("aten.split.Tensor", "aten.split.sizes", "split_with_sizes", "chunk", "aten.tensor_split.sections")
+@rule("aten.split.Tensor", "split_with_sizes")
 def split(call: Call) -> Rule:
     """Equal parts are a product, unequal ones a row of sections."""
     dim, names = call.dim(), named(call.shape)
@@ -216,31 +223,40 @@ def stack(call: Call) -> Rule:
 
 @rule("constant_pad_nd", "pad")
 def pad(call: Call) -> Rule:
-    """Padded dims know where they end; the others may be split. Linear if the padding is zero."""
+    """Padded dims know where they end; the others may be split. Linear unless a number is put in."""
     widths = call.op.argument("pad", ())
     touched = {len(call.shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
-    out, names = call.outputs[0].shape, named(call.shape)
-    source = [
-        str(size) if at in touched else name for at, (name, size) in enumerate(zip(names, call.shape, strict=True))
-    ]
-    result = [str(size) if at in touched else name for at, (name, size) in enumerate(zip(names, out, strict=True))]
-    linear = " ~1" if not call.op.argument("value", 0) else ""
-    return parse(f"{' '.join(source)}{linear} -> {' '.join(result)}")
+    return through(call, touched, linear=not call.op.argument("value", 0))
 
 
 @rule("tril", "triu")
 def triangle(call: Call) -> Rule:
     """The last two dims know where they are."""
-    names = named(call.shape)
-    names[-2:] = [name if name == "1" else f"{name}^" for name in names[-2:]]
-    return parse(f"{' '.join(names)} ~1 -> {' '.join(names)}")
+    return through(call, range(len(call.shape) - 2, len(call.shape)), linear=True)
 
 
-@rule("broadcast_tensors")
-def broadcast_tensors(call: Call) -> Rule:
-    names = named(call.outputs[0].shape)
-    terms = []
-    for value in call.inputs:
-        shown = names[len(names) - len(value.shape) :]
-        terms.append(" ".join(n if s != 1 else "1" for n, s in zip(shown, value.shape, strict=True)))
-    return parse(f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(call.outputs))}")
+@rule("unfold", "unfold_copy")
+def unfold(call: Call) -> Rule:
+    """Windows along a dim: it becomes their number, and a new last dim holds what is in them.
+
+    Windows side by side (step = size) are a product of the two.
+    """
+    dim, names = call.dim("dimension"), named(call.shape)
+    size, step = call.op.argument("size"), call.op.argument("step")
+    count = call.outputs[0].shape[dim]
+    if step == size and count * size == call.shape[dim] and count > 1:
+        source = [*names[:dim], f"(win {size})" if size > 1 else "win", *names[dim + 1 :]]
+        return write([source], [[*names[:dim], "win", *names[dim + 1 :], str(size)]], [1]).with_sizes({"win": count})
+    source = [*names[:dim], str(call.shape[dim]), *names[dim + 1 :]]
+    return write([source], [[*names[:dim], str(count), *names[dim + 1 :], str(size)]], [1])
+
+
+@rule("slice_scatter", "select_scatter")
+def scatter_slice(call: Call) -> Rule:
+    """A slice replaced by another tensor: the dim that is sliced stays whole."""
+    dim, names = call.dim(), named(call.shape)
+    source = [blocked(name) if at == dim else name for at, name in enumerate(names)]
+    kept = call.inputs[1].shape
+    if "select" in call.op.target:
+        return write([source, [*names[:dim], *names[dim + 1 :]]], [names], [1, 1])
+    return write([source, [*names[:dim], str(kept[dim]), *names[dim + 1 :]]], [names], [1, 1])

@@ -1,0 +1,367 @@
+"""Calls of ops with arguments drawn at random: a way to draw for every target that has a written rule.
+
+`ways()` maps a target to a function that draws its arguments by name. Pointwise ops are drawn from
+their schema; the other families say what their shapes have to do with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwright.capture.interpret import run_op
+from shardwright.ir import Dtype, Graph, Op, Value
+from shardwright.ir.graph import Input, Output, Slot
+from shardwright.rules import Analysis, analyse
+from shardwright.rules.pointwise import BINARY, LINEAR_UNARY, UNARY, full_name
+
+Arguments = dict[str, Any]
+
+FIXED = {
+    "aten.soft_margin_loss.default": ("target",), "aten.batch_norm.default": ("running_mean", "running_var"),
+    "aten.stft.default": ("window",), "aten.stft.center": ("window",),
+}  # fmt: skip
+"""Arguments that torch has no derivative for."""
+
+NO_DERIVATIVE = frozenset(
+    "aten.floor_divide.default aten.floor_divide.Scalar aten.heaviside.default aten.remainder.Scalar_Tensor "
+    "aten.native_channel_shuffle.default aten.scatter.reduce aten.scatter.value_reduce aten.linalg_eig.default".split()
+)
+"""Ops that torch has no derivative for, or (eigenvectors) one that depends on how they are turned."""
+
+
+def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[Analysis, Op, tuple[Tensor, ...]]:
+    """A graph of one op, analysed, with its inputs."""
+    tensors: list[Tensor] = []
+
+    def placed(held: Any) -> Any:
+        if isinstance(held, Tensor):
+            tensors.append(held)
+            return Slot(len(tensors) - 1)
+        if isinstance(held, torch.dtype):
+            return Dtype(str(held).removeprefix("torch."))
+        return tuple(placed(inner) for inner in held) if isinstance(held, list | tuple) else held
+
+    known = tuple((name, placed(held)) for name, held in arguments.items())
+    names = tuple(f"x{at}" for at in range(len(tensors)))
+    op = Op(name="/ op", target=target, inputs=names, outputs=(), arguments=known)
+    fixed = {arguments[name] for name in FIXED.get(target, ())}
+    given = [
+        x.clone().requires_grad_(gradients and (x.is_floating_point() or x.is_complex()) and x not in fixed)
+        for x in tensors
+    ]
+    made = run_op(op, given, {})
+    op = replace(op, outputs=tuple(f"y{at}" for at in range(len(made))))
+    values = {}
+    for name, x in zip((*names, *op.outputs), (*given, *made), strict=True):
+        dtype = str(x.dtype).removeprefix("torch.")
+        values[name] = Value(name=name, shape=tuple(x.shape), dtype=dtype, gradient=x.requires_grad)
+    graph = Graph(
+        name="one", entry="train", values=values, inputs=tuple(Input(value=n, path=n) for n in names), parameters=(),
+        buffers=(), ops=(op,), outputs=tuple(Output(path=n, value=n) for n in op.outputs),
+    )  # fmt: skip
+    return analyse(graph), op, tuple(tensors)
+
+
+@dataclass(frozen=True)
+class Dice:
+    """Draws sizes and tensors. Sizes are from 1 to 6, so that 2 and 3 pieces are even, uneven, or can't be."""
+
+    draw: Callable[[st.SearchStrategy[Any]], Any]
+
+    def of(self, *choices: Any) -> Any:
+        return self.draw(st.sampled_from(choices))
+
+    def size(self, least: int = 1) -> int:
+        return int(self.draw(st.integers(least, 6)))
+
+    def shape(self, least: int = 1, most: int = 4) -> tuple[int, ...]:
+        return tuple(self.draw(st.lists(st.integers(1, 6), min_size=least, max_size=most)))
+
+    def real(self, *shape: int, low: float | None = None, high: float = 1.0) -> Tensor:
+        generator = self._generator()
+        if low is None:
+            return torch.randn(shape, dtype=torch.float64, generator=generator)
+        return torch.rand(shape, dtype=torch.float64, generator=generator) * (high - low) + low
+
+    def complex(self, *shape: int) -> Tensor:
+        return torch.complex(self.real(*shape), self.real(*shape))
+
+    def ints(self, high: int, *shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, high, shape, generator=self._generator())
+
+    def bools(self, *shape: int) -> Tensor:
+        return self.ints(2, *shape).bool()
+
+    def order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self._generator())
+
+    def dim(self, rank: int) -> int:
+        return int(self.draw(st.integers(-rank, rank - 1)))
+
+    def dims(self, rank: int, least: int = 1) -> list[int]:
+        return list(self.draw(st.lists(st.integers(0, rank - 1), min_size=least, max_size=rank, unique=True)))
+
+    def stretched(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shape that broadcasts to another."""
+        held = [size if self.of(True, True, False) else 1 for size in shape]
+        return tuple(held[self.draw(st.integers(0, len(held))) :])
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.draw(st.integers(0, 1000)))
+
+
+Way = Callable[[Dice], Arguments]
+_WAYS: dict[str, Way] = {}
+
+
+def way(*targets: str) -> Callable[[Way], Way]:
+    def register(function: Way) -> Way:
+        for target in targets:
+            _WAYS[target if "." in target else f"aten.{target}.default"] = function
+        return function
+
+    return register
+
+
+def ways() -> dict[str, Way]:
+    return dict(_WAYS)
+
+
+# Pointwise ops, from their schemas.
+
+WHOLE_NUMBERS = ("bitwise", "gcd", "lcm", "shift", "__and__", "__or__", "logical")
+COMPLEX = ("real", "imag")
+NUMBERS = {"decimals": 2, "n": 2, "p": 2, "exponent": 2, "negative_slope": 0.1, "threshold": 0.2, "value": 0.5}
+
+
+def _schema(target: str) -> Any:
+    space, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, space), name), overload)._schema
+
+
+def _pointwise(target: str) -> Way:
+    schema = _schema(target)
+    name = target.split(".")[1]
+
+    def draw(dice: Dice) -> Arguments:
+        shape = dice.shape(1, 3)
+        positive = dice.of(True, False)
+        found: Arguments = {}
+        for argument in schema.arguments:
+            kind, optional = str(argument.type), argument.has_default_value()
+            if "Tensor" in kind and (not optional or name.startswith("clamp")):
+                held = shape if not found else dice.stretched(shape)
+                if name in ("complex", "polar", "fmax", "isclose", "float_power") or argument.name == "tensor1":
+                    held = shape
+                found[argument.name] = _element(dice, name, argument.name, held, positive)
+            elif argument.name == "rounding_mode":
+                found[argument.name] = dice.of("floor", "trunc")
+            elif not optional:
+                whole = any(word in name for word in WHOLE_NUMBERS) or kind == "int"
+                found[argument.name] = NUMBERS.get(argument.name, 2 if whole else 0.7)
+        if name == "clamp" and "Tensor" not in target.split(".")[2]:
+            found.update(min=-0.3, max=0.4)
+        return found
+
+    return draw
+
+
+def _element(dice: Dice, name: str, argument: str, shape: tuple[int, ...], positive: bool) -> Tensor:
+    if argument in ("mask", "condition"):
+        return dice.bools(*shape)
+    if name == "masked_fill" and argument == "value":
+        return dice.real()
+    if any(word in name for word in WHOLE_NUMBERS):
+        return dice.bools(*shape) if "logical" in name else dice.ints(4, *shape, low=1)
+    if name in COMPLEX:
+        return dice.complex(*shape)
+    if name in ("acosh", "arccosh", "mvlgamma"):
+        return dice.real(*shape, low=1.5, high=3.0)
+    return dice.real(*shape, low=0.1, high=0.9) if positive else dice.real(*shape)
+
+
+for _name in f"{LINEAR_UNARY} {UNARY} {BINARY}".split():
+    way(full_name(_name))(_pointwise(full_name(_name)))
+for _name in "add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor where.self".split():
+    way(full_name(_name))(_pointwise(full_name(_name)))
+
+
+for _form, _self, _other in (("ScalarSelf", False, True), ("ScalarOther", True, False), ("Scalar", False, False)):
+
+    def _where_scalar(dice: Dice, tensor_self: bool = _self, tensor_other: bool = _other) -> Arguments:
+        shape = dice.shape(1, 3)
+        return {
+            "condition": dice.bools(*shape),
+            "self": dice.real(*shape) if tensor_self else 1.5,
+            "other": dice.real(*shape) if tensor_other else -1.5,
+        }
+
+    way(f"aten.where.{_form}")(_where_scalar)
+
+
+@way("aten._to_copy.default", "aten.to.dtype")
+def _cast(dice: Dice) -> Arguments:
+    return {"self": dice.real(*dice.shape()), "dtype": dice.of(torch.float32, torch.float64, torch.int64)}
+
+
+@way("aten.type_as.default")
+def _type_as(dice: Dice) -> Arguments:
+    return {"self": dice.real(*dice.shape()), "other": dice.real(1)}
+
+
+@way("prelu")
+def _prelu(dice: Dice) -> Arguments:
+    shape = dice.shape(2, 4)
+    return {"self": dice.real(*shape), "weight": dice.real(dice.of(1, shape[1]))}
+
+
+@way("glu")
+def _glu(dice: Dice) -> Arguments:
+    shape = list(dice.shape(1, 3))
+    dim = dice.dim(len(shape))
+    shape[dim] *= 2
+    return {"self": dice.real(*shape), "dim": dim}
+
+
+# Products.
+
+
+@way("linear")
+def _linear(dice: Dice) -> Arguments:
+    k, n = dice.size(), dice.size()
+    bias = dice.real(n) if dice.of(0, 1) else None
+    return {"input": dice.real(*dice.shape(1, 3), k), "weight": dice.real(n, k), "bias": bias}
+
+
+def _two(left: str, right: str, names: tuple[str, str] = ("self", "mat2"), added: str = "") -> Way:
+    def draw(dice: Dice) -> Arguments:
+        sizes = {label: dice.size() for label in "bmkn"}
+        found = {names[0]: dice.real(*(sizes[n] for n in left)), names[1]: dice.real(*(sizes[n] for n in right))}
+        if not added:
+            return found
+        shape = tuple(sizes[label] for label in added)
+        return {"self": dice.real(*(dice.stretched(shape) if added != "m" else shape)), **found}
+
+    return draw
+
+
+way("mm")(_two("mk", "kn"))
+way("bmm")(_two("bmk", "bkn"))
+way("mv")(_two("mk", "k", ("self", "vec")))
+way("dot")(_two("k", "k", ("self", "tensor")))
+way("outer", "ger")(_two("m", "n", ("self", "vec2")))
+way("inner")(_two("bmk", "nk", ("self", "other")))
+way("linalg_vecdot")(_two("bmk", "bmk", ("x", "y")))
+way("addmm")(_two("mk", "kn", ("mat1", "mat2"), "mn"))
+way("addmv")(_two("mk", "k", ("mat", "vec"), "m"))
+way("addr")(_two("m", "n", ("vec1", "vec2"), "mn"))
+way("addbmm")(_two("bmk", "bkn", ("batch1", "batch2"), "mn"))
+way("baddbmm")(_two("bmk", "bkn", ("batch1", "batch2"), "bmn"))
+
+
+@way("matmul")
+def _matmul(dice: Dice) -> Arguments:
+    m, k, n = dice.size(), dice.size(), dice.size()
+    lead = dice.shape(0, 2)
+    left = (k,) if dice.of(0, 0, 1) else (*dice.stretched(lead), m, k)
+    right = (k,) if dice.of(0, 0, 1) else (*dice.stretched(lead), k, n)
+    return {"self": dice.real(*left), "other": dice.real(*right)}
+
+
+@way("einsum")
+def _einsum(dice: Dice) -> Arguments:
+    equation = dice.of(
+        "bik,bkj->bij", "bhid,bhjd->bhij", "ij,jk", "...ik,kj->...ij", "ii->i", "ab,ac->bc", "bij->bji", "i,j->ij",
+        "abc,cd,de->abe", "b...d,d->b...", "ij->",
+    )  # fmt: skip
+    sizes = {label: dice.size(2) for label in "abcdehijk"}
+    tensors = []
+    for term in equation.split("->")[0].split(","):
+        shape: list[int] = []
+        for part in term.replace("...", "."):
+            shape += [3, 4] if part == "." else [sizes[part]]
+        tensors.append(dice.real(*shape))
+    return {"equation": equation, "tensors": tensors}
+
+
+@way("tensordot")
+def _tensordot(dice: Dice) -> Arguments:
+    a, b, c, d = (dice.size() for _ in range(4))
+    return {"self": dice.real(a, b, c), "other": dice.real(c, d, a), "dims_self": [2, 0], "dims_other": [0, 2]}
+
+
+@way("bilinear")
+def _bilinear(dice: Dice) -> Arguments:
+    rows, i, j, n = dice.shape(1, 2), dice.size(), dice.size(), dice.size()
+    return {
+        "input1": dice.real(*rows, i), "input2": dice.real(*rows, j), "weight": dice.real(n, i, j),
+        "bias": dice.real(n) if dice.of(0, 1) else None,
+    }  # fmt: skip
+
+
+@way("aten.cdist.default")
+def _cdist(dice: Dice) -> Arguments:
+    lead = dice.shape(0, 2)
+    return {
+        "x1": dice.real(*dice.stretched(lead), 4, 3), "x2": dice.real(*dice.stretched(lead), dice.size(), 3), "p": 2.0
+    }  # fmt: skip
+
+
+@way("aten._cdist_forward.default")
+def _cdist_forward(dice: Dice) -> Arguments:
+    b = dice.size()
+    return {"x1": dice.real(b, 4, 3), "x2": dice.real(b, 5, 3), "p": 2.0, "compute_mode": None}
+
+
+def _conv(rank: int, transposed: bool, words: bool = False) -> Way:
+    def draw(dice: Dice) -> Arguments:
+        groups = dice.of(1, 1, 2, 3, 4, 6)
+        c, o = dice.of(1, 2, 3), dice.of(1, 2, 3)
+        c, o = (c, o) if groups > 1 else (dice.size(), dice.size())
+        space = [dice.of(4, 5) for _ in range(rank)]
+        window = [dice.of(1, 2, 3) for _ in range(rank)]
+        n = [dice.size()] if dice.of(1, 1, 1, 0) else []
+        weight = (groups * c, o) if transposed else (groups * o, c)
+        found: Arguments = {"input": dice.real(*n, groups * c, *space), "weight": dice.real(*weight, *window)}
+        found["bias"] = dice.real(groups * o) if dice.of(0, 1) else None
+        found["stride"] = [1] * rank if words else [dice.of(1, 2)] * rank
+        found["padding"] = dice.of("same", "valid") if words else [dice.of(0, 1)] * rank
+        if transposed:
+            found["output_padding"] = [0] * rank
+        found["groups"] = groups
+        return found
+
+    return draw
+
+
+for _rank in (1, 2, 3):
+    way(f"aten.conv{_rank}d.default")(_conv(_rank, False))
+    way(f"aten.conv{_rank}d.padding")(_conv(_rank, False, True))
+    way(f"aten.conv_transpose{_rank}d.{'default' if _rank == 1 else 'input'}")(_conv(_rank, True))
+
+
+@way("convolution")
+def _convolution(dice: Dice) -> Arguments:
+    transposed = dice.of(True, False)
+    found = _conv(2, transposed)(dice)
+    found["input"] = found["input"] if found["input"].dim() == 4 else found["input"][None]
+    return {**found, "dilation": [1, 1], "transposed": transposed, "output_padding": [0, 0]}
+
+
+@way("scaled_dot_product_attention")
+def _attention(dice: Dice) -> Arguments:
+    b, g, r, s, t, e = (dice.size() for _ in range(6))
+    grouped = dice.of(True, False)
+    heads = g * r if grouped else g
+    causal = dice.of(True, False)
+    mask = None if causal or dice.of(0, 1) else dice.real(*dice.stretched((b, heads, s)), t)
+    return {
+        "query": dice.real(b, heads, s, e), "key": dice.real(b, g, t, e), "value": dice.real(b, g, t, e),
+        "attn_mask": mask, "dropout_p": 0.0, "is_causal": causal, "scale": None, "enable_gqa": grouped,
+    }  # fmt: skip

@@ -1,0 +1,60 @@
+"""For every written rule: arguments drawn at random, every split that it allows, on 2 and on 3 pieces,
+forward and backward, equals the op run whole. So does every partial sum that it lets through.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from shardwright.rules import ROWS, known_targets
+from tests.rules import drawn_families
+from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
+from tests.rules.oracle import check_split
+
+assert drawn_families  # it fills the table of ways
+
+ELSEWHERE = {
+    "aten._native_batch_norm_legit_functional.default": "lowered to runtime.batch_norm, tested in tests/runtime",
+    "aten._native_batch_norm_legit.no_stats": "lowered to runtime.batch_norm, tested in tests/runtime",
+    "aten.native_dropout.default": "lowered to runtime.dropout, tested in tests/runtime",
+    "aten.dropout.default": "lowered to runtime.dropout, tested in tests/runtime",
+    "aten.empty_like.default": "what it holds is not defined",
+}
+"""Rules that can't be exercised here, with the reason."""
+
+TARGETS = sorted((known_targets() & set(ways())) - set(ELSEWHERE))
+
+
+def choices(facts, op):
+    """Every role and every linear group, on 2 and on 3 pieces."""
+    signature = facts.signatures[op.name]
+    for parts in (2, 3):
+        for role in signature.roles:
+            if role.fills(parts):
+                yield role.name, parts
+        if any(facts.graph.values[name].floating for name in op.outputs):
+            for group in signature.linear_groups():
+                yield f"{ROWS}{group}", parts
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@settings(
+    max_examples=6, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+@given(data=st.data())
+def test_every_split_that_the_rule_allows_gives_the_whole(target, data):
+    dice = Dice(data.draw)
+    gradients = target not in NO_DERIVATIVE and dice.of(True, True, False)
+    facts, op, given_ = one_op(target, ways()[target](dice), gradients)
+
+    for choice, parts in choices(facts, op):
+        check_split(facts, {op.name: (given_, ())}, op, choice, parts)
+
+
+def test_every_written_rule_is_exercised_or_says_why_not():
+    missing = known_targets() - set(ways()) - set(ELSEWHERE)
+    assert not missing, f"no way to draw arguments for {sorted(missing)}: add one to drawn.py, or a reason here"
+    assert len(TARGETS) >= 200
