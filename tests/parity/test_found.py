@@ -34,7 +34,25 @@ class Resized(nn.Module):
         return self.linear(x + table.transpose(1, 2))
 
 
-FOUND = {"einsum": (Einsum, (4, 6, 8)), "resized": (Resized, (4, 6, 8))}
+class ConvolvedRow(nn.Module):
+    """A depthwise convolution over queries, keys and values side by side: its groups are a row of sections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 64, bias=False)
+        self.conv = nn.Conv1d(64, 64, 4, groups=64, padding=3, bias=False)
+        self.out = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        y = F.silu(self.conv(self.qkv(x).transpose(1, 2))[:, :, :s]).transpose(1, 2)
+        q, k, v = y.split([16, 16, 32], -1)
+        q, k = (held.view(b, s, 2, 8).repeat_interleave(2, 2).transpose(1, 2) for held in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v.view(b, s, 4, 8).transpose(1, 2))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+FOUND = {"einsum": (Einsum, (4, 6, 8)), "resized": (Resized, (4, 6, 8)), "convolved row": (ConvolvedRow, (4, 6, 8))}
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])

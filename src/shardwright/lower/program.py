@@ -126,7 +126,8 @@ def label_size(program: Program, op: Op, label: str) -> Size:
         at = bound.dim_of(label)
         if at is not None:
             axes.update(_taken(program, program.facts.dims[bound.value][at], program.layouts[name].cuts[at]) or {})
-    return Size((tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in atoms.expand(signature.labels[label])),))
+    sections = _flat(atoms, signature.labels[label], axes)
+    return Size(tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in sections))
 
 
 def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size:
