@@ -40,5 +40,5 @@ def test_a_layer_that_is_always_skipped_is_not():
 
 
 def test_a_layer_that_may_be_skipped_is_an_error_that_names_the_line():
-    with pytest.raises(CaptureError, match="drawn < self.chance"):
+    with pytest.raises(CaptureError, match=r"drawn < self\.chance"):
         targets(0.5)
