@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .architectures import Architecture, architectures
+from .architectures import KINDS, architectures
 from .exceptions import LEFT_OUT
 from .measure import FIELDS, Row
 from .page import page
@@ -53,8 +53,8 @@ def _run(options: Any, known: list[Row]) -> list[Row]:
     for row in measured(wanted, options.jobs, deep=not options.built):
         found.append(row)
         _say(row, len({row.model_type for row in found} & again), len(wanted), time.monotonic() - begun)
-        write(path, _sorted(found, wanted))
-    return _sorted(found, wanted)
+        write(path, _sorted(found))
+    return _sorted(found)
 
 
 def _options() -> Any:
@@ -69,15 +69,14 @@ def _options() -> Any:
 
 def _say(row: Row, done: int, all_: int, seconds: float) -> None:
     said = row.reason or row.tp_reason or ("" if row.captured else "built")
-    marks = "".join(mark if held else "-" for mark, held in zip("bcdt", (row.built, row.captured, row.dp, row.tp), strict=True))
+    stages = (row.built, row.captured, row.dp, row.tp)
+    marks = "".join(mark if held else "-" for mark, held in zip("bcdt", stages, strict=True))
     labels = "labels" if row.labels else ""
     print(f"{done:4}/{all_} {seconds:6.0f} s  {marks} {row.split:4.0%} {row.seconds:5.1f} s  "
           f"{row.model_type:28} {labels:6} {said[:150]}", file=sys.stderr, flush=True)  # fmt: skip
 
 
-def _sorted(found: Iterable[Row], wanted: Iterable[Architecture]) -> list[Row]:
-    from .architectures import KINDS
-
+def _sorted(found: Iterable[Row]) -> list[Row]:
     return sorted(found, key=lambda row: (KINDS.index(row.kind), row.model_type, row.labels))
 
 
@@ -102,7 +101,8 @@ def _cell(value: Any) -> str:
 
 def _value(name: str, text: str) -> Any:
     kind = Row.__annotations__[name]
-    return {"bool": lambda: text == "yes", "float": lambda: float(text), "int": lambda: int(text)}.get(kind, lambda: text)()
+    readers = {"bool": lambda text: text == "yes", "float": float, "int": int, "str": str}
+    return readers[kind](text)
 
 
 if __name__ == "__main__":

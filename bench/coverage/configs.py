@@ -24,7 +24,8 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     (r"^(.*_)?index_n_heads$", lambda n: min(n, 2)),
     (r"index_topk|^topk$", lambda n: min(n, 8)),
     (r"linear_num_(key)_heads", lambda n: min(n, GROUPS)),
-    (r"(num_attention_heads|num_heads|n_heads?|attention_heads|num_head|n_attn_heads|num_value_heads)$", lambda n: min(n, HEADS)),
+    (r"(num_attention_heads|num_heads|n_heads?|attention_heads|num_head|n_attn_heads|num_value_heads)$",
+     lambda n: min(n, HEADS)),
     (r"(qk_rope_head_dim|qk_nope_head_dim|v_head_dim|rotary_dim)$", lambda n: min(n, 8)),
     (r"head_(dim|size)$|^(d_kv|kv_channels)$", lambda n: min(n, 8) if n else n),
     (r"(kv|q|o)_lora_rank", lambda n: min(n, 16)),
@@ -39,8 +40,10 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     (r"^(patch_size|vision_patch_size)$", lambda n: min(n, 8)),
     (r"(sliding_window|attention_window|local_attention|attention_chunk_size)$", lambda n: min(n, 8)),
     (r"^window_size$", lambda n: min(n, 4)),
-    (r"(num_experts_per_tok|moe_topk?|moe_k|top_k_experts|num_selected_experts|moe_top_k|experts_per_token)$", lambda n: min(n, 2)),
-    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts|num_moe_experts|expert_num)$", lambda n: min(n, 4)),
+    (r"(num_experts_per_tok|moe_topk?|moe_k|top_k_experts|num_selected_experts|moe_top_k|experts_per_token)$",
+     lambda n: min(n, 2)),
+    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts|num_moe_experts|expert_num)$",
+     lambda n: min(n, 4)),
     (r"^(n_group|topk_group|num_expert_group)$", lambda n: 1),
     (r"first_k_dense_replace", lambda n: min(n, 1)),
     (r"(num_queries|num_query_tokens|num_latents|num_denoising)$", lambda n: min(n, 8)),
@@ -150,7 +153,6 @@ def _fix_tokens(config_class: type[Any], given: dict[str, Any]) -> None:
         name, value = field.name, given.get(field.name, _default_of(field))
         if not re.search(r"(token|tok)_?(id|index)$|_token_ids$", name):
             continue
-        if isinstance(value, int) and not isinstance(value, bool) and value >= min(size, VOCABULARY) - 20:
-            given[name] = next(free)
-        elif isinstance(value, list | tuple) and any(isinstance(held, int) and held >= size - 20 for held in value):
+        every = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(held, int) and held >= min(size, VOCABULARY) - 20 for held in every):
             given[name] = next(free)

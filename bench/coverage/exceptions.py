@@ -38,7 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "maskformer-swin": PYRAMID,
     "bit": {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 4},
     "levit": {"hidden_sizes": [16, 32, 64], "num_attention_heads": [2, 4, 8], "key_dim": [8, 8, 8], "patch_size": 16,
-              "image_size": 64},
+              "image_size": 128},
     "mamba2": {"num_heads": 8, "head_dim": 8, "chunk_size": 8, "n_groups": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
@@ -52,6 +52,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "lsh_attn_chunk_length": 4,
                  "local_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": False},
     "esm": {"vocab_size": 128},
+    "pix2struct_vision_model": {"patch_embed_hidden_size": 768},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 32, 32],
+            "fusion_hidden_size": 16, "is_hybrid": False},
+    "lxmert": {"r_layers": 1, "l_layers": 1, "x_layers": 1, "visual_feat_dim": 32, "num_qa_labels": 16},
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 2},
+    "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 32, "downsampling_ratios": [2, 2],
+            "upsampling_ratios": [2, 2], "n_codebooks": 2},
     "xlm": {"emb_dim": 32},
     "flaubert": {"emb_dim": 32},
     "distilbert": {"dim": 32, "hidden_dim": 64},
@@ -60,6 +67,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dinov3_convnext": {"hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 1, 1]},
     "vits": {"flow_size": 32, "spectrogram_bins": 33, "upsample_initial_channel": 32, "upsample_rates": [2, 2],
              "upsample_kernel_sizes": [4, 4], "duration_predictor_filter_channels": 32, "wavenet_dilation_rate": 1},
+    # Batch norms of four values a channel, many after each other, would be too ill-conditioned to compare.
+    "mobilenet_v1": {"image_size": 128, "depth_multiplier": 0.25},
+    "mobilenet_v2": {"image_size": 128, "depth_multiplier": 0.25},
     "mgp-str": {"num_bpe_labels": 40, "num_wordpiece_labels": 40},
     "cpmant": {"dim_head": 8, "dim_ff": 64},
     "ctrl": {"dff": 64},
@@ -67,7 +77,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 # Sizes of inputs, or inputs that a model needs beside the usual.
-MASK = {"more": {"attention_mask": lambda m: m.ids(4, m.length) * 0 + 1}}  # made by the model, but not when it is traced
+# A mask that the model makes itself, but not when it is traced.
+MASK = {"more": {"attention_mask": lambda m: m.ids(4, m.length) * 0 + 1}}
+
 INPUTS: dict[str, dict[str, Any]] = {
     "longt5": MASK,
     "switch_transformers": MASK,
@@ -76,19 +88,56 @@ INPUTS: dict[str, dict[str, Any]] = {
     "decision_transformer": {
         "inputs": {"states": lambda m: m.numbers(4, 8, 17), "actions": lambda m: m.numbers(4, 8, 4),
                    "rewards": lambda m: m.numbers(4, 8, 1), "returns_to_go": lambda m: m.numbers(4, 8, 1),
-                   "timesteps": lambda m: m.ids(4, 8, high=32), "attention_mask": lambda m: m.ids(4, 8, high=2) * 0 + 1}
+                   "timesteps": lambda m: m.ids(4, 8, high=32)}
     },
     "videoprism_vision_model": {"inputs": {"pixel_values_videos": lambda m: m.numbers(4, 16, 3, 32, 32)}},
     "vjepa2": {"inputs": {"pixel_values_videos": lambda m: m.numbers(4, 4, 3, 32, 32)}},
     "patchtst": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
     "patchtsmixer": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
-    "lxmert": {"more": {"visual_feats": lambda m: m.numbers(4, 4, 2048), "visual_pos": lambda m: m.numbers(4, 4, 4)}},
+    "lxmert": {"labels": None, "more": {"visual_feats": lambda m: m.numbers(4, 4, 32), "visual_pos": lambda m: m.numbers(4, 4, 4)}},
+    "idefics2": {"frames": 1},
+    "idefics3": {"frames": 1},
+    "smolvlm": {"frames": 1},
+    "modernvbert": {"frames": 1},
+    "ultravbert": {"frames": 1},
+    "dac": {"inputs": {"input_values": lambda m: m.numbers(4, 1, 64)}},
+    "mllama": {"inputs": ["input_ids"]},
+    "fuyu": {"inputs": ["input_ids"]},
+    "llava_next": {"inputs": ["input_ids"]},
+    "llava_next_video": {"inputs": ["input_ids"]},
+    "llava_onevision": {"inputs": ["input_ids"]},
+    "mistral3": {"inputs": ["input_ids"]},
+    "lighton_ocr": {"inputs": ["input_ids"]},
+    "idefics": {"inputs": {"input_ids": lambda m: m.ids(4, 16), "pixel_values": lambda m: m.numbers(4, 1, 3, 32, 32),
+                           "image_attention_mask": lambda m: m.ids(4, 16, 1) * 0 + 1}},
+    "pix2struct": {"inputs": {"flattened_patches": lambda m: m.numbers(4, 8, 770),
+                              "decoder_input_ids": lambda m: m.ids(4, 8)}},
+    "pp_ocrv5_mobile_rec": {"image": 64},
     "musicgen": {"labels": None},
     "musicgen_melody": {"labels": None},
 }
 
 # Model types that are no rows, and why: there is nothing to train, or no config can be made without more.
-LEFT_OUT: dict[str, str] = {}
+LEFT_OUT: dict[str, str] = {
+    "lightglue": "it is not made to be trained (it says so when it is given labels)",
+}
 
-# Model types that can't be right, and why: looked up in the source of the model.
-AT_FAULT: dict[str, str] = {}
+# Model types that can't be captured as they are, and why: looked up in the source of the model.
+AT_FAULT: dict[str, str] = {
+    "audioflamingo3": "picks frames of a sound by a mask, so that sizes depend on data (`audio_embeds[valid_mask]`)",
+    "fsmt": "branches on data: makes a mask only if there is padding (`if not padding_mask.any()`)",
+    "glmasr": "picks the frames of a sound by a mask, so that sizes depend on data (`audio_embeds[valid_mask]`)",
+    "glpn": "its loss picks pixels by a mask, so that sizes depend on data (`target[valid_mask]`)",
+    "ibert": "branches on data: rescales if a range is too small (`if self.x_min.min() > -1.1e-5`)",
+    "led": "branches on data: whether any token attends globally (`is_index_global_attn.any().item()`)",
+    "longformer": "branches on data: whether any token attends globally (`is_index_global_attn.any().item()`)",
+    "moss_transcribe_diarize": "picks frames by a mask, so that sizes depend on data (`audio_embeds[keep_mask]`)",
+    "musicflamingo": "looks up where sounds begin, so that sizes depend on data (`torch.where(diff == 1)`)",
+    "qwen3_omni_moe_thinker": "splits by lengths that it reads from a tensor (`split(chunk_lengths.tolist())`)",
+    "reformer": "runs its layers again in a backward of its own, which takes modules as arguments "
+                "(`_ReversibleFunction.apply(..., layers, ...)`)",
+    "switch_transformers": "replaces the weights of its router by a cast in every call "
+                           "(`self.classifier = self.classifier.to(self.dtype)`)",
+    "udop": "picks patches of an image by the places of words, so that sizes depend on data (`zip(*ind)`)",
+    "vilt": "resizes to a size that it reads from a mask (`interpolate(size=(h, w))` for `h, w in zip(x_h, x_w)`)",
+}

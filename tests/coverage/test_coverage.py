@@ -1,7 +1,6 @@
 """A fast subset of the coverage benchmark: 25 architectures of all kinds, captured and verified under dp and tp."""
 
 import pytest
-
 from bench.coverage.__main__ import read, write
 from bench.coverage.architectures import architectures
 from bench.coverage.configs import small_config
