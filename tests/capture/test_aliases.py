@@ -62,6 +62,13 @@ def old_views_see_the_write(y: Tensor) -> Tensor:
     return column * 2 + y.sum()
 
 
+def through_casts_that_do_nothing(y: Tensor) -> Tensor:
+    y = y.clone()
+    same = y.to("cpu").to(y.dtype).contiguous()
+    same += 1
+    return y * 2
+
+
 def copies_do_not(y: Tensor) -> Tensor:
     copied = y.t().reshape(-1)
     copied.mul_(2)
@@ -75,7 +82,7 @@ def relu_in_place(y: Tensor) -> Tensor:
 
 
 WRITES = [shift, through_split, through_chunk, through_unbind, through_transpose_and_view, old_views_see_the_write]
-WRITES += [copies_do_not, relu_in_place]
+WRITES += [copies_do_not, relu_in_place, through_casts_that_do_nothing]
 
 
 @pytest.mark.parametrize("write", WRITES)

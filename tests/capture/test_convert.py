@@ -24,3 +24,20 @@ def test_every_region_of_no_grad_inside_a_checkpoint_is_in_the_checkpoint():
     assert [(op.region, op.no_grad) for op in captured.graph.ops] == [
         ("r0", True), ("r0", True), ("r0", False), ("r0", False),
     ]  # fmt: skip
+
+
+class Checking(nn.Module):
+    """A check of what is in a tensor, as transformers counts the places of images in a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        torch._check(mask.sum().item() == 3)
+        return self.linear(x) * mask
+
+
+def test_a_check_of_the_values_in_a_tensor_computes_nothing_and_is_left_out():
+    graph = capture(Checking(), (torch.randn(3, 4), torch.ones(3, 1)), {}).graph
+    assert [op.target for op in graph.ops if "sum" in op.target or "item" in op.target] == []

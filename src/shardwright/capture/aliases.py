@@ -21,6 +21,7 @@ from .normal import slice_bounds
 SHAPERS = {
     "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.squeeze",
     "aten.unsqueeze", "aten.view_as", "aten.reshape_as", "aten.alias", "aten.detach", "aten.detach_",
+    "aten.to", "aten.contiguous", "aten.type_as",
 }  # fmt: skip
 SELF_INVERSE = {"aten.transpose", "aten.t", "aten.swapaxes", "aten.swapdims", "aten.numpy_T", "aten.mT"}
 

@@ -59,7 +59,10 @@ class Conversion:
         """Walk a graph with handles (or literals) for its placeholders; what it returns."""
         env: dict[fx.Node, Any] = {}
         given = iter(arguments)
+        checks = _checks(graph.graph)
         for node in graph.graph.nodes:
+            if node in checks:
+                continue
             if node.op == "placeholder":
                 env[node] = next(given)
             elif node.op == "get_attr":
@@ -89,8 +92,6 @@ class Conversion:
             name = getattr(op, "__name__", op)
             remedy = "Write it without torch.vmap and torch.func, or keep the submodule out with sw.opaque(submodule)."
             raise unsupported(f"it calls {name}, which is no tensor operation", place.source, remedy)
-        if any(word in op._opname for word in ASSERTIONS):
-            return None
         if target_name(op) == MARKER:
             return self._call(args, node.meta["val"], place)
         if modes.autocast:
@@ -325,6 +326,18 @@ class Conversion:
 
 def _numbered(word: str, held: Sequence[Any]) -> list[str]:
     return [word] if len(held) == 1 else [f"{word}{at}" for at in range(len(held))]
+
+
+def _checks(graph: fx.Graph) -> set[fx.Node]:
+    """The assertions, and the numbers that are taken out of tensors for them alone: they compute nothing."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        asserts = any(word in getattr(node.target, "_opname", "") for word in ASSERTIONS)
+        number = node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+        pure = not isinstance(node.target, torch._ops.HigherOrderOperator) and node.users
+        if asserts or (number and pure and all(user in found for user in node.users)):
+            found.add(node)
+    return found
 
 
 def _read(held: Any, place: Place) -> Any:

@@ -17,7 +17,9 @@ from torch.export import _trace as _export_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..errors import CaptureError
+from .asserts import HeldAsserts
 from .counting import counting
+from .draws import KnownDraws
 from .failure import causes, explain
 from .keep import Kept, keeping
 from .opaque import marking, opaque_parts
@@ -97,6 +99,8 @@ def _export(
             marking(module, kept, seen),
             counting(kept),
             _known(module, strict),
+            KnownDraws(),
+            HeldAsserts(),
             _use_lazy_graph_module(True),  # export writes its graph out as Python thirty times, for nobody
         ):
             fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))

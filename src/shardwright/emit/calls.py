@@ -22,7 +22,7 @@ OPERATORS = {
 FUNCTIONS = (
     "arange ones zeros full full_like ones_like zeros_like cumsum gather index_select masked_fill topk sort clamp "
     "clamp_min clamp_max rms_norm repeat_interleave flip roll tril triu diff where argmax amax amin logsumexp var "
-    "maximum minimum logical_not bitwise_not einsum baddbmm group_norm"
+    "maximum minimum logical_not bitwise_not baddbmm group_norm"
 ).split()
 """Ops that torch has under the same name with the same arguments."""
 
@@ -372,5 +372,6 @@ PRINTERS: dict[str, Printer] = {
     "call.cond": _cond, "call.scan": _scan, "call.while_loop": _while_loop,
     "index": _index, "constant_pad_nd": _pad, "pad": _pad, "relu": _functional("relu", "self"),
     "cat": _listed_call("cat"), "stack": _listed_call("stack"),
+    "einsum": lambda p: f"torch.einsum({p['equation']}, {p.listed('tensors')})",
     "broadcast_tensors": lambda p: f"torch.broadcast_tensors({p.listed('tensors')})",
 }  # fmt: skip

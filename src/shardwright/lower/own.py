@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..errors import LoweringError
 from ..ir import Op
 from ..rules import Signature
-from .program import Factor, Program, Size
+from .program import Factor, Program, Size, flat
 
 
 def own(program: Program, op: Op) -> Op:
@@ -51,12 +51,13 @@ def own_sizes(program: Program, op: Op) -> Op:
     axes = _axes(program, op, signature)
     arguments = dict(op.arguments)
     for path, labels in signature.rule.local.items():
-        held = [atom for label in labels for atom in program.facts.atoms.expand(signature.labels.get(label, ()))]
-        if not any(atom in axes for atom in held):
+        dim = tuple(atom for label in labels for atom in signature.labels.get(label, ()))
+        sections = flat(program.facts.atoms, dim, axes)
+        if not any(atom in axes for section in sections for atom in section):
             continue
         name, _, at = path.partition(".")
         whole = arguments[name][int(at)] if at else arguments.get(name)  # a default is not among the arguments
-        size = _size(program, whole, held, axes)
+        size = _size(program, whole, dim, sections, axes)
         arguments[name] = _put(arguments[name], int(at), size) if at else size
     return op.with_arguments(**arguments)
 
@@ -73,11 +74,18 @@ def _axes(program: Program, op: Op, signature: Signature) -> dict[int, tuple[str
     return found
 
 
-def _size(program: Program, whole: int | None, held: list[int], axes: dict[int, tuple[str, ...]]) -> Size:
-    """`whole` as a product of atoms and of what is left of it."""
-    factors = [Factor(program.facts.atoms.size[atom], atom, axes.get(atom, ())) for atom in held]
-    rest = 1 if whole is None else whole // program.facts.atoms.product(tuple(held))
-    return Size(((*((Factor(rest),) if rest != 1 else ()), *factors),))
+def _size(
+    program: Program,
+    whole: int | None,
+    dim: tuple[int, ...],
+    sections: list[tuple[int, ...]],
+    axes: dict[int, tuple[str, ...]],
+) -> Size:
+    """`whole` as a sum of products of atoms, and of what is left of it."""
+    atoms = program.facts.atoms
+    rest = 1 if whole is None else whole // atoms.product(dim)
+    lead = (Factor(rest),) if rest != 1 else ()
+    return Size(tuple((*lead, *(Factor(atoms.size[a], a, axes.get(a, ())) for a in section)) for section in sections))
 
 
 def _put(values: tuple[object, ...], at: int, value: object) -> tuple[object, ...]:

@@ -132,11 +132,11 @@ def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size
             total = atoms.product(dim)
             return Size(((Factor(total, None, tuple(held.axis for held in cuts)),),))
     return Size(
-        tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in _flat(atoms, dim, axes))
+        tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in flat(atoms, dim, axes))
     )
 
 
-def _flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tuple[int, ...]]:
+def flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tuple[int, ...]]:
     """The sections of a dim, opened only as far as a cut reaches into them."""
     sections: list[tuple[int, ...]] = [()]
     for atom in atoms.expand(dim):
@@ -144,10 +144,10 @@ def _flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tupl
         if inner is None or atom in cut or not _reaches(atoms, inner, cut):
             sections = [(*held, atom) for held in sections]
         else:
-            opened = [part for section in inner for part in _flat(atoms, section, cut)]
+            opened = [part for section in inner for part in flat(atoms, section, cut)]
             sections = [(*held, *part) for held in sections for part in opened]
     return sections
 
 
 def _reaches(atoms: Any, sections: tuple[tuple[int, ...], ...], cut: Mapping[int, Any]) -> bool:
-    return any(atom in cut for section in sections for part in _flat(atoms, section, cut) for atom in part)
+    return any(atom in cut for section in sections for part in flat(atoms, section, cut) for atom in part)

@@ -19,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,19 +87,46 @@ def verify(
     count = here().size if method == "world" else size or ranks_of(plan)
     if method == "world":
         _share(task.module)
+    return hold(refer(task), wish, said=_said(plan), count=count, limit=limit, directory=directory, method=method,
+                timeout=timeout)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The original, captured and run: what any number of plans can be held against."""
+
+    side: Original
+    run: Run
+    checks: tuple[Row, ...]
+    said: str
+
+
+def refer(task: Task) -> Reference:
+    """Run the original of a task."""
     side = Original(task)
-    original = follow(side, task)
+    run = follow(side, task)
     checks, said = check_original(side)
+    return Reference(side=side, run=run, checks=tuple(checks), said=said)
+
+
+def hold(
+    reference: Reference, plan: PlanLike, *, said: str, count: int, limit: float, method: Where,
+    directory: str | Path | None = None, timeout: float = 600.0,
+) -> Report:  # fmt: skip
+    """Run the program of a plan on every rank, and compare it with the reference."""
+    task = reference.side.task
     with ExitStack() as stack:
         folder = Path(directory) if directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        order = Order(task=task, plan=wish, directory=folder, captures=_captures(side) if method == "threads" else {})
+        captures = _captures(reference.side) if method == "threads" else {}
+        order = Order(task=task, plan=plan, directory=folder, captures=captures)
         if method == "world":
-            rows = _agree(_on_rank(here().rank, order, original, limit))
+            rows = _agree(_on_rank(here().rank, order, reference.run, limit))
         else:
-            every = ranks.run(method, count, _on_rank, order, original, limit, timeout=timeout)
+            every = ranks.run(method, count, _on_rank, order, reference.run, limit, timeout=timeout)
             rows = worst_of(every)
-    title = f"{type(model).__name__} under {_said(plan)} on {count} ranks, {str(task.dtype).removeprefix('torch.')}"
-    return Report(title=title, rows=(*rows, *checks), tolerance=limit, notes=(said,) if said else ())
+    title = f"{type(task.module).__name__} under {said} on {count} ranks, {str(task.dtype).removeprefix('torch.')}"
+    notes = (reference.said,) if reference.said else ()
+    return Report(title=title, rows=(*rows, *reference.checks), tolerance=limit, notes=notes)
 
 
 def make_task(

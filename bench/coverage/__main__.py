@@ -1,0 +1,109 @@
+"""python -m bench.coverage: measure all architectures, write bench/coverage.csv and docs/coverage.md.
+
+--only NAMES   these model types (or kinds), and no page
+--resume       keep what bench/coverage.csv has, measure the rest
+--failed       as --resume, and measure again what failed
+--built        only build the models and run them, to see whether configs and inputs fit
+--page         make the page from the CSV, measure nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .architectures import KINDS, architectures
+from .exceptions import LEFT_OUT
+from .measure import FIELDS, Row
+from .page import page
+from .pool import measured
+
+RESULTS = Path("bench/coverage.csv")
+PAGE = Path("docs/coverage.md")
+
+
+def main() -> None:
+    options = _options()
+    known = read(RESULTS) if RESULTS.exists() else []
+    if not options.page:
+        known = _run(options, known)
+    if not options.only and not options.built:
+        PAGE.write_text(page(known))
+
+
+def _run(options: Any, known: list[Row]) -> list[Row]:
+    wanted = [held for held in architectures() if held.model_type not in LEFT_OUT]
+    if options.only:
+        wanted = [held for held in wanted if held.model_type in options.only or held.kind in options.only]
+    if options.resume or options.failed:
+        bad = {row.model_type for row in known if not (row.dp and row.tp)} if options.failed else set()
+        done = {row.model_type for row in known} - bad
+        wanted = [held for held in wanted if held.model_type not in done]
+    again = {held.model_type for held in wanted}
+    resuming = options.only or options.resume or options.failed
+    kept = [row for row in known if row.model_type not in again] if resuming else []
+    path = Path(options.csv) if options.csv else RESULTS
+    found = list(kept)
+    begun = time.monotonic()
+    for row in measured(wanted, options.jobs, deep=not options.built):
+        found.append(row)
+        _say(row, len({row.model_type for row in found} & again), len(wanted), time.monotonic() - begun)
+        write(path, _sorted(found))
+    return _sorted(found)
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--csv", help="where the results go, if not to the project's own file")
+    for name in ("resume", "failed", "built", "page"):
+        parser.add_argument(f"--{name}", action="store_true")
+    return parser.parse_args()
+
+
+def _say(row: Row, done: int, all_: int, seconds: float) -> None:
+    said = row.reason or row.tp_reason or ("" if row.captured else "built")
+    stages = (row.built, row.captured, row.dp, row.tp)
+    marks = "".join(mark if held else "-" for mark, held in zip("bcdt", stages, strict=True))
+    labels = "labels" if row.labels else ""
+    print(f"{done:4}/{all_} {seconds:6.0f} s  {marks} {row.split:4.0%} {row.seconds:5.1f} s  "
+          f"{row.model_type:28} {labels:6} {said[:150]}", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _sorted(found: Iterable[Row]) -> list[Row]:
+    return sorted(found, key=lambda row: (KINDS.index(row.kind), row.model_type, row.labels))
+
+
+def write(path: Path, found: Iterable[Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(FIELDS)
+        for row in found:
+            writer.writerow([_cell(getattr(row, name)) for name in FIELDS])
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [Row(**{name: _value(name, text) for name, text in line.items()}) for line in csv.DictReader(file)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _value(name: str, text: str) -> Any:
+    kind = Row.__annotations__[name]
+    readers = {"bool": lambda text: text == "yes", "float": float, "int": int, "str": str}
+    return readers[kind](text)
+
+
+if __name__ == "__main__":
+    main()

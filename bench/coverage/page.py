@@ -1,0 +1,114 @@
+"""The results as a page of the docs: shares against the aims, the table, and why what fails does."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from .architectures import KINDS
+from .exceptions import AT_FAULT, LEFT_OUT
+from .measure import Row
+
+AIMS = {"captured": 0.95, "dp": 0.95, "tp": 0.90, "split": 0.90}
+ENOUGH = 0.8
+MARK = {True: "yes", False: "**no**"}
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The whole page, from the rows of the CSV."""
+    built = [row for row in rows if row.built]
+    unbuilt = sorted(row.model_type for row in rows if not row.built)
+    types = {row.model_type for row in built}
+    parts = [
+        "# Coverage of transformers",
+        f"Made by `python -m bench.coverage` from `bench/coverage.csv`. transformers {version('transformers')}, "
+        f"torch {version('torch')}, {platform.python_implementation()} {platform.python_version()}, two cores.",
+        f"{len(types)} architectures, {len(built)} rows: each model from a small config in training mode, with labels "
+        "and without. A row is *captured* if its graph does what the model does, and *dp* or *tp* is verified if two "
+        "ranks with that plan give the outputs, the gradients, the buffers and the parameters after two steps that "
+        "the original gives, to 1e-10 in float64. *Split* is the share of the forward arithmetic that tp=2 splits.",
+        _summary(built),
+        _table(built),
+        _reasons(built),
+    ]
+    if unbuilt or LEFT_OUT:
+        said = [f"- `{name}`: {why}" for name, why in sorted(LEFT_OUT.items())]
+        said += [f"- `{row.model_type}`: {_short(row.reason)}" for row in rows if not row.built]
+        parts.append("## Not rows\n\nNo small config or batch is made for these automatically.\n\n" + "\n".join(said))
+    return "\n\n".join(parts) + "\n"
+
+
+def shares(rows: Iterable[Row]) -> dict[str, float]:
+    """The share of rows that are captured, verified under dp, under tp, and under tp with enough of it split."""
+    held = list(rows)
+    count = max(len(held), 1)
+    return {
+        "captured": sum(row.captured for row in held) / count,
+        "dp": sum(row.dp for row in held) / count,
+        "tp": sum(row.tp for row in held) / count,
+        "split": sum(row.tp and row.split >= ENOUGH for row in held) / count,
+    }
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    lines = [
+        "| kind | architectures | rows | captured | dp=2 | tp=2 | tp=2 and 80 % split | seconds |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for kind in KINDS:
+        if held := [row for row in rows if row.kind == kind]:
+            lines.append(_sums(kind, held))
+    lines.append(_sums("**all**", rows))
+    aims = " | ".join(f"{AIMS[part]:.0%}" for part in AIMS)
+    lines.append(f"| aim | 150 | | {aims} | |")
+    return "\n".join(lines)
+
+
+def _sums(name: str, rows: Sequence[Row]) -> str:
+    found = shares(rows)
+    cells = " | ".join(f"{found[part]:.1%}" for part in AIMS)
+    types = len({row.model_type for row in rows})
+    return f"| {name} | {types} | {len(rows)} | {cells} | {sum(row.seconds for row in rows):.0f} |"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        "## Every architecture",
+        "",
+        "| model | labels | captured | dp=2 | tp=2 | split | seconds |",
+        "|---|---|---|---|---|--:|--:|",
+    ]
+    kind = ""
+    for row in rows:
+        if row.kind != kind:
+            kind = row.kind
+            lines.append(f"| **{kind}** | | | | | | |")
+        lines.append(f"| {row.model} | {'yes' if row.labels else ''} | {MARK[row.captured]} | {MARK[row.dp]} | "
+                     f"{MARK[row.tp]} | {row.split:.0%} | {row.seconds:.1f} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _reasons(rows: Sequence[Row]) -> str:
+    """Rows that fail for one reason stand together, those where the model is at fault first."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if not (row.captured and row.dp and row.tp):
+            why = AT_FAULT.get(row.model_type) or _short(row.reason or row.tp_reason)
+            groups.setdefault(why, []).append(f"{row.model}{' with labels' if row.labels else ''}")
+    lines = ["## Why what fails does"]
+    theirs = [why for why in groups if why in AT_FAULT.values()]
+    ours = [why for why in groups if why not in theirs]
+    for title, found in (("The model itself is at fault", theirs), ("Open", ours)):
+        if found:
+            lines += ["", f"### {title}", ""]
+            lines += [f"- {', '.join(groups[why])}: {why}" for why in sorted(found, key=lambda why: -len(groups[why]))]
+    low = [row for row in rows if row.tp and row.split < ENOUGH]
+    if low:
+        lines += ["", "### Verified under tp, with less than 80 % split", "", "What takes the most of the rest:", ""]
+        lines += [f"- {row.model}{' with labels' if row.labels else ''}: {row.split:.0%}; {row.whole}" for row in low]
+    return "\n".join(lines)
+
+
+def _short(reason: str) -> str:
+    return reason.replace("|", "/").replace("<", "(").replace(">", ")")[:240]

@@ -1,0 +1,114 @@
+"""Architectures measured in worker processes: a crash or a hang costs one row, not the run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from .architectures import Architecture
+from .measure import Row, rows
+
+LIMIT = 120.0  # seconds for a row
+MOST = 40  # architectures that a worker takes before a fresh one takes over: torch keeps what it has traced
+
+
+@dataclass
+class Worker:
+    """A process that measures what it is handed."""
+
+    process: Any
+    pipe: Connection
+    at: Architecture | None = None
+    deadline: float = 0.0
+    sent: int = 0
+    taken: int = 0
+    done: bool = field(default=False)
+
+    def hand(self, architecture: Architecture) -> None:
+        self.at, self.sent, self.taken = architecture, 0, self.taken + 1
+        self.deadline = time.monotonic() + LIMIT
+        self.pipe.send(architecture)
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+def measured(wanted: Sequence[Architecture], jobs: int, deep: bool = True) -> Iterator[Row]:
+    """The rows of all architectures, in the order in which they come."""
+    waiting = list(reversed(wanted))
+    workers = [_start(deep) for _ in range(min(jobs, len(wanted)))]
+    try:
+        for worker in workers:
+            worker.hand(waiting.pop())
+        while any(worker.at for worker in workers):
+            ready = wait([worker.pipe for worker in workers if worker.at], timeout=1.0)
+            for number, worker in enumerate(workers):
+                if worker.at is None:
+                    continue
+                row, lost = _news(worker) if worker.pipe in ready else (None, "")
+                if not row and not lost and time.monotonic() > worker.deadline:
+                    lost = f"it did not end within {LIMIT:.0f} s"
+                if row is not None:
+                    yield row
+                if lost:
+                    yield _lost(worker, lost)
+                    worker.at = None
+                if worker.at is None:
+                    if lost or worker.taken >= MOST:
+                        worker.end()
+                        worker = workers[number] = _start(deep)
+                    if waiting:
+                        worker.hand(waiting.pop())
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _start(deep: bool) -> Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, deep), daemon=True)
+    process.start()
+    theirs.close()
+    return Worker(process, ours)
+
+
+def _news(worker: Worker) -> tuple[Row | None, str]:
+    """A row, or why there will be none."""
+    try:
+        found = worker.pipe.recv()
+    except (EOFError, ConnectionError):
+        worker.process.join(5)
+        return None, f"the process died with code {worker.process.exitcode}"
+    worker.deadline = time.monotonic() + LIMIT
+    if found is None:
+        worker.at = None
+        return None, ""
+    worker.sent += 1
+    return found, ""
+
+
+def _lost(worker: Worker, why: str) -> Row:
+    assert worker.at is not None
+    return Row(model_type=worker.at.model_type, kind=worker.at.kind, model=worker.at.model, labels=worker.sent > 0,
+               built=True, reason=why)  # fmt: skip
+
+
+def _work(pipe: Connection, deep: bool) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            architecture = pipe.recv()
+        except EOFError:
+            return
+        for row in rows(architecture, deep):
+            pipe.send(row)
+        pipe.send(None)

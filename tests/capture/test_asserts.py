@@ -1,0 +1,41 @@
+"""An assert about values does not stop a trace; an `if` about them does."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.capture import capture
+from shardwright.errors import CaptureError
+
+
+class Asserting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.all(x >= 0).item(), "only numbers that are not negative"
+        assert x.isnan().sum() == 0 and x.max() < 100, (
+            "no nan"
+        )
+        return x.sqrt()
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt() if torch.all(x >= 0) else x
+
+
+class Negating(nn.Module):
+    """A `not` would turn the truth around, so nothing is assumed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not x.isnan().any()
+        return x.sqrt()
+
+
+def test_what_is_asserted_is_taken_as_true_and_left_out():
+    graph = capture(Asserting(), (torch.rand(2, 3),), {}).graph
+    assert [op.target for op in graph.ops] == ["aten.sqrt.default"]
+
+
+@pytest.mark.parametrize("kind", [Branching, Negating])
+def test_other_decisions_by_values_are_errors(kind):
+    with pytest.raises(CaptureError, match="decides by the values"):
+        capture(kind(), (torch.rand(2, 3),), {})

@@ -1,0 +1,59 @@
+"""A fast subset of the coverage benchmark: 25 architectures of all kinds, captured and verified under dp and tp."""
+
+import pytest
+from bench.coverage.__main__ import read, write
+from bench.coverage.architectures import architectures
+from bench.coverage.configs import small_config
+from bench.coverage.measure import Row, rows
+from bench.coverage.page import page, shares
+
+SUBSET = (
+    *("bert", "electra", "mobilebert", "roberta"),
+    *("bart", "t5", "marian"),
+    *("llava", "clip", "siglip"),
+    *("gemma", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "qwen2"),
+    *("convnext", "resnet", "vit", "deit"),
+    *("wav2vec2", "audio-spectrogram-transformer", "hubert"),
+)
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {held.model_type: held for held in architectures()}
+
+
+@pytest.mark.parametrize("model_type", SUBSET)
+def test_an_architecture_is_captured_and_verified_under_dp_and_tp(known, model_type):
+    found = list(rows(known[model_type]))
+    assert [row for row in found if not (row.built and row.captured and row.dp and row.tp)] == []
+    assert [row.labels for row in found] == [False, True]
+
+
+def test_there_are_at_least_150_architectures_of_each_kind_that_the_table_names(known):
+    kinds = [held.kind for held in known.values()]
+    assert len(kinds) > 150
+    assert set(kinds) >= {"causal", "masked", "seq2seq", "vision", "audio", "multimodal"}
+
+
+def test_a_small_config_is_small_and_its_parts_are_too(known):
+    config = small_config(known["clip"].model_class().config_class)
+    assert (config.text_config.hidden_size, config.text_config.num_hidden_layers) == (32, 2)
+    assert (config.vision_config.image_size, config.vision_config.num_attention_heads) == (32, 4)
+
+
+ROW = Row(model_type="bert", kind="masked", model="BertForMaskedLM", labels=False, built=True, captured=True, dp=True,
+          tp=True, split=0.95, capture_seconds=1.5, parameters=10)  # fmt: skip
+BAD = Row(model_type="gpt2", kind="causal", model="GPT2LMHeadModel", labels=True, built=True, captured=True, dp=True,
+          split=0.5, tp_reason="tp=2: it differs")  # fmt: skip
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    write(tmp_path / "coverage.csv", [ROW, BAD])
+    assert read(tmp_path / "coverage.csv") == [ROW, BAD]
+
+
+def test_the_page_gives_shares_and_reasons():
+    assert shares([ROW, BAD]) == {"captured": 1.0, "dp": 1.0, "tp": 0.5, "split": 0.5}
+    text = page([ROW, BAD])
+    assert "| BertForMaskedLM |  | yes | yes | yes | 95% | 1.5 |" in text
+    assert "- GPT2LMHeadModel with labels: tp=2: it differs" in text

@@ -1,0 +1,63 @@
+"""What the coverage of transformers found wrong, each in a model of its own that is as small as it gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.verify import verify
+
+
+class Einsum(nn.Module):
+    """A product that is written as an einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bsd,hdk->bhsk", x, self.weight).tanh()
+
+
+class Resized(nn.Module):
+    """A parameter that goes through an op that has no rule, before it meets the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 8, 4))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = F.interpolate(self.table, size=6, mode="linear")
+        return self.linear(x + table.transpose(1, 2))
+
+
+class ConvolvedRow(nn.Module):
+    """A depthwise convolution over queries, keys and values side by side: its groups are a row of sections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 64, bias=False)
+        self.conv = nn.Conv1d(64, 64, 4, groups=64, padding=3, bias=False)
+        self.out = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        y = F.silu(self.conv(self.qkv(x).transpose(1, 2))[:, :, :s]).transpose(1, 2)
+        q, k, v = y.split([16, 16, 32], -1)
+        q, k = (held.view(b, s, 2, 8).repeat_interleave(2, 2).transpose(1, 2) for held in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v.view(b, s, 4, 8).transpose(1, 2))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+FOUND = {"einsum": (Einsum, (4, 6, 8)), "resized": (Resized, (4, 6, 8)), "convolved row": (ConvolvedRow, (4, 6, 8))}
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("name", FOUND)
+def test_it_does_what_the_original_does(name, plan):
+    torch.manual_seed(0)
+    make, shape = FOUND[name]
+    verify(make(), plan, example=(torch.randn(shape),), method="threads").raise_on_failure()
