@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from shardwright.capture import capture
+
 from .agreement import agree
 
 

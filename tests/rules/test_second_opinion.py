@@ -80,7 +80,7 @@ def opinions():
     with mesh_of_two() as mesh:
         both = [target for target in TARGETS if knows(target)]
         for target in both:
-            found[target] = disagreements(mesh, target, 20 if target in EXPLAINED else 3)
+            found[target] = disagreements(mesh, target, 60 if target in EXPLAINED else 3)
     return found
 
 
