@@ -265,6 +265,14 @@ way("addbmm")(_two("bmk", "bkn", ("batch1", "batch2"), "mn"))
 way("baddbmm")(_two("bmk", "bkn", ("batch1", "batch2"), "bmn"))
 
 
+@way("_grouped_mm")
+def _grouped_mm(dice: Dice) -> Arguments:
+    """Torch has this product for single precision only, and for sides that are multiples of four."""
+    k, n = 4 * dice.of(2, 4), 4 * dice.of(2, 4)
+    offsets = torch.tensor([*sorted(dice.ints(9, 2).tolist()), 8], dtype=torch.int32)
+    return {"self": dice.real(8, k).float(), "mat2": dice.real(3, k, n).float(), "offs": offsets}
+
+
 @way("matmul")
 def _matmul(dice: Dice) -> Arguments:
     m, k, n = dice.size(), dice.size(), dice.size()

@@ -11,10 +11,9 @@ PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "a
 
 
 def is_product(signature: Signature) -> bool:
-    if is_experts(signature):
-        return True
-    kind = signature.op.target.split(".")[1] if "." in signature.op.target else signature.op.target
-    return any(word in kind for word in PRODUCTS)
+    if not signature.op.target.startswith("aten."):  # an own op that sums something is taken for a product
+        return is_experts(signature) or bool(signature.rule and signature.rule.sums)
+    return any(word in signature.op.target.split(".")[1] for word in PRODUCTS)
 
 
 def is_experts(signature: Signature) -> bool:

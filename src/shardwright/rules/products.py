@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..ir.graph import ITEM_SIZE
 from .dims import marked, named, stretched, write
 from .notation import Rule, parse
 from .registry import Call, fixed, letters, rule
@@ -72,6 +73,21 @@ def cdist(call: Call) -> Rule:
     rows = named(out[:-2], "b")
     lead = [stretched(value.shape[:-2], out[:-2], rows) for value in call.inputs]
     return write([[*lead[0], "m", "k^"], [*lead[1], "n", "k^"]], [[*rows, "m", "n"]])
+
+
+@rule("_grouped_mm", "transformers.grouped_mm_fallback.default")
+def grouped(call: Call) -> Rule | None:
+    """Runs of rows, each with its own matrix: the runs are where they are, both other sides are free.
+
+    Torch's kernel wants rows of whole 16 bytes, so that sides are split in such units.
+    """
+    if len(call.shape) != 2 or len(call.inputs) != 3 or len(call.inputs[1].shape) != 3:
+        return None
+    runs, k, n = call.inputs[1].shape
+    unit = 16 // ITEM_SIZE.get(call.inputs[0].dtype, 4)
+    into, out = (f"({name} {unit})" if size % unit == 0 else str(size) for name, size in (("k+", k), ("n", n)))
+    rule = write([[str(call.shape[0]), into], [str(runs), into, out], [str(runs)]], [[str(call.shape[0]), out]], [1, 2])
+    return rule.with_sizes({"k": k // unit, "n": n // unit})
 
 
 @rule("matmul")
