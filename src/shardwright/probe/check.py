@@ -110,7 +110,10 @@ class Trial:
             None if g is None else piece(g, layouts[name].gradient(), self.mesh, index)
             for g, name in zip(self.back, self.op.outputs, strict=True)
         ]
-        return made, backward(made, back, local)
+        try:
+            return made, backward(made, back, local)
+        except RuntimeError as error:
+            raise self.wrong(f"its backward does not run on pieces: {str(error).splitlines()[0]}") from error
 
     def judge(self, ranks: Sequence[Outcome]) -> None:
         """Raise a RuleError if what the ranks made is not the whole."""

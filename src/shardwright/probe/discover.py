@@ -22,7 +22,7 @@ from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Graph, Input, Op, Output
 from ..rules import ROWS, Call, Find, Rule, analyse, find_rule
-from ..rules.kept import OPAQUE
+from ..rules.kept import COND, OPAQUE, SCAN, WHILE
 from .check import Run, backward, check_role, parts_of
 from .samples import NotProbed, Sample, make_sample
 from .search import Found, search
@@ -49,6 +49,8 @@ def probing(functions: Mapping[str, Function] | None = None) -> Find:
             return found, ""
         if call.op.target == OPAQUE:  # it runs code of any kind, which need not survive pieces of its parameters
             return None, "it is opaque; say sw.opaque(module, batch=True) if its rows are independent"
+        if call.op.target in (COND, SCAN, WHILE):  # a probe sees one way through it, and data may take another
+            return None, "it decides by data"
         if any(word in call.op.target for word in UNCHECKED):
             return None, "its kernel does not check the sizes of what it is given"
         held = _FUNCTIONS.get(call.op.target)
