@@ -222,4 +222,4 @@ def test_shapes_that_change_between_calls_are_refused():
     held = [torch.zeros(4, 4).double(), torch.zeros(4).double(), torch.zeros(()).double()]
     given = -torch.ones(6, 4).double() if wrong else torch.ones(6, 4).double()
     with pytest.raises(InputError, match="returned tensors of shapes"):
-        captured.functions[op.target].call("part", False, [given], op.argument("names"), held)
+        captured.functions[op.target].call("part", False, "", [given], op.argument("names"), held)

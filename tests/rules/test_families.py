@@ -110,7 +110,7 @@ def test_every_split_of_the_family_recombines_to_the_whole(family):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "gqa_fused", "rotary", "swiglu", "resnet", "unet", "contrastive", "hf_llama", "hf_gpt2", "hf_vit"]
+    "name", ["gpt", "gqa_fused", "rotary", "swiglu", "resnet", "unet", "contrastive", "hf_llama", "hf_gpt2", "hf_vit", "hf_t5"]
 )
 def test_every_split_of_every_op_of_the_model_recombines_to_the_whole(name):
     torch.manual_seed(0)
