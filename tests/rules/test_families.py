@@ -109,9 +109,10 @@ def test_every_split_of_the_family_recombines_to_the_whole(family):
         assert len(roles[0]) >= count, f"{kind} can be split on {[role.name for role in roles[0]]} only"
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "gqa_fused", "rotary", "swiglu", "resnet", "unet", "contrastive", "hf_llama", "hf_gpt2", "hf_vit", "hf_t5"]
-)
+MODELS = "gpt gqa_fused rotary swiglu resnet unet contrastive hf_llama hf_gpt2 hf_vit hf_t5".split()
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_every_split_of_every_op_of_the_model_recombines_to_the_whole(name):
     torch.manual_seed(0)
     case = ZOO[name](dtype=torch.float64)

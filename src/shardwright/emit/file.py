@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..ir import Op
 from ..layout import FANNED
-from ..lower import Program, converter_of
-from ..lower.program import sizes_of
+from ..lower import Program
 from ..rules import is_drawn_whole
 from ..rules.kept import OPAQUE
 from .branches import branch_method
 from .calls import PRINTERS, call_text, function_name
+from .comments import comment_on, shape_of
 from .layers import Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
 from .names import Names
 from .pieces import bytes_held, piece_table, unit_of, unit_ranges
 from .sizes import SizeNames
-
-SAID = {
-    "fan_in": "sums {x} over {axes}",
-    "fan_out": "backward sums d{x} over {axes}",
-    "fan_in_out": "sums {x} over {axes}, and d{x} in backward",
-    "gather": "all of {x} over {axes}",
-    "gather_sum": "all of {x} over {axes}; backward sums d{x} and keeps this rank's share",
-    "take": "this rank's share over {axes}",
-    "take_pad": "this rank's share over {axes}",
-    "reduce_scatter": "sums {x} over {axes} and keeps this rank's share",
-    "pad": "zeros where other ranks of {axes} have their share",
-    "exchange": "all_to_all over {axes}",
-    "on_first": "counted once over {axes}",
-    "gradient_on_first": "its gradient is counted once over {axes}",
-    "reduce": "over {axes}",
-}
-
 
 RESERVED = frozenset(
     "fixed held random device updates zero open close update place sizes constants forward opaque experts parts "
@@ -85,7 +68,7 @@ class Writer:
         items = folder.fold()
         for op in self.program.body:  # name sizes in the order in which a reader meets them
             for name in op.outputs[:1]:
-                self.shape(name)
+                shape_of(name, self.program, self.sizes)
         constants = list(self.constants())
         forward = list(self.forward(items))
         methods = [list(self.method(method)) for method in folder.methods]
@@ -198,14 +181,15 @@ class Writer:
         yield f"        return ({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
     def said_inputs(self) -> str:
-        shapes = [f"{held.path} {self.shape(held.value)}" for held in self.program.graph.inputs]
+        shapes = [f"{held.path} {shape_of(held.value, self.program, self.sizes)}" for held in self.program.graph.inputs]
         return f"  # {', '.join(shapes)}" if shapes else ""
 
     def method(self, method: Method) -> Iterator[str]:
         names = Names(method.items, method.outputs, self.sizes.used)
         words = [names.bind(name, -1) for name in method.inputs]
         at = ", at" if method.lead is not None else ""
-        said = ", ".join(f"{word} {self.shape(name)}" for word, name in zip(words, method.inputs, strict=True))
+        shapes = [shape_of(name, self.program, self.sizes) for name in method.inputs]
+        said = ", ".join(f"{word} {shape}" for word, shape in zip(words, shapes, strict=True))
         yield f"    def {method.name}(self{at}{''.join(', ' + word for word in words)}):" + (
             f"  # {said}" if said else ""
         )
@@ -274,7 +258,7 @@ class Writer:
         words: list[str] = []
         for name in op.outputs:
             words.append(names.bind(name, at, words) if name in names.last else "_")
-        comment = self.comment(op, inputs, source)
+        comment = comment_on(op, inputs, source, self.program, self.sizes)
         return f"{', '.join(words)} = {text}" + (f"  # {comment}" if comment else "")
 
     def without_own(self, op: Op) -> Op:
@@ -293,25 +277,6 @@ class Writer:
         if lead is None or not isinstance(key, str) or not key.startswith(lead):
             return op
         return op.with_arguments(op_key=_Raw(f'f"{{at}}{key[len(lead) :]}"'))
-
-    def comment(self, op: Op, inputs: Mapping[int, str], source: str) -> str:
-        kind = converter_of(op)
-        if kind is not None and op.target.startswith("comm."):
-            return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
-        if op.target == "runtime.begin_count":
-            return "of labels, summed meanwhile"
-        shape = self.shape(op.outputs[0])
-        if kind is not None:
-            shape += f"; backward sums d{inputs[0]} over {', '.join(op.argument('axes'))}"
-        partial = [name for name, held in self.program.layouts[op.outputs[0]].rest if str(held).startswith("partial")]
-        return (
-            f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"
-        )
-
-    def shape(self, name: str) -> str:
-        if name.endswith("@sum") or name.startswith("count@"):
-            return "[]"
-        return f"[{', '.join(self.sizes.text(size).replace(' ', '') for size in sizes_of(self.program, name))}]"
 
     def ref(self, name: str, names: Names, lead: str | None) -> str:
         if name in self.fixed:
