@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "lsh_attn_chunk_length": 4,
                  "local_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": False},
     "esm": {"vocab_size": 128},
-    "pix2struct_vision_model": {"patch_embed_hidden_size": 768},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 32, 32],
             "fusion_hidden_size": 16, "is_hybrid": False},
     "lxmert": {"r_layers": 1, "l_layers": 1, "x_layers": 1, "visual_feat_dim": 32, "num_qa_labels": 16},
@@ -95,6 +95,9 @@ INPUTS: dict[str, dict[str, Any]] = {
     "patchtst": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
     "patchtsmixer": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
     "lxmert": {"labels": None, "more": {"visual_feats": lambda m: m.numbers(4, 4, 32), "visual_pos": lambda m: m.numbers(4, 4, 4)}},
+    "paligemma": {  # without types of tokens it attends to all that follows, but only when it is not traced
+        "more": {"token_type_ids": lambda m: m.ids(4, m.length + sum(m.places.values()), high=2, low=0)}
+    },
     "idefics2": {"frames": 1},
     "idefics3": {"frames": 1},
     "smolvlm": {"frames": 1},
@@ -110,8 +113,6 @@ INPUTS: dict[str, dict[str, Any]] = {
     "lighton_ocr": {"inputs": ["input_ids"]},
     "idefics": {"inputs": {"input_ids": lambda m: m.ids(4, 16), "pixel_values": lambda m: m.numbers(4, 1, 3, 32, 32),
                            "image_attention_mask": lambda m: m.ids(4, 16, 1) * 0 + 1}},
-    "pix2struct": {"inputs": {"flattened_patches": lambda m: m.numbers(4, 8, 770),
-                              "decoder_input_ids": lambda m: m.ids(4, 8)}},
     "pp_ocrv5_mobile_rec": {"image": 64},
     "musicgen": {"labels": None},
     "musicgen_melody": {"labels": None},
@@ -139,5 +140,7 @@ AT_FAULT: dict[str, str] = {
     "switch_transformers": "replaces the weights of its router by a cast in every call "
                            "(`self.classifier = self.classifier.to(self.dtype)`)",
     "udop": "picks patches of an image by the places of words, so that sizes depend on data (`zip(*ind)`)",
+    "xmod": "sends tokens to the adapters of their languages by masks, so that sizes depend on data "
+            "(`hidden_states[lang_mask]`)",
     "vilt": "resizes to a size that it reads from a mask (`interpolate(size=(h, w))` for `h, w in zip(x_h, x_w)`)",
 }

@@ -52,7 +52,25 @@ class ConvolvedRow(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-FOUND = {"einsum": (Einsum, (4, 6, 8)), "resized": (Resized, (4, 6, 8)), "convolved row": (ConvolvedRow, (4, 6, 8))}
+class NormedAndCast(nn.Module):
+    """A cast to float32 makes the reference a graph, whose batch norm must not write what its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x).transpose(1, 2))
+        return y.float().softmax(1).to(y.dtype)
+
+
+FOUND = {
+    "einsum": (Einsum, (4, 6, 8)),
+    "resized": (Resized, (4, 6, 8)),
+    "convolved row": (ConvolvedRow, (4, 6, 8)),
+    "normed and cast": (NormedAndCast, (4, 6, 8)),
+}
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from .asserts import HeldAsserts
+from .checks import PassedChecks
 from .draws import KnownDraws
 from .failure import explain
 from .keep import Kept, keeping
@@ -52,7 +52,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             keeping() as kept,
             _known(module, strict),
             KnownDraws(),
-            HeldAsserts(),
+            PassedChecks(),
             _use_lazy_graph_module(True),  # export writes its graph out as Python thirty times, for nobody
         ):
             fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
