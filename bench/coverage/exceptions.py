@@ -94,7 +94,8 @@ INPUTS: dict[str, dict[str, Any]] = {
     "vjepa2": {"inputs": {"pixel_values_videos": lambda m: m.numbers(4, 4, 3, 32, 32)}},
     "patchtst": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
     "patchtsmixer": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
-    "lxmert": {"labels": None, "more": {"visual_feats": lambda m: m.numbers(4, 4, 32), "visual_pos": lambda m: m.numbers(4, 4, 4)}},
+    "lxmert": {"labels": None, "more": {"visual_feats": lambda m: m.numbers(4, 4, 32),
+                                        "visual_pos": lambda m: m.numbers(4, 4, 4)}},
     "paligemma": {  # without types of tokens it attends to all that follows, but only when it is not traced
         "more": {"token_type_ids": lambda m: m.ids(4, m.length + sum(m.places.values()), high=2, low=0)}
     },
@@ -134,6 +135,9 @@ AT_FAULT: dict[str, str] = {
     "longformer": "branches on data: whether any token attends globally (`is_index_global_attn.any().item()`)",
     "moss_transcribe_diarize": "picks frames by a mask, so that sizes depend on data (`audio_embeds[keep_mask]`)",
     "musicflamingo": "looks up where sounds begin, so that sizes depend on data (`torch.where(diff == 1)`)",
+    "jetmoe": "splits by the number of tokens of each expert, which it reads from a tensor (`expert_size.tolist()`)",
+    "longcat_flash": "loops over the experts that were hit (`for expert_idx_tensor in expert_hit`)",
+    "phimoe": "its router draws random numbers while it trains, whatever the config says (`torch.rand_like`)",
     "qwen3_omni_moe_thinker": "splits by lengths that it reads from a tensor (`split(chunk_lengths.tolist())`)",
     "reformer": "runs its layers again in a backward of its own, which takes modules as arguments "
                 "(`_ReversibleFunction.apply(..., layers, ...)`)",
