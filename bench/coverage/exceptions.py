@@ -80,6 +80,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # A mask that the model makes itself, but not when it is traced.
 MASK = {"more": {"attention_mask": lambda m: m.ids(4, m.length) * 0 + 1}}
 
+# Their images are picked by a mask or cut by sizes read from a tensor, so that shapes depend on data: text alone.
+TEXT = {"inputs": ["input_ids"]}
 INPUTS: dict[str, dict[str, Any]] = {
     "longt5": MASK,
     "switch_transformers": MASK,
@@ -99,19 +101,19 @@ INPUTS: dict[str, dict[str, Any]] = {
     "paligemma": {  # without types of tokens it attends to all that follows, but only when it is not traced
         "more": {"token_type_ids": lambda m: m.ids(4, m.length + sum(m.places.values()), high=2, low=0)}
     },
-    "idefics2": {"frames": 1},
-    "idefics3": {"frames": 1},
-    "smolvlm": {"frames": 1},
-    "modernvbert": {"frames": 1},
-    "ultravbert": {"frames": 1},
+    "idefics2": TEXT,
+    "idefics3": TEXT,
+    "smolvlm": TEXT,
+    "modernvbert": TEXT,
+    "ultravbert": TEXT,
     "dac": {"inputs": {"input_values": lambda m: m.numbers(4, 1, 64)}},
-    "mllama": {"inputs": ["input_ids"]},
-    "fuyu": {"inputs": ["input_ids"]},
-    "llava_next": {"inputs": ["input_ids"]},
-    "llava_next_video": {"inputs": ["input_ids"]},
-    "llava_onevision": {"inputs": ["input_ids"]},
-    "mistral3": {"inputs": ["input_ids"]},
-    "lighton_ocr": {"inputs": ["input_ids"]},
+    "mllama": TEXT,
+    "fuyu": TEXT,
+    "llava_next": TEXT,
+    "llava_next_video": TEXT,
+    "llava_onevision": TEXT,
+    "mistral3": TEXT,
+    "lighton_ocr": TEXT,
     "idefics": {"inputs": {"input_ids": lambda m: m.ids(4, 16), "pixel_values": lambda m: m.numbers(4, 1, 3, 32, 32),
                            "image_attention_mask": lambda m: m.ids(4, 16, 1) * 0 + 1}},
     "pp_ocrv5_mobile_rec": {"image": 64},

@@ -39,7 +39,7 @@ def fuse(program: Program) -> Program:
 
 
 SHARES = ("comm.take", "comm.take_pad")
-VIEWS = ("view", "transpose", "permute", "slice", "select", "unsqueeze", "squeeze", "expand", "split", "unbind", "chunk")
+VIEWS = "view transpose permute slice select unsqueeze squeeze expand split unbind chunk".split()
 
 
 def loosen(program: Program) -> Program:
