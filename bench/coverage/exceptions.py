@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "lsh_attn_chunk_length": 4,
                  "local_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": False},
     "esm": {"vocab_size": 128},
-    "pix2struct_vision_model": {"patch_embed_hidden_size": 768},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 32, 32],
             "fusion_hidden_size": 16, "is_hybrid": False},
     "lxmert": {"r_layers": 1, "l_layers": 1, "x_layers": 1, "visual_feat_dim": 32, "num_qa_labels": 16},
@@ -80,6 +80,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # A mask that the model makes itself, but not when it is traced.
 MASK = {"more": {"attention_mask": lambda m: m.ids(4, m.length) * 0 + 1}}
 
+# Their images are picked by a mask or cut by sizes read from a tensor, so that shapes depend on data: text alone.
+TEXT = {"inputs": ["input_ids"]}
 INPUTS: dict[str, dict[str, Any]] = {
     "longt5": MASK,
     "switch_transformers": MASK,
@@ -94,27 +96,26 @@ INPUTS: dict[str, dict[str, Any]] = {
     "vjepa2": {"inputs": {"pixel_values_videos": lambda m: m.numbers(4, 4, 3, 32, 32)}},
     "patchtst": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
     "patchtsmixer": {"inputs": {"past_values": lambda m: m.numbers(4, 32, 1)}},
-    "lxmert": {
-        "labels": None,
-        "more": {"visual_feats": lambda m: m.numbers(4, 4, 32), "visual_pos": lambda m: m.numbers(4, 4, 4)},
+    "lxmert": {"labels": None, "more": {"visual_feats": lambda m: m.numbers(4, 4, 32),
+                                        "visual_pos": lambda m: m.numbers(4, 4, 4)}},
+    "paligemma": {  # without types of tokens it attends to all that follows, but only when it is not traced
+        "more": {"token_type_ids": lambda m: m.ids(4, m.length + sum(m.places.values()), high=2, low=0)}
     },
-    "idefics2": {"frames": 1},
-    "idefics3": {"frames": 1},
-    "smolvlm": {"frames": 1},
-    "modernvbert": {"frames": 1},
-    "ultravbert": {"frames": 1},
+    "idefics2": TEXT,
+    "idefics3": TEXT,
+    "smolvlm": TEXT,
+    "modernvbert": TEXT,
+    "ultravbert": TEXT,
     "dac": {"inputs": {"input_values": lambda m: m.numbers(4, 1, 64)}},
-    "mllama": {"inputs": ["input_ids"]},
-    "fuyu": {"inputs": ["input_ids"]},
-    "llava_next": {"inputs": ["input_ids"]},
-    "llava_next_video": {"inputs": ["input_ids"]},
-    "llava_onevision": {"inputs": ["input_ids"]},
-    "mistral3": {"inputs": ["input_ids"]},
-    "lighton_ocr": {"inputs": ["input_ids"]},
+    "mllama": TEXT,
+    "fuyu": TEXT,
+    "llava_next": TEXT,
+    "llava_next_video": TEXT,
+    "llava_onevision": TEXT,
+    "mistral3": TEXT,
+    "lighton_ocr": TEXT,
     "idefics": {"inputs": {"input_ids": lambda m: m.ids(4, 16), "pixel_values": lambda m: m.numbers(4, 1, 3, 32, 32),
                            "image_attention_mask": lambda m: m.ids(4, 16, 1) * 0 + 1}},
-    "pix2struct": {"inputs": {"flattened_patches": lambda m: m.numbers(4, 8, 770),
-                              "decoder_input_ids": lambda m: m.ids(4, 8)}},
     "pp_ocrv5_mobile_rec": {"image": 64},
     "musicgen": {"labels": None},
     "musicgen_melody": {"labels": None},
@@ -136,11 +137,16 @@ AT_FAULT: dict[str, str] = {
     "longformer": "branches on data: whether any token attends globally (`is_index_global_attn.any().item()`)",
     "moss_transcribe_diarize": "picks frames by a mask, so that sizes depend on data (`audio_embeds[keep_mask]`)",
     "musicflamingo": "looks up where sounds begin, so that sizes depend on data (`torch.where(diff == 1)`)",
+    "jetmoe": "splits by the number of tokens of each expert, which it reads from a tensor (`expert_size.tolist()`)",
+    "longcat_flash": "loops over the experts that were hit (`for expert_idx_tensor in expert_hit`)",
+    "phimoe": "its router draws random numbers while it trains, whatever the config says (`torch.rand_like`)",
     "qwen3_omni_moe_thinker": "splits by lengths that it reads from a tensor (`split(chunk_lengths.tolist())`)",
     "reformer": "runs its layers again in a backward of its own, which takes modules as arguments "
                 "(`_ReversibleFunction.apply(..., layers, ...)`)",
     "switch_transformers": "replaces the weights of its router by a cast in every call "
                            "(`self.classifier = self.classifier.to(self.dtype)`)",
     "udop": "picks patches of an image by the places of words, so that sizes depend on data (`zip(*ind)`)",
+    "xmod": "sends tokens to the adapters of their languages by masks, so that sizes depend on data "
+            "(`hidden_states[lang_mask]`)",
     "vilt": "resizes to a size that it reads from a mask (`interpolate(size=(h, w))` for `h, w in zip(x_h, x_w)`)",
 }

@@ -80,7 +80,8 @@ def labels_for(maker: Maker, inputs: dict[str, Any], outputs: Any) -> dict[str, 
     try:
         labels = maker.labels(outputs, inputs)
         if labels is not None:
-            maker.model(**_with(inputs, labels))
+            with torch.no_grad():
+                maker.model(**_with(inputs, labels))
     except Exception as error:
         return CannotBuild(f"with labels: {said(error)} {_place(error)}")
     return labels
@@ -109,8 +110,8 @@ def rows(architecture: Architecture, deep: bool = True) -> Iterator[Row]:
 def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
     """Capture once, then hold both plans against the original."""
     begun = time.perf_counter()
-    row = replace(row, dtype="float64" if _runs_double(model, example) else "float32")
     try:
+        row = replace(row, dtype="float64" if _runs_double(model, example) else "float32")
         task = make_task(model, example, getattr(torch, row.dtype), torch.device("cpu"), steps=STEPS)
         reference = refer(task)
     except Exception as error:

@@ -28,6 +28,11 @@ def page(rows: Sequence[Row]) -> str:
         "and without. A row is *captured* if its graph does what the model does, and *dp* or *tp* is verified if two "
         "ranks with that plan give the outputs, the gradients, the buffers and the parameters after two steps that "
         "the original gives, to 1e-10 in float64. *Split* is the share of the forward arithmetic that tp=2 splits.",
+        "Experts run as `batched_mm`, since the default knows no float64 and the eager way loops over data. Rows of "
+        "audio models have a head for classes where there is one: a CTC loss picks labels by a mask "
+        "(`labels.masked_select`), so that its shapes depend on data. Models whose images come as rows of patches of "
+        "any number, or are picked by a mask, were given text alone: " + _text_alone(built) + ". What each was given "
+        "is in the CSV." + _narrow(built),
         _summary(built),
         _table(built),
         _reasons(built),
@@ -37,6 +42,20 @@ def page(rows: Sequence[Row]) -> str:
         said += [f"- `{row.model_type}`: {_short(row.reason)}" for row in rows if not row.built]
         parts.append("## Not rows\n\nNo small config or batch is made for these automatically.\n\n" + "\n".join(said))
     return "\n\n".join(parts) + "\n"
+
+
+def _text_alone(rows: Sequence[Row]) -> str:
+    given = {row.model for row in rows if row.kind == "multimodal" and not {"pixel", "input_f"} & _stems(row)}
+    return ", ".join(sorted(given)) or "none"
+
+
+def _stems(row: Row) -> set[str]:
+    return {stem for stem in ("pixel", "input_f", "flattened") for name in row.inputs.split() if name.startswith(stem)}
+
+
+def _narrow(rows: Sequence[Row]) -> str:
+    found = sorted({row.model for row in rows if row.dtype != "float64"})
+    return f" Compared in float32, to 1e-5, since they can't run in float64: {', '.join(found)}." if found else ""
 
 
 def shares(rows: Iterable[Row]) -> dict[str, float]:

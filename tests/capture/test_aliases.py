@@ -69,6 +69,13 @@ def through_casts_that_do_nothing(y: Tensor) -> Tensor:
     return y * 2
 
 
+def by_bits(y: Tensor) -> Tensor:
+    mask = y > 0
+    mask[0] |= ~mask.any()
+    mask &= y < 1
+    return y * mask
+
+
 def copies_do_not(y: Tensor) -> Tensor:
     copied = y.t().reshape(-1)
     copied.mul_(2)
@@ -82,7 +89,7 @@ def relu_in_place(y: Tensor) -> Tensor:
 
 
 WRITES = [shift, through_split, through_chunk, through_unbind, through_transpose_and_view, old_views_see_the_write]
-WRITES += [copies_do_not, relu_in_place, through_casts_that_do_nothing]
+WRITES += [copies_do_not, relu_in_place, through_casts_that_do_nothing, by_bits]
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -90,3 +90,19 @@ def test_nothing_is_printed(capfd):
     with pytest.raises(CaptureError):
         capture(Does(branches), (torch.ones(3, 3),))
     assert capfd.readouterr() == ("", "")
+
+
+def test_strict_export_is_a_second_try(monkeypatch):
+    """What the first way can't take, the second may."""
+    export, tried = torch.export.export, []
+
+    def only_strict(*args, strict, **kwargs):
+        tried.append(strict)
+        if not strict:
+            raise RuntimeError("not this way")
+        return export(*args, strict=True, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", only_strict)
+    graph = capture(Does(lambda x: x.relu() * 2), (torch.randn(3, 4),)).graph
+    assert tried == [False, True]
+    assert [op.target for op in graph.ops] == ["aten.relu.default", "aten.mul.Tensor"]

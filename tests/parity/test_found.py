@@ -52,7 +52,60 @@ class ConvolvedRow(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-FOUND = {"einsum": (Einsum, (4, 6, 8)), "resized": (Resized, (4, 6, 8)), "convolved row": (ConvolvedRow, (4, 6, 8))}
+class NormedAndCast(nn.Module):
+    """A cast to float32 makes the reference a graph, whose batch norm must not write what its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x).transpose(1, 2))
+        return y.float().softmax(1).to(y.dtype)
+
+
+class Rotated(nn.Module):
+    """Heads that are rotated whole, so that what is left alone is empty; repeated with a hint of the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 32)
+        self.k = nn.Linear(8, 16)
+        self.out = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k = (held(x).view(b, s, -1, 8).transpose(1, 2) for held in (self.q, self.k))
+        q = torch.cat([q[..., :8].cos(), q[..., 8:]], -1)
+        k = k.repeat_interleave(2, 1, output_size=4)
+        q, k = q.reshape(b * 4, s, 8), k.reshape(b * 4, s, 8)
+        return self.out((q @ k.transpose(1, 2) @ q).view(b, 4, s, 8).transpose(1, 2).reshape(b, s, 32))
+
+
+class Taken(nn.Module):
+    """What a flip makes whole is taken apart again and seen in another shape: a share has strides of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32)
+        self.mix = nn.Linear(8, 8)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        y = self.up(x).view(b, s, 4, 8).flip(2).view(b, s * 4, 8)
+        return self.down(self.mix(y).reshape(b, s, 32))
+
+
+FOUND = {
+    "rotated": (Rotated, (4, 6, 8)),
+    "taken": (Taken, (4, 6, 8)),
+    "einsum": (Einsum, (4, 6, 8)),
+    "resized": (Resized, (4, 6, 8)),
+    "convolved row": (ConvolvedRow, (4, 6, 8)),
+    "normed and cast": (NormedAndCast, (4, 6, 8)),
+}
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])

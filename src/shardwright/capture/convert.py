@@ -360,8 +360,9 @@ def _storage(value: Any) -> int:
 
 
 def _functional_twin(op: Any) -> str | None:
-    """The op "aten.add.Tensor" for "aten.add_.Tensor", if there is such an op."""
-    name = op._opname.removesuffix("_")
+    """The op "aten.add.Tensor" for "aten.add_.Tensor", "aten.__or__" for "aten.__ior__", if there is such an op."""
+    name = op._opname
+    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
     special = {"normal_": "aten.normal_functional.default", "zero_": "aten.zero.default"}
     if op._opname in special:
         return special[op._opname]

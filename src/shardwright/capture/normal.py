@@ -136,10 +136,12 @@ def _broadcast(call: Call) -> list[str]:
 
 @_for("cat", "concat", "concatenate")
 def _cat(call: Call) -> list[str]:
-    """Torch lets an empty tensor of one dim pass in a cat (an HF cache starts as one)."""
-    tensors = tuple(ref for ref in call.arguments["tensors"] if call.draft.facts[ref.name].shape != (0,))
+    """What is empty adds nothing: an HF cache starts so, and so does what a rotary embedding leaves alone."""
+    dim = call.arguments.get("dim", 0)
+    shapes = {ref: call.draft.facts[ref.name].shape for ref in call.arguments["tensors"]}
+    tensors = tuple(ref for ref in call.arguments["tensors"] if shapes[ref] != (0,) and shapes[ref][dim] != 0)
     if len(tensors) == 1 and call.draft.facts[tensors[0].name] == replace(call.fact, gradient=call.grads(tensors[0])):
-        return [tensors[0].name]
+        return _restride(replace(call, arguments={"self": tensors[0]}))
     return call.emit("aten.cat.default", tensors=tensors or call.arguments["tensors"], dim=call.arguments.get("dim", 0))
 
 
@@ -156,6 +158,12 @@ def _arithmetic(call: Call) -> list[str]:
     if same and exact and not isinstance(other, Ref | bool) and other == neutral:
         return [call.first.name]
     return call.keep()
+
+
+@_for("repeat_interleave")
+def _repeat_interleave(call: Call) -> list[str]:
+    """Without the size of the result: it is only a hint, and would be another one on each rank."""
+    return call.emit(**{name: held for name, held in call.arguments.items() if name != "output_size"})
 
 
 @_for("squeeze")

@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.export import _trace as _export_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..errors import CaptureError
-from .asserts import HeldAsserts
+from .checks import PassedChecks
 from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain
@@ -64,7 +64,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
                 raise
             seen.update(see(real, module, [kept.wanting[0]]))
             continue
-        return replace(traced, notes=_checked(kept, module, real, seen))
+        return replace(traced, notes=(*traced.notes, *_checked(kept, module, real, seen)))
 
 
 def _checked(kept: Kept, module: nn.Module, real: Real, seen: dict[str, list[Seen]]) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def _export(
 ) -> Trace:
     first: BaseException | None = None
     for strict in ways:
-        stand_in = StandIn()
+        stand_in, checks = StandIn(), PassedChecks()
         with (
             _quiet(),
             user_frames(),
@@ -99,9 +99,9 @@ def _export(
             marking(module, kept, seen),
             counting(kept),
             _known(module, strict),
-            KnownDraws(),
-            HeldAsserts(),
-            _use_lazy_graph_module(True),  # export writes its graph out as Python thirty times, for nobody
+            nullcontext() if strict else KnownDraws(),
+            nullcontext() if strict else checks,
+            _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
         ):
             fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
             try:
@@ -111,7 +111,7 @@ def _export(
                 continue
         if strict and (kept.calls or kept.regions):
             break  # dynamo has no notion of our markers: better no graph than a wrong one
-        return Trace(program, kept, stand_in)
+        return Trace(program, kept, stand_in, checks.notes())
     assert first is not None
     refused = next((error for error in causes(first) if isinstance(error, CaptureError)), None)
     if refused is not None:
@@ -152,7 +152,8 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|copyreg)(\.|$)")
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(export|_export|fx|_dynamo)(\.|$)")
+        inside = r"(torch\.(export|_export|fx|_dynamo)|shardwright\.capture)(\.|$)"  # where modes pass calls on
+        warnings.filterwarnings("ignore", category=UserWarning, module=inside)
         export.print = lambda *args, **kwargs: None  # it prints half of a graph when it fails
         loggers = [logging.getLogger(name) for name in _LOUD]
         before = [logger.disabled for logger in loggers]

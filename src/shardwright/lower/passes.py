@@ -13,7 +13,7 @@ from .local import localize
 from .overlap import awaited_later, count_early, in_place, overlap
 from .place import Placer, check_edges
 from .program import Program
-from .tidy import fold_bias, fold_mean, fuse, hoist, prune
+from .tidy import fold_bias, fold_mean, fuse, hoist, loosen, prune
 
 Pass = Callable[[Program], Program]
 
@@ -22,6 +22,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("prune: ops nobody reads", prune),
     ("fuse: reductions in a row over several axes", fuse),
     ("localize: sizes and algorithms of this rank", localize),
+    ("loosen: views of a share are reshapes", loosen),
     ("count early: labels are counted as soon as they are there", count_early),
     ("fold mean: a loss and the count of its labels in one sum", fold_mean),
     ("hoist: constants, computed once", hoist),

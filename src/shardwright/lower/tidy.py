@@ -38,6 +38,26 @@ def fuse(program: Program) -> Program:
     return program.with_(body=tuple(body))
 
 
+SHARES = ("comm.take", "comm.take_pad")
+VIEWS = "view transpose permute slice select unsqueeze squeeze expand split unbind chunk".split()
+
+
+def loosen(program: Program) -> Program:
+    """This rank's share of a value has the strides of the whole, so that a view of it has to be a reshape."""
+    loose: set[str] = set()
+    body = []
+    for op in program.body:
+        if op.target in SHARES:
+            loose.update(op.outputs)
+        elif op.inputs and op.inputs[0] in loose and op.target.split(".")[1].split("_")[0] in VIEWS:
+            if op.target == "aten.view.default":
+                arguments = tuple(("shape" if name == "size" else name, held) for name, held in op.arguments)
+                op = replace(op, target="aten.reshape.default", arguments=arguments)
+            loose.update(op.outputs)
+        body.append(op)
+    return program.with_(body=tuple(body))
+
+
 def fold_mean(program: Program) -> Program:
     """A mean over counted labels and its sum over the rows' axes become one: loss and count are summed at once."""
     users, needed = program.users(), program.needed()

@@ -99,7 +99,8 @@ class Original:
         tensors = captured.flatten(self.task.args, self.task.kwargs)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        outputs, updates, _ = run(replace(captured, graph=graph), tensors, parameters, buffers, functions)
+        before = {key: buffer.clone() for key, buffer in buffers.items()}  # backward reads what forward read
+        outputs, updates, _ = run(replace(captured, graph=graph), tensors, parameters, before, functions)
         with torch.no_grad():
             for key, value in updates.items():
                 buffers[key].copy_(value)

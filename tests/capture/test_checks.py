@@ -1,4 +1,4 @@
-"""An assert about values does not stop a trace; an `if` about them does."""
+"""A check of values does not stop a trace; a branch on them does."""
 
 import pytest
 import torch
@@ -8,12 +8,14 @@ from shardwright.capture import capture
 from shardwright.errors import CaptureError
 
 
-class Asserting(nn.Module):
+class Checking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert torch.all(x >= 0).item(), "only numbers that are not negative"
         assert x.isnan().sum() == 0 and x.max() < 100, (
             "no nan"
         )
+        if x.shape[0] == 2 and x.min() < 0:
+            raise ValueError("only numbers that are not negative")
         return x.sqrt()
 
 
@@ -30,9 +32,12 @@ class Negating(nn.Module):
         return x.sqrt()
 
 
-def test_what_is_asserted_is_taken_as_true_and_left_out():
-    graph = capture(Asserting(), (torch.rand(2, 3),), {}).graph
+def test_a_check_is_taken_to_have_passed_and_left_out():
+    graph = capture(Checking(), (torch.rand(2, 3),), {}).graph
     assert [op.target for op in graph.ops] == ["aten.sqrt.default"]
+    assert len(graph.notes) == 3, "a line is said once"
+    assert all(note.startswith("a check of values is taken to pass and is not in the program") for note in graph.notes)
+    assert all(note.split(":")[-2].endswith("test_checks.py") for note in graph.notes)
 
 
 @pytest.mark.parametrize("kind", [Branching, Negating])

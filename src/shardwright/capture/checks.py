@@ -1,0 +1,70 @@
+"""Checks of what is in a tensor, taken to have passed.
+
+`assert torch.all(ids >= 0).item()` and `if labels.max() >= size: raise ...` decide by values,
+which a trace does not have. But a program that goes on after them is one for which they
+passed, so that is what is traced. The check itself is not in the graph, and a note says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+class PassedChecks(TorchFunctionMode):
+    """Within this, a tensor that a check asks for its truth has the one with which the program goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple[str, int], None] = {}
+
+    def notes(self) -> tuple[str, ...]:
+        return tuple(
+            f"a check of values is taken to pass and is not in the program: {os.path.basename(path)}:{line}"
+            for path, line in self.seen
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__bool__" or (name == "item" and args[0].dtype is torch.bool):
+            frame = _user_frame(sys._getframe(1))
+            passed = _checks(frame.f_code.co_filename).get(frame.f_lineno) if frame is not None else None
+            if frame is not None and passed is not None:
+                self.seen[frame.f_code.co_filename, frame.f_lineno] = None
+                return passed
+        return func(*args, **(kwargs or {}))
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return frame
+
+
+@lru_cache(maxsize=256)
+def _checks(path: str) -> dict[int, bool]:
+    """The lines of a file with conditions of checks that negate nothing, and what these have to come to."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:
+        return {}
+    found: dict[int, bool] = {}
+    for node in ast.walk(tree):
+        raises = isinstance(node, ast.If) and not node.orelse and isinstance(node.body[0], ast.Raise)
+        if not raises and not isinstance(node, ast.Assert):
+            continue
+        test: ast.expr = node.test  # type: ignore[attr-defined]
+        if not any(isinstance(held, ast.Not) for held in ast.walk(test)):
+            lines = range(test.lineno, (test.end_lineno or test.lineno) + 1)
+            found.update(dict.fromkeys(lines, isinstance(node, ast.Assert)))
+    return found
