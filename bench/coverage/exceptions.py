@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 PYRAMID = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
 WAVES = {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
@@ -52,6 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "lsh_attn_chunk_length": 4,
                  "local_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": False},
     "esm": {"vocab_size": 128},
+    "dinov3_vit": {"pos_embed_rescale": None, "pos_embed_jitter": None, "pos_embed_shift": None},  # drawn in training
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 32, 32],
             "fusion_hidden_size": 16, "is_hybrid": False},
@@ -80,7 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # A mask that the model makes itself, but not when it is traced.
 MASK = {"more": {"attention_mask": lambda m: m.ids(4, m.length) * 0 + 1}}
 
-# Their images are picked by a mask or cut by sizes read from a tensor, so that shapes depend on data: text alone.
+# Images or sounds are picked by a mask or cut by sizes read from a tensor, so that shapes depend on data: text alone.
 TEXT = {"inputs": ["input_ids"]}
 INPUTS: dict[str, dict[str, Any]] = {
     "longt5": MASK,
@@ -101,6 +104,12 @@ INPUTS: dict[str, dict[str, Any]] = {
     "paligemma": {  # without types of tokens it attends to all that follows, but only when it is not traced
         "more": {"token_type_ids": lambda m: m.ids(4, m.length + sum(m.places.values()), high=2, low=0)}
     },
+    "audioflamingo3": TEXT,
+    "glmasr": TEXT,
+    "moss_transcribe_diarize": TEXT,
+    "musicflamingo": TEXT,
+    "qwen3_omni_moe_thinker": TEXT,
+    "vit_mae": {"more": {"noise": lambda m: torch.rand(4, 16, generator=m.generator)}},
     "idefics2": TEXT,
     "idefics3": TEXT,
     "smolvlm": TEXT,
@@ -128,19 +137,22 @@ LEFT_OUT: dict[str, str] = {
 
 # Model types that can't be captured as they are, and why: looked up in the source of the model.
 AT_FAULT: dict[str, str] = {
-    "audioflamingo3": "picks frames of a sound by a mask, so that sizes depend on data (`audio_embeds[valid_mask]`)",
     "fsmt": "branches on data: makes a mask only if there is padding (`if not padding_mask.any()`)",
-    "glmasr": "picks the frames of a sound by a mask, so that sizes depend on data (`audio_embeds[valid_mask]`)",
     "glpn": "its loss picks pixels by a mask, so that sizes depend on data (`target[valid_mask]`)",
+    "dac": "drops codebooks at random while it trains (`torch.randint`), whatever the config says",
+    "grounding-dino": "branches on data: clamps if something is not finite (`if not torch.isfinite(...).all()`)",
+    "mm-grounding-dino": "branches on data: clamps if something is not finite (`if not torch.isfinite(...).all()`)",
+    "groupvit": "draws from a Gumbel distribution while it trains (`torch.distributions.gumbel`)",
+    "higgs_audio_v2": "picks the tokens of sounds by a mask, so that sizes depend on data (`hidden_states[mask]`)",
+    "idefics3_vision": "writes positions by a mask, so that sizes depend on data (`position_ids[mask] = pos_ids[mask]`)",
+    "smolvlm_vision": "writes positions by a mask, so that sizes depend on data (`position_ids[mask] = pos_ids[mask]`)",
+    "vits": "works on what a mask picks, so that sizes depend on data (`outputs[mask] = inputs[mask]`)",
     "ibert": "branches on data: rescales if a range is too small (`if self.x_min.min() > -1.1e-5`)",
     "led": "branches on data: whether any token attends globally (`is_index_global_attn.any().item()`)",
     "longformer": "branches on data: whether any token attends globally (`is_index_global_attn.any().item()`)",
-    "moss_transcribe_diarize": "picks frames by a mask, so that sizes depend on data (`audio_embeds[keep_mask]`)",
-    "musicflamingo": "looks up where sounds begin, so that sizes depend on data (`torch.where(diff == 1)`)",
     "jetmoe": "splits by the number of tokens of each expert, which it reads from a tensor (`expert_size.tolist()`)",
     "longcat_flash": "loops over the experts that were hit (`for expert_idx_tensor in expert_hit`)",
     "phimoe": "its router draws random numbers while it trains, whatever the config says (`torch.rand_like`)",
-    "qwen3_omni_moe_thinker": "splits by lengths that it reads from a tensor (`split(chunk_lengths.tolist())`)",
     "reformer": "runs its layers again in a backward of its own, which takes modules as arguments "
                 "(`_ReversibleFunction.apply(..., layers, ...)`)",
     "switch_transformers": "replaces the weights of its router by a cast in every call "

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
 from .architectures import KINDS
-from .exceptions import AT_FAULT, LEFT_OUT
+from .exceptions import AT_FAULT, INPUTS, LEFT_OUT, TEXT
 from .measure import Row
 
 AIMS = {"captured": 0.95, "dp": 0.95, "tp": 0.90, "split": 0.90}
 ENOUGH = 0.8
+ONLY_TEXT = {"input_ids", "attention_mask", "labels", "decoder_input_ids"}
 MARK = {True: "yes", False: "**no**"}
 
 
@@ -28,9 +29,9 @@ def page(rows: Sequence[Row]) -> str:
         "and without. A row is *captured* if its graph does what the model does, and *dp* or *tp* is verified if two "
         "ranks with that plan give the outputs, the gradients, the buffers and the parameters after two steps that "
         "the original gives, to 1e-10 in float64. *Split* is the share of the forward arithmetic that tp=2 splits.",
-        "Experts run as `batched_mm`, since the default knows no float64 and the eager way loops over data. Rows of "
+        "Experts run as `batched_mm`: the default knows no float64, and the eager way loops over data. The rows of "
         "audio models have a head for classes where there is one: a CTC loss picks labels by a mask "
-        "(`labels.masked_select`), so that its shapes depend on data. Models whose images come as rows of patches of "
+        "(`labels.masked_select`), so that its shapes depend on data. Models whose images or sounds come as rows of "
         "any number, or are picked by a mask, were given text alone: " + _text_alone(built) + ". What each was given "
         "is in the CSV." + _narrow(built),
         _summary(built),
@@ -45,12 +46,10 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _text_alone(rows: Sequence[Row]) -> str:
-    given = {row.model for row in rows if row.kind == "multimodal" and not {"pixel", "input_f"} & _stems(row)}
-    return ", ".join(sorted(given)) or "none"
-
-
-def _stems(row: Row) -> set[str]:
-    return {stem for stem in ("pixel", "input_f", "flattened") for name in row.inputs.split() if name.startswith(stem)}
+    """Models of text and something else that were given only the text."""
+    found = {row.model for row in rows if INPUTS.get(row.model_type) is TEXT}
+    found |= {row.model for row in rows if row.kind == "multimodal" and set(row.inputs.split()) <= ONLY_TEXT}
+    return ", ".join(sorted(found)) or "none"
 
 
 def _narrow(rows: Sequence[Row]) -> str:

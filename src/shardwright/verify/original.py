@@ -36,7 +36,9 @@ from .run import Entry, Task, Tensors, first_names, follow, named_outputs, train
 
 NARROW = frozenset({"float32", "float16", "bfloat16"})
 DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
-OTHER_RANDOM = re.compile(r"\.(rand|bernoulli|normal|multinomial|poisson|alpha_dropout|feature_)")
+OTHER_RANDOM = re.compile(
+    r"\.(rand|bernoulli|normal|uniform|exponential|cauchy|geometric|log_normal|multinomial|poisson|alpha_dropout|feature_)"
+)
 CAPTURE_TOLERANCE = 1e-6
 
 
