@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
+from shardwright.capture import Captured, find_opaque
 from shardwright.cost import flops
-from shardwright.ir import Graph
 from shardwright.plan import draw, read_request
+from shardwright.probe import probing
 from shardwright.rules import analyse
 from shardwright.verify.measure import TOLERANCE
 from shardwright.verify.parity import Reference, hold, make_task, refer
@@ -37,6 +38,7 @@ class Row:
     labels: bool
     built: bool = False
     captured: bool = False
+    parts: str = ""  # submodules that had to stay as they are (opaque="auto"); empty if it was captured whole
     dp: bool = False
     tp: bool = False
     split: float = 0.0  # the share of arithmetic that tp splits
@@ -108,30 +110,39 @@ def rows(architecture: Architecture, deep: bool = True) -> Iterator[Row]:
 
 
 def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
-    """Capture once, then hold both plans against the original."""
+    """Capture once, whole or else in parts, then hold both plans against the original."""
     begun = time.perf_counter()
-    try:
-        row = replace(row, dtype="float64" if _runs_double(model, example) else "float32")
-        task = make_task(model, example, getattr(torch, row.dtype), torch.device("cpu"), steps=STEPS)
-        reference = refer(task)
-    except Exception as error:
-        return replace(row, reason=f"{said(error)} {_place(error)}", capture_seconds=time.perf_counter() - begun)
-    row = replace(row, captured=True, capture_seconds=time.perf_counter() - begun)
+    reason = ""
+    for how in ("marked", "auto"):
+        try:
+            row = replace(row, dtype="float64" if _runs_double(model, example) else "float32")
+            task = make_task(model, example, getattr(torch, row.dtype), torch.device("cpu"), steps=STEPS)
+            find_opaque(task.module, cast(Literal["marked", "auto"], how))
+            reference = refer(task)
+            break
+        except Exception as error:
+            reason = reason or f"{said(error)} {_place(error)}"  # of the first try: why it can't be whole
+    else:
+        return replace(row, reason=reason, capture_seconds=time.perf_counter() - begun)
+    kept = reference.side.captured("train").opaques.values()
+    parts = " ".join(dict.fromkeys(call.path for call in kept if not call.rule))
+    row = replace(row, captured=True, parts=parts, capture_seconds=time.perf_counter() - begun)
     bad = [check for check in reference.checks if not check.passed]
     if bad:
         why = f"the graph differs from the model: {bad[0].name} by {bad[0].deviation:.1e}"
         return replace(row, captured=False, reason=why)
-    share, whole = split_share(reference.side.captured("train").graph)
+    share, whole = split_share(reference.side.captured("train"))
     limit = TOLERANCE[getattr(torch, row.dtype)]
-    dp, dp_seconds, reason = _held(reference, "dp=2", limit)
+    dp, dp_seconds, dp_reason = _held(reference, "dp=2", limit)
     tp, tp_seconds, tp_reason = _held(reference, "tp=2", limit)
     return replace(row, dp=dp, tp=tp, dp_seconds=dp_seconds, tp_seconds=tp_seconds, split=share, whole=whole,
-                   reason=reason, tp_reason=tp_reason)  # fmt: skip
+                   reason=dp_reason or reason, tp_reason=tp_reason)  # fmt: skip
 
 
-def split_share(graph: Graph) -> tuple[float, str]:
+def split_share(captured: Captured) -> tuple[float, str]:
     """The share of a graph's arithmetic that tp=2 splits, and which targets take the most of the rest."""
-    facts = analyse(graph)
+    graph = captured.graph
+    facts = analyse(graph, probing(captured.functions))
     choices = draw(graph, read_request("tp=2"), facts).choices(graph.entry)
     total, split = 0.0, 0.0
     left: dict[str, float] = {}

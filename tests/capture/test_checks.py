@@ -40,6 +40,18 @@ def test_a_check_is_taken_to_have_passed_and_left_out():
     assert all(note.split(":")[-2].endswith("test_checks.py") for note in graph.notes)
 
 
+class Sampling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, x.exp()).rsample()
+
+
+def test_distributions_do_not_look_at_values():
+    graph = capture(Sampling(), (torch.rand(2, 3),), {}).graph
+    assert any("normal" in op.target for op in graph.ops)
+    with pytest.raises(ValueError, match="Expected parameter"):
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))  # as before
+
+
 @pytest.mark.parametrize("kind", [Branching, Negating])
 def test_other_decisions_by_values_are_errors(kind):
     with pytest.raises(CaptureError, match="decides by the values"):

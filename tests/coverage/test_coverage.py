@@ -1,5 +1,7 @@
 """A fast subset of the coverage benchmark: 25 architectures of all kinds, captured and verified under dp and tp."""
 
+from dataclasses import replace
+
 import pytest
 from bench.coverage.__main__ import read, write
 from bench.coverage.architectures import architectures
@@ -53,7 +55,10 @@ def test_rows_are_read_as_they_were_written(tmp_path):
 
 
 def test_the_page_gives_shares_and_reasons():
-    assert shares([ROW, BAD]) == {"captured": 1.0, "dp": 1.0, "tp": 0.5, "split": 0.5}
-    text = page([ROW, BAD])
+    parts = replace(ROW, model="OddModel", parts="encoder.gate", reason="it branches")
+    assert shares([ROW, parts, BAD, BAD]) == {"whole": 0.75, "captured": 1.0, "dp": 1.0, "tp": 0.5, "split": 0.5}
+    text = page([ROW, parts, BAD])
+    assert "| OddModel |  | in parts | yes | yes | 95% | 1.5 |" in text
+    assert "- OddModel (`encoder.gate`): it branches" in text
     assert "| BertForMaskedLM |  | yes | yes | yes | 95% | 1.5 |" in text
     assert "- GPT2LMHeadModel with labels: tp=2: it differs" in text

@@ -200,9 +200,29 @@ class Noisy(nn.Module):
         return (self.up(x) + torch.randn_like(x)).square().mean()
 
 
-def test_random_numbers_that_are_not_dropout_are_refused():
+class Jittered(Noisy):
+    """Draws in other ways, twice, and in place."""
+
+    def forward(self, x):
+        x = self.up(x) * torch.empty_like(x).uniform_(0.9, 1.1)
+        kept = torch.bernoulli(torch.full((8,), 0.5, dtype=x.dtype))
+        return (x[torch.randperm(4)] * kept + torch.randn(8, dtype=x.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("net", [Noisy, Jittered])
+def test_random_numbers_that_are_not_dropout_are_drawn_by_the_same_keys(net, plan):
+    report = verify(net(), plan, example=(torch.randn(4, 8),))
+    assert report.passed, str(report)
+
+
+def test_random_numbers_that_have_no_key_are_refused():
+    class Odd(Noisy):
+        def forward(self, x):
+            return (self.up(x) + torch.empty_like(x).cauchy_()).square().mean()
+
     with pytest.raises(InputError, match="draws random numbers"):
-        verify(Noisy(), "tp=2", example=(torch.randn(4, 8),))
+        verify(Odd(), "tp=2", example=(torch.randn(4, 8),))
 
 
 class Plain(nn.Module):

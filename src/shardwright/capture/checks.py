@@ -11,11 +11,14 @@ import ast
 import linecache
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 _INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
@@ -43,6 +46,17 @@ class PassedChecks(TorchFunctionMode):
                 self.seen[frame.f_code.co_filename, frame.f_lineno] = None
                 return passed
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Distributions of torch look at the values of what they are made of, and by default at all of them."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

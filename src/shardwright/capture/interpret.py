@@ -88,12 +88,12 @@ def run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Functi
         if op.target.startswith("call."):
             result = functions[op.target].call(*arguments.values())
         else:
-            result = _overload(op)(**arguments)
+            result = overload_of(op)(**arguments)
     made = result if isinstance(result, tuple | list) else (result,)
     return tuple(held for held in made if isinstance(held, torch.Tensor))
 
 
-def _overload(op: Op) -> Any:
+def overload_of(op: Op) -> Any:
     space, name, overload = op.target.split(".")
     return getattr(getattr(getattr(torch.ops, space), name), overload)
 

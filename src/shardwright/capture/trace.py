@@ -17,7 +17,7 @@ from torch.export import _trace as _export_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..errors import CaptureError
-from .checks import PassedChecks
+from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain
@@ -101,6 +101,7 @@ def _export(
             _known(module, strict),
             nullcontext() if strict else KnownDraws(),
             nullcontext() if strict else checks,
+            unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
         ):
             fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))

@@ -25,6 +25,8 @@ def flops(signature: Signature) -> float:
     """Two for each multiply-add of a product, one for each element of anything else."""
     atoms, values = signature.facts.atoms, signature.facts.graph.values
     size = max((values[name].elements for name in signature.op.outputs), default=0)
+    if signature.op.target == OPAQUE and not is_experts(signature):
+        return max(float(size), _inside(signature))
     if not is_product(signature):
         return float(size)
     if is_experts(signature):  # each token meets k of the experts
@@ -38,3 +40,11 @@ def flops(signature: Signature) -> float:
     if "conv" in signature.op.target:
         work *= math.prod(values[signature.op.inputs[1]].shape[2:])
     return work
+
+
+def _inside(signature: Signature) -> float:
+    """What an opaque submodule may do: every row meets every parameter, since nobody looks inside."""
+    values, op = signature.facts.graph.values, signature.op
+    rows = math.prod(values[op.outputs[0]].shape[:-1]) if op.outputs else 0
+    held = op.inputs[len(op.argument("tensors")) :]
+    return 2.0 * rows * sum(values[name].elements for name in held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Mapping
 
 from ..ir import Op
@@ -79,8 +80,13 @@ def _operator(p: Printing, sign: str) -> str:
 def _fallback(p: Printing) -> str:
     arguments = list(p.op.arguments)
     shown = [p.show(arguments[0][1])] if arguments else []
-    shown += [f"{name}={p.show(value)}" for name, value in arguments[1:]]
+    shown += [_named(name, p.show(value)) for name, value in arguments[1:]]
     return f"torch.ops.{p.op.target}({', '.join(shown)})"
+
+
+def _named(name: str, text: str) -> str:
+    """An argument by name; torch has some called `from`."""
+    return f'**{{"{name}": {text}}}' if keyword.iskeyword(name) else f"{name}={text}"
 
 
 def _converter(p: Printing) -> str:

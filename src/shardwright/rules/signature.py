@@ -243,7 +243,11 @@ RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson", "e
 
 def is_random(op: Op) -> bool:
     """Whether an op draws random numbers."""
-    return any(word in op.target for word in RANDOM)
+    return is_random_target(op.target)
+
+
+def is_random_target(target: str) -> bool:
+    return any(word in target for word in RANDOM)
 
 
 def is_drawn_whole(op: Op) -> bool:

@@ -24,6 +24,7 @@ from ..ir import Op, Slot
 from ..layout import Layout, piece_of
 from ..lower import Program, Size
 from ..lower.program import base_of
+from ..rules import is_drawn_whole
 from ..rules.kept import OPAQUE
 from ..runtime import Group, Groups, comm
 from ..runtime.experts import experts
@@ -122,8 +123,8 @@ class Executor:
             found = getattr(self, f"_{kind}")(_Arguments(op, given))
             made = found if isinstance(found, tuple) else (found,)
             return made[: len(op.outputs)]
-        drawing = self.random.drawing(op.argument("op_key")) if op.target == OPAQUE else nullcontext()
-        with drawing:
+        key = op.argument("op_key") if op.target == OPAQUE else op.name if is_drawn_whole(op) else None
+        with self.random.drawing(key) if key is not None else nullcontext():
             return run_op(replace(op, arguments=self._local(op.arguments)), given, self._functions)
 
     @property

@@ -9,7 +9,7 @@ run op by op (`capture.run`):
 
 The graph is then itself held against the model, without promotion, so that a fault of
 capture does not go unseen ("capture" rows). Dropout draws the whole masks that the ranks of
-the compiled program cut theirs from.
+the compiled program cut theirs from, and other random ops draw by the keys that they have there.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture import Captured, Function, capture, run
+from ..capture.interpret import overload_of
 from ..compile import skeleton_of
 from ..errors import InputError
 from ..ir import Graph, Op
+from ..rules import is_drawn_whole
 from ..rules.kept import OPAQUE
+from ..rules.signature import is_random_target
 from ..runtime.random import ExactDropout, Randomness
 from .measure import Row, compare, largest
 from .run import Entry, Task, Tensors, first_names, follow, named_outputs, trainable
 
 NARROW = frozenset({"float32", "float16", "bfloat16"})
 DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
-OTHER_RANDOM = re.compile(
-    r"\.(rand|bernoulli|normal|uniform|exponential|cauchy|geometric|log_normal|multinomial|poisson|alpha_dropout|feature_)"
-)
+UNKEYED = re.compile(r"\.(cauchy|geometric|log_normal|alpha_dropout|feature_)")
+"""Draws that belong to no key."""
 CAPTURE_TOLERANCE = 1e-6
 
 
@@ -92,7 +95,12 @@ class Original:
         if self.by_graph:
             return self._run_graph(entry)
         captured = self.captured(entry)
-        with exact_dropout(captured.graph, self.random) as mode, drawn_alike(self.module, captured, self.random, mode):
+        names = [op.name for op in captured.graph.ops if is_drawn_whole(op)]
+        with (
+            exact_dropout(captured.graph, self.random) as mode,
+            KeyedDraws(self.random, names) if names else nullcontext(),
+            drawn_alike(self.module, captured, self.random, mode),
+        ):
             return self.module(*self.task.args, **self.task.kwargs)
 
     def _run_graph(self, entry: Entry) -> Any:
@@ -161,15 +169,15 @@ def casts(graph: Graph) -> bool:
 
 
 def redraws(graph: Graph) -> bool:
-    """Whether dropout stands in a checkpointed region."""
-    return any(op.region is not None for op in dropouts(graph))
+    """Whether something is drawn in a checkpointed region."""
+    return any(op.region is not None for op in (*dropouts(graph), *filter(is_drawn_whole, graph.ops)))
 
 
 def dropouts(graph: Graph) -> list[Op]:
     """The ops that drop something, in the order of their calls."""
-    odd = next((op for op in graph.ops if OTHER_RANDOM.search(op.target)), None)
+    odd = next((op for op in graph.ops if UNKEYED.search(op.target)), None)
     inside = (op for branch in graph.branches.values() for op in branch.ops)
-    odd = odd or next((op for op in inside if OTHER_RANDOM.search(op.target) or drops(op)), None)
+    odd = odd or next((op for op in inside if UNKEYED.search(op.target) or is_drawn_whole(op) or drops(op)), None)
     if odd is not None:
         raise InputError(f"{odd} draws random numbers, which can't be made the same on one device and on many; "
                          'verify in evaluation mode with entries=("eval",)')  # fmt: skip
@@ -235,6 +243,9 @@ def with_masks(captured: Captured, random: Randomness) -> tuple[Graph, dict[str,
         for op in graph.ops
         if op.name in found
     }
+    for number, op in enumerate(op for op in graph.ops if is_drawn_whole(op)):
+        found[op.name] = f"call.drawn.{number}"
+        functions[found[op.name]] = Function(call=_drawn(op, random), module="", qualname="")
     if OPAQUE in captured.functions:
         functions[OPAQUE] = replace(captured.functions[OPAQUE], call=_keyed(captured.functions[OPAQUE].call, random))
     ops = tuple(replace(op, target=found.get(op.name, op.target)) for op in graph.ops)
@@ -247,6 +258,34 @@ def _keyed(run: Callable[..., Any], random: Randomness) -> Callable[..., Any]:
             return run(key, *rest)
 
     return call
+
+
+def _drawn(op: Op, random: Randomness) -> Callable[..., Any]:
+    """An op that draws, by its key."""
+    names = [name for name, _ in op.arguments]
+
+    def call(*values: Any) -> Any:
+        with random.drawing(op.name):
+            return overload_of(op)(**dict(zip(names, values, strict=True)))
+
+    return call
+
+
+class KeyedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Make a model draw by keys: its random ops, in order, are the ops named."""
+
+    def __init__(self, random: Randomness, names: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random, self.names = random, iter(names)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_random_target(str(func)):
+            return func(*args, **(kwargs or {}))
+        name = next(self.names, None)
+        if name is None:
+            raise InputError(f"the model draws more random numbers than its graph does ({func})")
+        with self.random.drawing(name):
+            return func(*args, **(kwargs or {}))
 
 
 def _masked(op: Op, random: Randomness) -> Callable[..., Tensor]:
