@@ -77,6 +77,9 @@ class Conversion:
         place = place_of(node.meta, no_grad=modes.no_grad, autocast=modes.autocast)
         if not isinstance(op, torch._ops.OpOverload):
             raise unsupported(f"it calls {op}, which is no tensor operation", place.source, "Use torch functions.")
+        if op._opname == "as_strided" and not _in_order(node.args[0]):
+            remedy = "Call .contiguous() before it, or use unfold, view or slices."
+            raise unsupported("as_strided reads memory that is not in order", place.source, remedy)
         if target_name(op) == MARKER:
             return self._call(args, node.meta["val"], place)
         if modes.autocast:
@@ -240,6 +243,11 @@ def _checks(graph: fx.Graph) -> set[fx.Node]:
         if asserts or (number and pure and all(user in found for user in node.users)):
             found.add(node)
     return found
+
+
+def _in_order(node: Any) -> bool:
+    value = node.meta["val"]
+    return bool(value.is_contiguous() and value.storage_offset() == 0)
 
 
 def _read(held: Any, place: Place) -> Any:

@@ -19,6 +19,7 @@ from .checks import PassedChecks
 from .draws import KnownDraws
 from .failure import explain
 from .keep import Kept, keeping
+from .known import KnownValues
 from .places import user_frames
 from .signature import register_containers
 from .stand_in import StandIn
@@ -53,6 +54,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             _known(module, strict),
             KnownDraws(),
             PassedChecks(),
+            KnownValues(),
             _use_lazy_graph_module(True),  # export writes its graph out as Python thirty times, for nobody
         ):
             fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
