@@ -40,7 +40,9 @@ class KnownValues(TorchFunctionMode):
         if name in _QUESTIONS and given and given[0] in self.known:
             return getattr(self.known[given[0]], name)()
         if name in _MAKERS or name in _LIKE:  # arange(height), where height is a tensor
-            args, kwargs = pytree.tree_map(self._number, (args, kwargs))
+            like = args[:1] if name in _LIKE else ()
+            rest, kwargs = pytree.tree_map(self._number, (args[len(like) :], kwargs))
+            args = (*like, *rest)
         found = func(*args, **kwargs)
         if _writes(name, kwargs):
             self.known.clear()
