@@ -11,7 +11,7 @@ PLAN ?= dp=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test bench lint install clean
+.PHONY: demo test bench coverage lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
@@ -21,6 +21,10 @@ test: lint
 
 bench: $(READY)
 	$(BIN)/python -m bench.run
+
+# Every architecture of transformers, about an hour on two cores.
+coverage: $(READY)
+	$(BIN)/python -m bench.coverage
 
 lint: $(READY)
 	$(BIN)/ruff check .

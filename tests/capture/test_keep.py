@@ -160,3 +160,29 @@ def test_nothing_stays_patched():
     capture(Custom(Tripled, 2.0), (x(),))
     after = (torch.autograd.Function.apply, torch.utils.checkpoint._checkpoint_without_reentrant_generator)
     assert before == after
+
+
+class Configured(torch.autograd.Function):
+    """Takes its settings in a dict, as research code does."""
+
+    @staticmethod
+    def forward(ctx, x, config):
+        ctx.factor = config["factor"]
+        return x * config["factor"]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def test_a_dict_of_settings_is_an_argument():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Configured.apply(x * self.weight, {"factor": 3.0, "name": "triple"})
+
+    captured = agree(Model(), torch.randn(2, 3, dtype=torch.float64))
+    assert captured.graph.ops[-1].argument("arg1") == {"factor": 3.0, "name": "triple"}

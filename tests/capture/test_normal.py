@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.capture import capture
+from shardwright.errors import CaptureError
 from shardwright.ir import Slot
 
 from .agreement import agree, ops
@@ -114,3 +116,26 @@ def test_batch_norm_in_training_is_one_op_whose_statistics_are_updates():
 
 def test_batch_norm_without_statistics():
     agree(nn.BatchNorm1d(6, track_running_stats=False, dtype=torch.float64), x())
+
+
+class Windows(nn.Module):
+    """Overlapping windows by the strides of a copy that is in order."""
+
+    def __init__(self, ordered: bool) -> None:
+        super().__init__()
+        self.ordered = ordered
+        self.weight = nn.Parameter(torch.randn(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.weight).t()
+        y = y.contiguous() if self.ordered else y
+        return y.as_strided((3, 4, x.shape[0]), (x.shape[0], x.shape[0], 1)).mean(0)
+
+
+def test_what_goes_by_strides_is_given_memory_in_order():
+    agree(Windows(ordered=True), torch.randn(4, 8, dtype=torch.float64))
+
+
+def test_strides_of_memory_that_is_not_in_order_are_refused():
+    with pytest.raises(CaptureError, match="memory that is not in order"):
+        capture(Windows(ordered=False), (torch.randn(4, 8, dtype=torch.float64),))

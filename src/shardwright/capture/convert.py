@@ -92,6 +92,9 @@ class Conversion:
             name = getattr(op, "__name__", op)
             remedy = "Write it without torch.vmap and torch.func, or keep the submodule out with sw.opaque(submodule)."
             raise unsupported(f"it calls {name}, which is no tensor operation", place.source, remedy)
+        if op._opname == "as_strided" and not _in_order(node.args[0]):
+            remedy = "Call .contiguous() before it, or use unfold, view or slices."
+            raise unsupported("as_strided reads memory that is not in order", place.source, remedy)
         if target_name(op) == MARKER:
             return self._call(args, node.meta["val"], place)
         if modes.autocast:
@@ -338,6 +341,11 @@ def _checks(graph: fx.Graph) -> set[fx.Node]:
         if asserts or (number and pure and all(user in found for user in node.users)):
             found.add(node)
     return found
+
+
+def _in_order(node: Any) -> bool:
+    value = node.meta["val"]
+    return bool(value.is_contiguous() and value.storage_offset() == 0)
 
 
 def _read(held: Any, place: Place) -> Any:

@@ -160,6 +160,13 @@ def _arithmetic(call: Call) -> list[str]:
     return call.keep()
 
 
+@_for("as_strided")
+def _as_strided(call: Call) -> list[str]:
+    """It goes by the memory of what it is given, which is in order (convert.py refuses anything else)."""
+    ordered = call.draft.emit_one("aten.contiguous.default", {"self": call.first}, call.given, call.place)
+    return call.emit(**{**call.arguments, "self": Ref(ordered)})
+
+
 @_for("repeat_interleave")
 def _repeat_interleave(call: Call) -> list[str]:
     """Without the size of the result: it is only a hint, and would be another one on each rank."""

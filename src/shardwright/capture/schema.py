@@ -62,6 +62,8 @@ def literal(value: Any, source: Source | None) -> Any:
         return Dtype(str(value).removeprefix("torch."))
     if isinstance(value, list | tuple):
         return tuple(literal(held, source) for held in value)
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: literal(held, source) for name, held in value.items()}
     if isinstance(value, complex | torch.device | torch.layout | torch.memory_format):
         return str(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):

@@ -22,6 +22,7 @@ from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain
 from .keep import Kept, keeping
+from .known import KnownValues
 from .opaque import marking, opaque_parts
 from .part import Opaque
 from .places import user_frames
@@ -101,6 +102,7 @@ def _export(
             _known(module, strict),
             nullcontext() if strict else KnownDraws(),
             nullcontext() if strict else checks,
+            nullcontext() if strict else KnownValues(),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
         ):

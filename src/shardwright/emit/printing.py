@@ -38,6 +38,8 @@ class Printing:
         if isinstance(value, tuple):
             inner = ", ".join(self.show(held) for held in value)
             return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{name!r}: {self.show(held)}' for name, held in value.items())}}}"
         if isinstance(value, float) and value in (float("inf"), float("-inf")):
             return f'float("{value}")'
         if isinstance(value, float) and value != value:
