@@ -38,6 +38,8 @@ class PassedChecks(TorchFunctionMode):
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # cond and scan are captured by dynamo, which would look in here
+            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "__bool__" or (name == "item" and args[0].dtype is torch.bool):
             frame = _user_frame(sys._getframe(1))

@@ -33,6 +33,8 @@ class KnownDraws(TorchFunctionMode):
         self.drawn: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # cond and scan are captured by dynamo, which would look in here
+            return func(*args, **(kwargs or {}))
         known = _COMPARISONS.get(getattr(func, "__name__", "").strip("_"))
         if known is not None and len(args) == 2 and self._is_draw(args[0]) and isinstance(args[1], int | float):
             for outcome, holds in known.items():

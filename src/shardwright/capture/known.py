@@ -34,6 +34,8 @@ class KnownValues(TorchFunctionMode):
         self.known: Any = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # cond and scan are captured by dynamo, which would look in here
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         given = [held for held in pytree.tree_leaves((args, kwargs)) if isinstance(held, torch.Tensor)]
