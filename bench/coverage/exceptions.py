@@ -141,10 +141,8 @@ LEFT_OUT: dict[str, str] = {
 AT_FAULT: dict[str, str] = {
     "fsmt": "branches on data: makes a mask only if there is padding (`if not padding_mask.any()`)",
     "glpn": "its loss picks pixels by a mask, so that sizes depend on data (`target[valid_mask]`)",
-    "dac": "drops codebooks at random while it trains (`torch.randint`), whatever the config says",
     "grounding-dino": "branches on data: clamps if something is not finite (`if not torch.isfinite(...).all()`)",
     "mm-grounding-dino": "branches on data: clamps if something is not finite (`if not torch.isfinite(...).all()`)",
-    "groupvit": "draws from a Gumbel distribution while it trains (`torch.distributions.gumbel`)",
     "higgs_audio_v2": "picks the tokens of sounds by a mask, so that sizes depend on data (`hidden_states[mask]`)",
     "idefics3_vision": "writes positions by a mask, so that sizes depend on data (`position_ids[mask] = ids[mask]`)",
     "smolvlm_vision": "writes positions by a mask, so that sizes depend on data (`position_ids[mask] = ids[mask]`)",
@@ -154,9 +152,7 @@ AT_FAULT: dict[str, str] = {
     "longcat_flash": "loops over the experts that were hit (`for expert_idx_tensor in expert_hit`)",
     "led": "reads overlapping windows from memory that is not in order (`hidden_states.as_strided(...)`)",
     "longformer": "branches on data: whether any token attends globally (`is_index_global_attn.any().item()`)",
-    "phimoe": "its router draws random numbers while it trains, whatever the config says (`torch.rand_like`)",
-    "reformer": "runs its layers again in a backward of its own, which takes modules as arguments "
-                "(`_ReversibleFunction.apply(..., layers, ...)`)",
+    "reformer": "seeds itself from the operating system (`torch.seed()`), so that two runs on one device differ too",
     "switch_transformers": "replaces the weights of its router by a cast in every call "
                            "(`self.classifier = self.classifier.to(self.dtype)`)",
     "udop": "picks patches of an image by the places of words, so that sizes depend on data (`zip(*ind)`)",

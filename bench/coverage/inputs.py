@@ -211,7 +211,8 @@ def _asked(maker: Maker) -> tuple[dict[str, Any], Any]:
 
 def said(error: BaseException) -> str:
     """An error in one line, with the line of the model that it names."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = re.sub(r"\S*/site-packages/", "", str(error))  # where a package lies is this machine's business
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {' '.join(lines[:3])}"[:300]
 
 

@@ -57,7 +57,7 @@ def measured(wanted: Sequence[Architecture], jobs: int, deep: bool = True) -> It
                 if row is not None:
                     yield row
                 if lost:
-                    yield _lost(worker, lost)
+                    yield from _lost(worker, lost)
                     worker.at = None
                 if worker.at is None:
                     if lost or worker.taken >= MOST:
@@ -94,10 +94,12 @@ def _news(worker: Worker) -> tuple[Row | None, str]:
     return found, ""
 
 
-def _lost(worker: Worker, why: str) -> Row:
+def _lost(worker: Worker, why: str) -> Iterator[Row]:
+    """The row that was not sent, and the one with labels that would have come after it: neither is left out."""
     assert worker.at is not None
-    return Row(model_type=worker.at.model_type, kind=worker.at.kind, model=worker.at.model, labels=worker.sent > 0,
-               built=True, reason=why)  # fmt: skip
+    for labels in (False, True)[worker.sent :]:
+        yield Row(model_type=worker.at.model_type, kind=worker.at.kind, model=worker.at.model, labels=labels,
+                  built=True, reason=why)  # fmt: skip
 
 
 def _work(pipe: Connection, deep: bool) -> None:

@@ -67,7 +67,7 @@ def run_known(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
 def discover(call: Call, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
     """The rule of a call by probing, or None and why not. Known for calls of the same shapes and arguments."""
     key = (
-        call.op.target, call.op.arguments, call.op.autocast, call.op.no_grad, version,
+        call.op.target, repr(call.op.arguments), call.op.autocast, call.op.no_grad, version,
         tuple((value.shape, value.dtype, value.gradient) for value in (*call.inputs, *call.outputs)),
     )  # fmt: skip
     with _ONE_AT_A_TIME:
