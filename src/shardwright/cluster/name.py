@@ -47,10 +47,8 @@ def _group(text: str, name: str) -> Group:
         network=usual_network(found.name, devices),
     )
     for link in links:
-        if is_network(link):
-            node = replace(node, network=network(link, devices))
-        else:
-            node = replace(node, inside=inside(link))
+        between = is_network(link)
+        node = replace(node, network=network(link, devices)) if between else replace(node, inside=inside(link))
     return Group(node=node, nodes=nodes)
 
 
