@@ -77,12 +77,12 @@ def _points(kind: Collective, group: Group, world: World, effort: Effort) -> tup
     while size <= effort.largest:
         run, carried = call(kind, size, group, world.device)
         time = seconds(run, world.device, effort, agree)
-        longest = max([time, *(known for _, known in points)])  # a larger message never takes less: that is noise
-        points.append((carried, float(f"{longest:.4g}")))
+        points.append((carried, float(f"{time:.4g}")))
         if time > effort.longest:
             break
         size *= effort.factor
-    return tuple(points)
+    # A small message never takes longer than a large one. Where it did, something else was in the way.
+    return tuple((size, min(time for _, time in points[place:])) for place, (size, _) in enumerate(points))
 
 
 def call(kind: Collective, size: int, group: Group, device: torch.device) -> tuple[Callable[[], object], int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-BATCHES = 5
+BATCHES = 15  # short ones: on a busy machine a long one is sure to be interrupted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def once(run: Callable[[], object], device: torch.device, count: int = 1) -> flo
 def seconds(
     run: Callable[[], object], device: torch.device, effort: Effort, agree: Callable[[float], float] = float
 ) -> float:
-    """The time of one call: the least of a few batches, since what else runs on the machine only adds.
+    """The time of one call: the least of some batches, since what else runs on the machine only adds.
 
     `agree` makes of the times of all ranks the one that counts.
     """

@@ -42,11 +42,13 @@ class Curve:
         if place == len(self.points):
             return self.points[-1][1]
         (a, low), (b, high) = self.points[place - 1], self.points[place]
+        if size == b:
+            return high
         part = math.log(size / a) / math.log(b / a)
         return low * math.exp(part * math.log(high / low))
 
 
 def ramp(best: float, half: float) -> Curve:
     """A fraction that grows with size to `best`, and is half of it at the size `half`: a start-up time, as a curve."""
-    sizes = [half * 10.0 ** (step / 2) for step in range(-8, 7)]
-    return Curve(tuple((size, best * size / (size + half)) for size in sizes))
+    sizes = [float(f"{half * 10.0 ** (step / 2):.3g}") for step in range(-4, 7)]
+    return Curve(tuple((size, float(f"{best * size / (size + half):.4g}")) for size in sizes))

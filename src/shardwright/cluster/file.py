@@ -13,7 +13,7 @@
       slow: {bandwidth: 20 GB/s, latency: 8 us, efficiency: 0.9, pair: 10 GB/s}
     groups:
       - {nodes: 2, devices: 8, device: A100-slow, inside: slow, network: 4xinfiniband-100}
-    between: ethernet-100             # one adapter for each device, from one group to another; may be left out
+    between: ethernet-100             # from group to group, if slower than their own networks; may be left out
     measured:                         # written by `shardwright calibrate`
       - {kind: all_reduce, ranks: [8], seconds: {1024: 20e-6, 1048576: 45e-6}}
 
@@ -35,7 +35,7 @@ from .curve import Curve
 from .device import Device
 from .link import Link
 from .name import parse
-from .schema import VERSION, Reader
+from .schema import VERSION, Reader, largest_node
 
 HEADER = "# A cluster for shardwright; docs/clusters.md says what the keys mean.\n"
 
@@ -63,7 +63,7 @@ def load(path: str | Path) -> Cluster:
 
 def save(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster so that `load` gives it back."""
-    text = yaml.safe_dump(to_data(cluster), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    text = yaml.safe_dump(to_data(cluster), sort_keys=False, default_flow_style=None, width=110)
     Path(path).write_text(HEADER + text, encoding="utf-8")
 
 
@@ -115,7 +115,7 @@ def _own_links(cluster: Cluster) -> dict[str, Link]:
     used = [(group.node.inside, LINKS.get(group.node.inside.name)) for group in cluster.groups]
     used += [(group.node.network, _network(group.node.network.name, group.node.devices)) for group in cluster.groups]
     if cluster.between is not None:
-        used.append((cluster.between, _network(cluster.between.name, 1)))
+        used.append((cluster.between, _network(cluster.between.name, largest_node(cluster.groups))))
     own = {link.name: link for link, known in used if link != known}
     for link, _ in used:
         if own.get(link.name, link) != link:

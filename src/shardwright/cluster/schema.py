@@ -37,6 +37,11 @@ A_GROUP = Group(node=A_NODE, nodes=1)
 A_CLUSTER = Cluster(name="cpu", groups=(A_GROUP,))
 
 
+def largest_node(groups: Iterable[Group]) -> int:
+    """What joins groups is an adapter in each node too: its devices share it, at worst those of the largest."""
+    return max((group.node.devices for group in groups), default=1)
+
+
 class Reader:
     """Reads one file. `faults` says what is wrong, each with the key where it is."""
 
@@ -56,13 +61,12 @@ class Reader:
             self.devices[key] = self.device(item, f"devices.{key}", key)
         rows = self.rows(data["groups"], "groups")
         groups = [self.group(item, f"groups[{place}]") for place, item in enumerate(rows)]
-        tables = self.rows(data["measured"], "measured") if "measured" in data else []
-        return self.made("the file", len(self.faults), A_CLUSTER, lambda: Cluster(
-            name=self.text(data.get("name", name), "name"),
-            about=self.text(data.get("about", ""), "about"),
-            groups=tuple(groups),
-            between=self.network(data["between"], 1, "between") if "between" in data else None,
-            measured=tuple(self.table(item, f"measured[{place}]") for place, item in enumerate(tables)),
+        between = self.network(data["between"], largest_node(groups), "between") if "between" in data else None
+        rows = self.rows(data["measured"], "measured") if "measured" in data else []
+        measured = [self.table(item, f"measured[{place}]") for place, item in enumerate(rows)]
+        name, about = self.text(data.get("name", name), "name"), self.text(data.get("about", ""), "about")
+        return self.made("the file", 0, A_CLUSTER, lambda: Cluster(
+            name=name, about=about, groups=tuple(groups), between=between, measured=tuple(measured),
         ))  # fmt: skip
 
     def device(self, data: Any, at: str, name: str) -> Device:
