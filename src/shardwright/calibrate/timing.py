@@ -57,5 +57,6 @@ def seconds(
     first = agree(once(run, device))
     if first > effort.longest:
         return first
-    count = max(1, min(1000, int(effort.each / BATCHES / max(first, 1e-7))))
-    return min(agree(once(run, device, count)) for _ in range(BATCHES))
+    calls = int(effort.each / max(first, 1e-7))
+    count = max(1, min(1000, calls // BATCHES))
+    return min(agree(once(run, device, count)) for _ in range(max(3, min(BATCHES, calls))))
