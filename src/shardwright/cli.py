@@ -1,9 +1,10 @@
-"""The command line: plan, explain, compile, verify.
+"""The command line: plan, explain, compile, verify, calibrate.
 
     shardwright plan    train.py:make_model --plan tp=2 -o plan.json
     shardwright explain plan.json --model train.py:make_model
     shardwright compile train.py:make_model --plan dp=2,tp=2 -o generated
     shardwright verify  train.py:make_model --plan tp=2
+    shardwright calibrate -o cluster.yaml
 
 A model is named by a file (or an importable module) and a function in it that returns the
 module and an example of its arguments; or by a Hugging Face config, `hf:config.json`. None
@@ -27,7 +28,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .calibrate import FULL, QUICK, calibrate, tables
 from .capture import find_opaque
+from .cluster import save
 from .compile import write
 from .errors import InputError, ShardwrightError
 from .report import explain, read_plan
@@ -80,6 +83,12 @@ def make_parser() -> ArgumentParser:
     verified.add_argument("--eval", action="store_true", help="compare evaluation mode too")
     verified.add_argument("--trace", action="store_true", help="if they differ, find the first op that does")
     commands.add_subcommand("verify", verified, help="compare the program with the original")
+
+    measured = ArgumentParser(description="Measure this machine, or under torchrun these machines, as a cluster.")
+    measured.add_argument("-o", "--output", type=Path, help="where to write the cluster (YAML); else it is only shown")
+    measured.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in less than a minute")
+    measured.add_argument("--ranks", type=int, help="processes to start; one for each core if not said")
+    commands.add_subcommand("calibrate", measured, help="measure this machine as a cluster")
     return parser
 
 
@@ -151,6 +160,27 @@ def run_verify(asked: Namespace, console: Console) -> int:
     return 0 if report.passed else 1
 
 
+def run_calibrate(asked: Namespace, console: Console) -> int:
+    if asked.ranks is not None and asked.ranks < 1:
+        raise InputError(f"--ranks {asked.ranks} is no number of processes")
+    name = asked.output.stem if asked.output is not None else "measured"
+    cluster, world = calibrate(QUICK if asked.quick else FULL, asked.ranks, name)
+    if world.rank != 0:
+        return 0
+    console.print(tables(cluster))
+    if cluster.size == 1 and world.device.type == "cuda":
+        console.print(UNDER_TORCHRUN, highlight=False)
+    if asked.output is not None:
+        asked.output.parent.mkdir(parents=True, exist_ok=True)
+        save(cluster, asked.output)
+        console.print(f"written to {asked.output}", highlight=False, soft_wrap=True)
+    return 0
+
+
+UNDER_TORCHRUN = (
+    "collectives were not measured; for those start one process a GPU: "
+    "torchrun --no-python --nproc-per-node 8 shardwright calibrate ..."
+)
 AGREES = (
     "op by op the program does what the original does: "
     "look at the generated file, or at how parameters are kept in sync"
@@ -160,6 +190,7 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "explain": run_explain,
     "compile": run_compile,
     "verify": run_verify,
+    "calibrate": run_calibrate,
 }
 
 

@@ -5,6 +5,7 @@
     ├── GraphError         a graph breaks its own rules (a fault of ours or of an own pass)
     ├── RuleError          a rule is malformed, or claims a split that is not true
     ├── LayoutError        a layout or a mesh makes no sense for a shape
+    ├── ClusterError       a cluster's name, file or facts make no sense
     ├── PlanError          a plan is malformed, infeasible, or made for another graph
     ├── LoweringError      a plan can't be turned into a program
     ├── InputError         what was passed at run time does not fit the program
@@ -42,6 +43,10 @@ class RuleError(ShardwrightError):
 
 class LayoutError(ShardwrightError):
     """A layout or a mesh makes no sense for a shape."""
+
+
+class ClusterError(ShardwrightError):
+    """A cluster's name, file or facts make no sense."""
 
 
 class PlanError(ShardwrightError):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .capture import capture, find_opaque
+from .cluster import find as find_cluster
 from .compile import Compiler, PlanLike, make_plan, skeleton_of
-from .errors import InputError, PlanError
+from .errors import InputError
 from .parts import Parts, replace_parts
 from .plan import Plan
 from .probe import probing
@@ -100,14 +101,10 @@ def plan(
 
 
 def cluster_size(cluster: str, plan: PlanLike) -> int:
-    """How many devices a name such as "8xA100-80GB" or "4x8xH100" stands for; "cpu" is what the plan says."""
+    """How many devices a name such as "8xA100-80GB" or a cluster file stands for; "cpu" is what the plan says."""
     if isinstance(plan, Plan):
         return plan.mesh.size
-    total = 1
-    for part in cluster.split("x")[:-1]:
-        if not part.isdigit():
-            raise PlanError(f"the cluster {cluster!r} is not a name such as 8xA100-80GB or 4x8xH100")
-        total *= int(part)
+    total = find_cluster(cluster).size
     if total == 1 and isinstance(plan, str):
         from .plan import read_request
 

@@ -29,11 +29,12 @@ MAY_IMPORT = {
         "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile parts verify"
     ),
     "checkpoint": "errors runtime",
+    "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion ir rules cost plan lower probe verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
-    "cli": "errors ir capture plan lower emit runtime compile verify parallelize report",
+    "cli": "errors ir capture cluster calibrate plan lower emit runtime compile verify parallelize report",
 }
 NO_TORCH = frozenset(["errors", "layout", "conversion", "ir", "rules", "cluster", "cost", "plan", "lower", "emit"])
 

@@ -1,0 +1,127 @@
+"""Measures collectives: every kind, by message size, in every kind of group that the ranks allow.
+
+The groups of one kind all talk at the same time, as they do in training, and the slowest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+
+from ..cluster import COLLECTIVES, Collective, Curve, Link, Measured
+from ..errors import ClusterError
+from ..layout import Axis, Mesh
+from ..runtime.world import Group, Groups, World
+from .timing import Effort, seconds
+
+SMALLEST = 1024  # bytes
+
+
+def measure_collectives(
+    world: World, ranks_per_node: int, effort: Effort, advance: Callable[[str], None]
+) -> tuple[Measured, ...]:
+    found = []
+    for ranks, mesh in meshes(world.size, ranks_per_node):
+        group = Groups(mesh)["group"]
+        for kind in kinds_in(ranks):
+            advance(f"{kind} {' + '.join(map(str, ranks))}")
+            points = _points(kind, group, world, effort)
+            found.append(Measured(kind=kind, ranks=ranks, seconds=Curve(points)))
+    return tuple(found)
+
+
+def kinds_in(ranks: tuple[int, ...]) -> tuple[Collective, ...]:
+    """A send is between two: it is measured in pairs only."""
+    return tuple(kind for kind in COLLECTIVES if kind != "send" or sum(ranks) == 2)
+
+
+def meshes(size: int, per_node: int) -> Iterator[tuple[tuple[int, ...], Mesh]]:
+    """Meshes with an axis "group", and how the ranks of a group lie on nodes.
+
+    With 2 nodes of 4: groups of 2 and of 4 in a node, of all 8, and of 2 with a rank on each node.
+    """
+    for count in range(2, size + 1):
+        if size % count == 0 and (per_node % count == 0 or count % per_node == 0):
+            ranks = (count,) if count <= per_node else (per_node,) * (count // per_node)
+            yield ranks, _mesh(rest=size // count, group=count)
+    nodes = size // per_node
+    if per_node > 1:
+        for count in range(2, nodes + 1):
+            if nodes % count == 0:
+                yield (1,) * count, _mesh(rest=nodes // count, group=count, place=per_node)
+
+
+def _mesh(**sizes: int) -> Mesh:
+    return Mesh(axes=tuple(Axis(name=name, size=size) for name, size in sizes.items()))
+
+
+def count_per_node(hosts: list[str]) -> int:
+    """How many ranks each node has, from the host of each rank."""
+    counts = [len(list(ranks)) for _, ranks in groupby(hosts)]
+    if len(counts) != len(set(hosts)) or len(set(counts)) != 1:
+        raise ClusterError(f"the nodes must have equally many ranks in a row each, and they have {counts}")
+    return counts[0]
+
+
+def _points(kind: Collective, group: Group, world: World, effort: Effort) -> tuple[tuple[float, float], ...]:
+    def agree(value: float) -> float:
+        held = torch.tensor([value], dtype=torch.float64, device=world.device)
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+        return float(held)
+
+    points: list[tuple[float, float]] = []
+    size = SMALLEST
+    while size <= effort.largest:
+        run, carried = call(kind, size, group, world.device)
+        time = seconds(run, world.device, effort, agree)
+        points.append((carried, float(f"{time:.4g}")))
+        if time > effort.longest:
+            break
+        size *= effort.factor
+    # A small message never takes longer than a large one. Where it did, something else was in the way.
+    return tuple((size, min(time for _, time in points[place:])) for place, (size, _) in enumerate(points))
+
+
+def call(kind: Collective, size: int, group: Group, device: torch.device) -> tuple[Callable[[], object], int]:
+    """A call of a collective with about so many bytes, and how many they are."""
+    share = max(1, size // 4 // group.size)
+    whole, part = (torch.zeros(count, device=device) for count in (share * group.size, share))
+    other = torch.zeros_like(whole)
+    talk = group.process_group
+    calls: dict[Collective, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=talk),
+        "all_gather": lambda: dist.all_gather_single(whole, part, group=talk),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=talk),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=talk),
+        "broadcast": lambda: dist.broadcast(whole, group.ranks[0], group=talk),
+        "send": lambda: _send(whole, group),
+    }
+    return calls[kind], whole.nbytes
+
+
+def _send(tensor: torch.Tensor, group: Group) -> None:
+    there = dist.isend if group.index == 0 else dist.irecv
+    for work in dist.batch_isend_irecv([dist.P2POp(there, tensor, group.ranks[1 - group.index], group.process_group)]):
+        work.wait()
+
+
+def fit(name: str, measured: tuple[Measured, ...], across: bool) -> Link | None:
+    """A link for groups that were not measured, from the all_gathers of the smallest group that was.
+
+    A ring of n passes S (n - 1) / n bytes in n - 1 hops.
+    """
+    tables = [
+        table
+        for table in measured
+        if table.kind == "all_gather" and (set(table.ranks) == {1} if across else len(table.ranks) == 1)
+    ]
+    if not tables:
+        return None
+    table = min(tables, key=lambda table: sum(table.ranks))
+    size = sum(table.ranks)
+    (_, least), (large, longest) = table.seconds.points[0], table.seconds.points[-1]
+    passed = large * (size - 1) / size / max(longest - least, longest / 10)
+    return Link(name=name, bandwidth=float(f"{passed:.4g}"), latency=float(f"{least / (size - 1):.4g}"))

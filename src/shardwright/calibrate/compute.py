@@ -1,0 +1,149 @@
+"""Measures one device: products, attention, pointwise ops and copies, by size and dtype.
+
+All ranks measure at once, since in training they compete for the memory too; the slowest counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..cluster import Curve, Device, Efficiency, Kind
+from ..cluster.catalogue import DEVICES
+from .timing import Effort, seconds
+
+HEADS, HEAD = 4, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One kind of op in one dtype: (flops or bytes, seconds), sizes growing."""
+
+    kind: Kind
+    dtype: str
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def rates(self) -> tuple[tuple[float, float], ...]:
+        return tuple((size, size / time) for size, time in self.points)
+
+
+def measure_ops(device: torch.device, effort: Effort, advance: Callable[[str], None]) -> tuple[Series, ...]:
+    """Every series on one device, in the order in which they are reported."""
+    found = []
+    for kind, dtype in series_of(effort):
+        advance(f"{kind} {name_of(dtype)}")
+        points = []
+        for size, run in _sizes(kind, dtype, device, effort):
+            time = seconds(run, device, effort)
+            points.append((size, time))
+            if time > effort.longest:
+                break
+        found.append(Series(kind=kind, dtype=name_of(dtype), points=tuple(points)))
+    return tuple(found)
+
+
+def series_of(effort: Effort) -> list[tuple[Kind, torch.dtype]]:
+    kinds: tuple[Kind, ...] = ("matmul", "attention", "pointwise")
+    return [*((kind, dtype) for kind in kinds for dtype in effort.dtypes), ("copy", torch.float32)]
+
+
+def _sizes(
+    kind: Kind, dtype: torch.dtype, device: torch.device, effort: Effort
+) -> Iterator[tuple[float, Callable[[], Tensor]]]:
+    """Ever larger calls, each with its flops (matmul, attention) or bytes."""
+
+    def make(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device).to(dtype)
+
+    length = 64
+    while True:
+        if kind == "matmul":
+            a, b = make(length, length), make(length, length)
+            largest, work = a.nbytes, 2.0 * length**3
+            yield work, lambda a=a, b=b: a @ b  # type: ignore[misc]
+        elif kind == "attention":
+            q, k, v = (make(1, HEADS, length, HEAD) for _ in range(3))
+            largest, work = q.nbytes, 4.0 * HEADS * HEAD * length**2
+            yield work, lambda q=q, k=k, v=v: functional.scaled_dot_product_attention(q, k, v)  # type: ignore[misc]
+        elif kind == "pointwise":  # a gated activation: 2 reads and a write, a read and a write
+            x = make(length * length)
+            largest = x.nbytes
+            yield 5.0 * x.nbytes, lambda x=x: functional.gelu(x) * x  # type: ignore[misc]
+        else:
+            x, y = make(length * length), make(length * length)
+            largest = x.nbytes
+            yield 2.0 * x.nbytes, lambda x=x, y=y: y.copy_(x)  # type: ignore[misc]
+        if largest >= effort.largest:
+            return
+        length *= 2
+
+
+def slowest(ranks: list[tuple[Series, ...]]) -> tuple[Series, ...]:
+    """The series of all ranks as one: at each size that every rank has come to, the longest time."""
+    found = []
+    for same in zip(*ranks, strict=True):
+        shared = min(len(series.points) for series in same)
+        columns = zip(*(series.points[:shared] for series in same), strict=True)
+        points = tuple((column[0][0], max(time for _, time in column)) for column in columns)
+        found.append(Series(kind=same[0].kind, dtype=same[0].dtype, points=points))
+    return tuple(found)
+
+
+def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int) -> Device:
+    """The measurements as a device. Peaks are those of the catalogue if it has the device, else the best seen."""
+    known = known_device(device)
+    flops: dict[str, float] = dict(known.flops) if known else {}
+    for series in measured:
+        if series.kind in ("matmul", "attention") and not (known and series.dtype in dict(known.flops)):
+            best = _rounded(max(rate for _, rate in series.rates))
+            flops[series.dtype] = max(best, flops.get(series.dtype, 0.0))
+    copies = next(series for series in measured if series.kind == "copy")
+    bandwidth = known.bandwidth if known else _rounded(max(rate for _, rate in copies.rates))
+    efficiency = []
+    for series in measured:
+        peak = flops[series.dtype] if series.kind in ("matmul", "attention") else bandwidth
+        curve = Curve(tuple((size, _rounded(rate / peak)) for size, rate in series.rates))
+        dtype = "" if series.kind == "copy" else series.dtype
+        efficiency.append(Efficiency(kind=series.kind, dtype=dtype, curve=curve))
+    name = known.name if known else _name(device)
+    return Device(
+        name=name,
+        flops=tuple(flops.items()),
+        memory=_memory(device) // sharing,
+        bandwidth=bandwidth,
+        efficiency=tuple(efficiency),
+    )
+
+
+def known_device(device: torch.device) -> Device | None:
+    """The entry of the catalogue whose name is in that of the GPU, and whose memory is nearest. A CPU has none."""
+    if device.type != "cuda":
+        return None
+    here = torch.cuda.get_device_name(device).lower()
+    fitting = [known for name, known in DEVICES.items() if name.split("-")[0].lower() in here.replace("-", " ").split()]
+    return min(fitting, key=lambda known: abs(known.memory - _memory(device)), default=None)
+
+
+def _name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes on the device; of a CPU those of the whole machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

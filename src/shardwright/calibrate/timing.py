@@ -1,0 +1,62 @@
+"""How long a call takes on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+BATCHES = 15  # short ones: on a busy machine a long one is sure to be interrupted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much time to spend. Sizes grow until a call takes longer than `longest`, or `largest` bytes are reached."""
+
+    each: float  # seconds for one number
+    longest: float  # seconds of one call after which no larger size is tried
+    largest: int  # bytes of one operand or message
+    factor: int  # from one message to the next
+    dtypes: tuple[torch.dtype, ...]
+
+
+QUICK = Effort(each=0.03, longest=0.05, largest=2**24, factor=16, dtypes=(torch.float32, torch.bfloat16))
+FULL = Effort(
+    each=0.3, longest=1.0, largest=2**28, factor=4, dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)
+)
+
+
+def once(run: Callable[[], object], device: torch.device, count: int = 1) -> float:
+    """Seconds for one of `count` calls in a row."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(count):
+            run()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(start.elapsed_time(end)) / 1e3 / count
+    begin = time.perf_counter()
+    for _ in range(count):
+        run()
+    return (time.perf_counter() - begin) / count
+
+
+def seconds(
+    run: Callable[[], object], device: torch.device, effort: Effort, agree: Callable[[float], float] = float
+) -> float:
+    """The time of one call: the least of some batches, since what else runs on the machine only adds.
+
+    `agree` makes of the times of all ranks the one that counts.
+    """
+    run()
+    run()  # the second still finds caches and connections cold
+    first = agree(once(run, device))
+    if first > effort.longest:
+        return first
+    calls = int(effort.each / max(first, 1e-7))
+    count = max(1, min(1000, calls // BATCHES))
+    return min(agree(once(run, device, count)) for _ in range(max(3, min(BATCHES, calls))))

@@ -1,0 +1,227 @@
+"""The devices and links that have a name.
+
+Peaks are the vendors' public numbers: dense, without sparsity, of the variant for servers (SXM or OAM, where there
+is one). Memory is what the driver leaves to a program, a little less than the label says. Bandwidths of links
+are of **one device in one direction**, half of what vendors print, who add both directions up.
+
+What is reached of a peak is an assumption. All assumptions about devices stand in `ASSUMED`, those about
+links beside them, as `efficiency` and `latency`. `shardwright calibrate` puts measurements in their place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import ClusterError
+from .curve import ramp
+from .device import Device, Efficiency
+from .link import Link
+
+GIB, GIGA, TERA, MICRO = 1024**3, 1e9, 1e12, 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What long kernels reach of the peak, and the time that it takes to start one."""
+
+    matmul: float  # of the flops: large products under a lasting load (clocks fall, more so on later devices)
+    attention: float  # of the flops: fused attention as torch has it
+    memory: float  # of the memory's bandwidth: copies and pointwise ops
+    start: float  # seconds until a kernel is at half of its rate: launch, ramp-up and tail
+
+
+ASSUMED = {
+    "V100": Assumed(0.75, 0.35, 0.85, 5 * MICRO),  # no flash attention for it in torch
+    "A100": Assumed(0.80, 0.55, 0.85, 5 * MICRO),
+    "H100": Assumed(0.70, 0.40, 0.85, 5 * MICRO),  # FlashAttention 2, which torch has, leaves half of Hopper idle
+    "B200": Assumed(0.70, 0.40, 0.85, 5 * MICRO),
+    "MI250": Assumed(0.60, 0.35, 0.75, 8 * MICRO),
+    "MI300X": Assumed(0.50, 0.30, 0.75, 8 * MICRO),
+    "L40S": Assumed(0.65, 0.45, 0.85, 5 * MICRO),  # 350 W do not last for the peak
+    "cpu": Assumed(0.70, 0.30, 0.60, 10 * MICRO),
+}
+
+
+def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: float) -> Device:
+    """Memory in GiB, bandwidth in GB/s, flops by dtype in units of 1e12 per second."""
+    reached = ASSUMED[assumed]
+    efficiency = []
+    for dtype, peak in flops.items():
+        for kind, part in (("matmul", reached.matmul), ("attention", reached.attention)):
+            curve = ramp(part, peak * TERA * part * reached.start)
+            efficiency.append(Efficiency(kind=kind, dtype=dtype, curve=curve))  # type: ignore[arg-type]
+    moving = ramp(reached.memory, bandwidth * GIGA * reached.memory * reached.start)
+    efficiency += [Efficiency(kind="pointwise", curve=moving), Efficiency(kind="copy", curve=moving)]
+    return Device(
+        name=name,
+        flops=tuple((dtype, peak * TERA) for dtype, peak in flops.items()),
+        memory=int(memory * GIB),
+        bandwidth=bandwidth * GIGA,
+        efficiency=tuple(efficiency),
+    )
+
+
+# tfloat32 is what float32 products use where torch.backends.cuda.matmul.fp32_precision = "tf32" lets them. Volta has
+# no bfloat16 units and computes as in float32. float64 is that of the matrix units, where they have it.
+_VOLTA = {"float16": 125.0, "bfloat16": 15.7, "float32": 15.7, "float64": 7.8}
+_AMPERE = {"bfloat16": 312.0, "float16": 312.0, "tfloat32": 156.0, "float32": 19.5, "float64": 19.5}
+_HOPPER = {"float8": 1979.0, "bfloat16": 989.0, "float16": 989.0, "tfloat32": 495.0, "float32": 67.0, "float64": 67.0}
+_BLACKWELL = {
+    "float8": 4500.0, "bfloat16": 2250.0, "float16": 2250.0, "tfloat32": 1125.0, "float32": 75.0, "float64": 37.0,
+}  # fmt: skip
+_ADA = {"float8": 733.0, "bfloat16": 362.0, "float16": 362.0, "tfloat32": 183.0, "float32": 91.6, "float64": 1.4}
+# A device is one of the two dies (GCDs) of an MI250, since torch sees them so: 8 devices are 4 modules.
+_CDNA2_DIE = {"bfloat16": 181.0, "float16": 181.0, "float32": 45.3, "float64": 45.3}
+_CDNA3 = {
+    "float8": 2615.0, "bfloat16": 1307.0, "float16": 1307.0, "tfloat32": 653.7, "float32": 163.4, "float64": 163.4,
+}  # fmt: skip
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("V100-16GB", "V100", 15.7, 900, **_VOLTA),  # SXM2, HBM2
+        _device("V100-32GB", "V100", 31.7, 900, **_VOLTA),
+        _device("A100-40GB", "A100", 39.4, 1555, **_AMPERE),  # SXM4, HBM2
+        _device("A100-80GB", "A100", 79.1, 2039, **_AMPERE),  # SXM4, HBM2e
+        _device("H100", "H100", 79.1, 3350, **_HOPPER),  # SXM5, 80 GB of HBM3
+        _device("H200", "H100", 139.8, 4800, **_HOPPER),  # SXM5, 141 GB of HBM3e
+        _device("B200", "B200", 178.3, 8000, **_BLACKWELL),  # in HGX and DGX B200, 180 GB of HBM3e
+        _device("MI250", "MI250", 63.9, 1638, **_CDNA2_DIE),  # one die: 64 of the 128 GB of HBM2e
+        _device("MI300X", "MI300X", 191.9, 5300, **_CDNA3),  # OAM, 192 GB of HBM3
+        _device("L40S", "L40S", 44.4, 864, **_ADA),  # 48 GB of GDDR6 with ECC
+        # One process with one thread on a server; a guess that `calibrate` should replace.
+        _device("cpu", "cpu", 8, 10, float32=0.08, float64=0.04, bfloat16=0.01, float16=0.01),
+    )
+}
+
+ALIASES = {
+    "h100-80gb": "H100", "h200-141gb": "H200", "b200-180gb": "B200", "mi300x-192gb": "MI300X", "l40s-48gb": "L40S",
+}  # fmt: skip
+
+# Links inside of a node. With a switch a device reaches any other with all it has; without, `pair` is one wire.
+LINKS = {
+    link.name: link
+    for link in (
+        # 6 links of 25 GB/s to 4 neighbours (DGX-1, no switch): "300 GB/s"
+        Link(name="nvlink-2", bandwidth=150 * GIGA, pair=25 * GIGA, latency=3 * MICRO, efficiency=0.80),
+        # 12 links of 25 GB/s to a switch: "600 GB/s"
+        Link(name="nvlink-3", bandwidth=300 * GIGA, latency=2.5 * MICRO, efficiency=0.78),
+        # 18 links of 25 GB/s to a switch: "900 GB/s"
+        Link(name="nvlink-4", bandwidth=450 * GIGA, latency=2.5 * MICRO, efficiency=0.80),
+        # 18 links of 50 GB/s to a switch: "1.8 TB/s"
+        Link(name="nvlink-5", bandwidth=900 * GIGA, latency=2.5 * MICRO, efficiency=0.80),
+        # A die of an MI250 has 50 GB/s a wire; rings go through the 2 wires that lead out of a module
+        Link(name="infinity-fabric-2", bandwidth=100 * GIGA, pair=50 * GIGA, latency=4 * MICRO, efficiency=0.75),
+        # 7 wires of 64 GB/s, one to each other MI300X of the node: "896 GB/s"
+        Link(name="infinity-fabric-3", bandwidth=448 * GIGA, pair=64 * GIGA, latency=4 * MICRO, efficiency=0.70),
+        # 16 lanes; several devices share a way through the host
+        Link(name="pcie-3", bandwidth=15.75 * GIGA, latency=6 * MICRO, efficiency=0.65),
+        Link(name="pcie-4", bandwidth=31.5 * GIGA, latency=6 * MICRO, efficiency=0.65),
+        Link(name="pcie-5", bandwidth=63 * GIGA, latency=6 * MICRO, efficiency=0.65),
+        # Processes on one machine that talk through gloo
+        Link(name="loopback", bandwidth=2 * GIGA, latency=300 * MICRO, efficiency=0.5),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A kind of network between nodes; the speed of an adapter comes with its name: infiniband-200 has 200 Gb/s."""
+
+    latency: float
+    efficiency: float
+
+
+NETWORKS = {
+    "infiniband": Network(latency=5 * MICRO, efficiency=0.90),
+    "ethernet": Network(latency=15 * MICRO, efficiency=0.80),
+}
+NETWORK_NAME = re.compile(r"(?:(\d+)x)?([a-z]+)-(\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """The node in which a device usually comes."""
+
+    devices: int  # 0: any number
+    inside: str
+    adapters: float  # for each device
+    network: str
+
+
+USUAL = {
+    "V100-16GB": Usual(8, "nvlink-2", 0.5, "infiniband-100"),  # DGX-1: 4 x 100 Gb/s
+    "V100-32GB": Usual(8, "nvlink-2", 0.5, "infiniband-100"),
+    "A100-40GB": Usual(8, "nvlink-3", 1, "infiniband-200"),  # DGX A100: 8 x 200 Gb/s
+    "A100-80GB": Usual(8, "nvlink-3", 1, "infiniband-200"),
+    "H100": Usual(8, "nvlink-4", 1, "infiniband-400"),  # DGX H100: 8 x 400 Gb/s
+    "H200": Usual(8, "nvlink-4", 1, "infiniband-400"),
+    "B200": Usual(8, "nvlink-5", 1, "infiniband-400"),  # DGX B200: 8 x 400 Gb/s
+    "MI250": Usual(8, "infinity-fabric-2", 0.5, "infiniband-200"),  # 4 modules, an adapter each
+    "MI300X": Usual(8, "infinity-fabric-3", 1, "ethernet-400"),
+    "L40S": Usual(8, "pcie-4", 0.25, "ethernet-200"),  # 2 x 200 Gb/s
+    "cpu": Usual(0, "loopback", 0, "ethernet-10"),  # one adapter
+}
+
+
+def device(name: str) -> Device:
+    """A device by its name, whatever the case; "A100-80" is fine too."""
+    wanted = name.lower()
+    for known in (wanted, wanted + "gb"):
+        known = ALIASES.get(known, known).lower()
+        for key, held in DEVICES.items():
+            if key.lower() == known:
+                return held
+    sizes = [key for key in DEVICES if key.lower().startswith(wanted + "-")]
+    if sizes:
+        raise ClusterError(f"{name} comes in several sizes: {' or '.join(sizes)}")
+    raise unknown("device", name, DEVICES)
+
+
+def inside(name: str) -> Link:
+    """A link inside of a node by its name."""
+    if name.lower() in LINKS:
+        return LINKS[name.lower()]
+    raise unknown("link", name, [*LINKS, *(f"{kind}-100" for kind in NETWORKS)])
+
+
+def is_network(name: str) -> bool:
+    """Whether a link is between nodes, by its name."""
+    match = NETWORK_NAME.fullmatch(name.lower())
+    return match is not None and match[2] in NETWORKS
+
+
+def network(name: str, devices: int) -> Link:
+    """The share that each device of a node has of its adapters: "8xinfiniband-200", or "ethernet-100" for one."""
+    match = NETWORK_NAME.fullmatch(name.lower())
+    if match is None or match[2] not in NETWORKS:
+        raise unknown("network", name, [f"{kind}-100" for kind in NETWORKS], "adapters of any speed in Gb/s: ")
+    kind = match[2]
+    adapters, speed = int(match[1] or 1), float(match[3])
+    if not adapters or not speed:
+        raise ClusterError(f"the network {name} carries nothing")
+    facts = NETWORKS[kind]
+    plain = f"{kind}-{speed:g}"
+    return Link(
+        name=plain if adapters == 1 else f"{adapters}x{plain}",
+        bandwidth=adapters * speed * GIGA / 8 / devices,
+        latency=facts.latency,
+        efficiency=facts.efficiency,
+    )
+
+
+def usual_network(name: str, devices: int) -> Link:
+    """The network of a node of so many devices, if it has as many adapters for each as is usual."""
+    usual = USUAL[name]
+    return network(f"{max(1, round(usual.adapters * devices))}x{usual.network}", devices)
+
+
+def unknown(what: str, name: str, known: Iterable[str], words: str = "") -> ClusterError:
+    """An error that names what was probably meant, and lists what there is."""
+    names = {item.lower(): item for item in known}
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    meant = f"did you mean {names[close[0]]}? " if close else ""
+    return ClusterError(f"there is no {what} {name!r}; {meant}known are {words}{', '.join(names.values())}")

@@ -1,0 +1,149 @@
+"""Devices in nodes, nodes in groups, groups in a cluster; and which links the axes of a mesh cross.
+
+Ranks fill the cluster in order: the devices of the first node, then of the second, group after group. So
+with 2 nodes of 4 devices and a mesh dp=2 x tp=4, where tp is between neighbours,
+
+    node 0   0 1 2 3        tp: one node, 4 ranks            the link inside
+    node 1   4 5 6 7        dp: two nodes, a rank of each    the network
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ..errors import ClusterError
+from ..layout import Mesh
+from .collective import Collective, Measured, Span, collective_time
+from .device import Device
+from .link import Link, slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Equal devices in one box: what joins them, and the share that each has of the way out."""
+
+    device: Device
+    devices: int
+    inside: Link
+    network: Link
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ClusterError(f"a node of {self.devices} x {self.device} is none; it has at least one device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A number of equal nodes."""
+
+    node: Node
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ClusterError(f"a group of {self.nodes} nodes of {self.node.device} is none; it has at least one node")
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.node.devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Groups of nodes, maybe of different devices.
+
+    between     what joins the groups, where that is slower than their own networks
+    measured    collectives that were timed on it; they take the place of the formula
+    about       where its facts come from, in words
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    between: Link | None = None
+    measured: tuple[Measured, ...] = ()
+    about: str = ""
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the first rank of each group
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ClusterError(f"the cluster {self.name!r} has no group of nodes")
+        said = [(table.kind, table.ranks) for table in self.measured]
+        if len(set(said)) != len(said):
+            raise ClusterError(f"the cluster {self.name!r} has two tables for one collective in one kind of group")
+        object.__setattr__(self, "_starts", (0, *accumulate(group.size for group in self.groups)))
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return self._starts[-1]
+
+    @property
+    def nodes(self) -> int:
+        return sum(group.nodes for group in self.groups)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that every device has: those of the smallest."""
+        return min(group.node.device.memory for group in self.groups)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The distinct devices."""
+        return tuple(dict.fromkeys(group.node.device for group in self.groups))
+
+    def device(self, rank: int) -> Device:
+        return self.groups[self._group(rank)].node.device
+
+    def node_of(self, rank: int) -> tuple[int, int]:
+        """Which node of which group a rank is on."""
+        group = self._group(rank)
+        return group, (rank - self._starts[group]) // self.groups[group].node.devices
+
+    def span(self, ranks: Iterable[int]) -> Span:
+        """How these ranks lie on nodes, and which links they cross when they talk."""
+        counts = Counter(self.node_of(rank) for rank in ranks)
+        nodes = {place: self.groups[place[0]].node for place in counts}
+        inside = tuple(dict.fromkeys(nodes[place].inside for place, count in counts.items() if count > 1))
+        between = tuple(dict.fromkeys(node.network for node in nodes.values())) if len(counts) > 1 else ()
+        if self.between is not None and len({group for group, _ in counts}) > 1:
+            between = (*between, self.between)
+        return Span(
+            ranks=tuple(sorted(counts.values(), reverse=True)),
+            inside=slowest(inside) if inside else None,
+            between=slowest(between) if between else None,
+        )
+
+    def spans(self, mesh: Mesh, axes: Iterable[str]) -> tuple[Span, ...]:
+        """The different ways in which the groups of ranks along these axes lie on nodes; mostly one."""
+        return tuple(dict.fromkeys(self.span(ranks) for ranks in rank_groups(mesh, axes)))
+
+    def collective_time(self, kind: Collective, bytes: float, mesh: Mesh, axes: Iterable[str]) -> float:
+        """Seconds until the last group of ranks along these axes is done, all of them talking at once."""
+        return max(collective_time(kind, bytes, span, self.measured) for span in self.spans(mesh, axes))
+
+    def _group(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise ClusterError(f"there is no rank {rank} in {self.name!r}, which has {self.size} devices")
+        return bisect_right(self._starts, rank) - 1
+
+
+def rank_groups(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
+    """The ranks that differ only in these axes. `Mesh.groups` in one walk, for meshes of thousands."""
+    chosen = {mesh.axis(name).name for name in axes}
+    found: dict[int, list[int]] = {}
+    for place, rank in enumerate(mesh.devices):
+        key, rest, stride = 0, place, 1
+        for axis in reversed(mesh.axes):
+            rest, at = divmod(rest, axis.size)
+            if axis.name not in chosen:
+                key += at * stride
+            stride *= axis.size
+        found.setdefault(key, []).append(rank)
+    return list(found.values())

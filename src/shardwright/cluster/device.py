@@ -1,0 +1,116 @@
+"""One device: how fast it computes, how much it holds, and how long an op takes on it.
+
+The time of an op is a roofline with the efficiency of its kind at its size:
+
+    matmul, attention    max(flops / (peak * efficiency at flops), bytes / (bandwidth * efficiency of copies))
+    pointwise, copy      bytes / (bandwidth * efficiency at bytes)
+
+Below the smallest size of an efficiency curve the time no longer shrinks: what is left is the time to start
+a kernel. An efficiency above 1 is possible, where a cache is faster than the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from ..errors import ClusterError
+from .curve import Curve
+
+Kind = Literal["matmul", "attention", "pointwise", "copy"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# Bytes of an element, by the names that torch has for dtypes.
+ITEM = {
+    "float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "float8": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Which fraction of the peak ops of one kind reach: of the flops by flops, or of the bandwidth by bytes."""
+
+    kind: Kind
+    curve: Curve
+    dtype: str = ""  # empty: any
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ClusterError(f"{self.kind!r} is no kind of op; there are {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a device can do: peak flops per second by dtype, bytes of memory, its peak bytes per second."""
+
+    name: str
+    flops: tuple[tuple[str, float], ...]
+    memory: int
+    bandwidth: float
+    efficiency: tuple[Efficiency, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        named = f"the device {self.name!r}"
+        if not self.name:
+            raise ClusterError("a device needs a name")
+        if not self.flops:
+            raise ClusterError(f"{named} has no flops; say at least those of float32")
+        for what, value in (*self.flops, ("memory", self.memory), ("bandwidth", self.bandwidth)):
+            if not 0 < value < math.inf:
+                raise ClusterError(f"{named}: {what} is {value}; it must be a positive number")
+        if len(dict(self.flops)) != len(self.flops):
+            raise ClusterError(f"{named} says the flops of a dtype twice")
+        said = [(item.kind, item.dtype) for item in self.efficiency]
+        if len(set(said)) != len(said):
+            raise ClusterError(f"{named} says an efficiency twice")
+        missing = [kind for kind in KINDS if kind not in {kind for kind, _ in said}]
+        if missing:
+            raise ClusterError(f"{named} has no efficiency of {', '.join(missing)}")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def peak(self, dtype: str) -> float:
+        """Peak flops per second in a dtype."""
+        for name, value in self.flops:
+            if name == dtype:
+                return value
+        raise ClusterError(f"{self.name} has no flops for {dtype!r}, only for {', '.join(dict(self.flops))}")
+
+    def fraction(self, kind: Kind, size: float, dtype: str = "") -> float:
+        """The fraction of the peak at a size; of this dtype if it is known, else of any, else of the first known."""
+        curve = self._curve(kind, dtype)
+        return curve.at(size) * min(1.0, size / curve.first)
+
+    def op_time(self, flops: float, bytes: float, kind: Kind, dtype: str) -> float:
+        """Seconds for an op that does so much arithmetic and reads and writes so many bytes."""
+        if kind in ("pointwise", "copy"):
+            return self._memory_time(bytes, kind, dtype)
+        return max(self._compute_time(flops, kind, dtype), self._memory_time(bytes, "copy", dtype))
+
+    def matmul_time(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
+        """Seconds for `batch` products of an m x k and a k x n matrix."""
+        moved = (m * k + k * n + m * n) * batch * item_bytes(dtype)
+        return self.op_time(2.0 * m * n * k * batch, moved, "matmul", dtype)
+
+    def _compute_time(self, flops: float, kind: Kind, dtype: str) -> float:
+        if flops <= 0:
+            return 0.0
+        return flops / (self.peak(dtype) * self.fraction(kind, flops, dtype))
+
+    def _memory_time(self, bytes: float, kind: Kind, dtype: str) -> float:
+        if bytes <= 0:
+            return 0.0
+        return bytes / (self.bandwidth * self.fraction(kind, bytes, dtype))
+
+    def _curve(self, kind: Kind, dtype: str) -> Curve:
+        held = {item.dtype: item.curve for item in self.efficiency if item.kind == kind}
+        return held.get(dtype) or held.get("") or next(iter(held.values()))
+
+
+def item_bytes(dtype: str) -> int:
+    if dtype not in ITEM:
+        raise ClusterError(f"{dtype!r} is no dtype that has a size; there are {', '.join(ITEM)}")
+    return ITEM[dtype]

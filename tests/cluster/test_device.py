@@ -1,0 +1,82 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.cluster import KINDS, Curve, Device, Efficiency
+from shardwright.cluster.catalogue import DEVICES
+from shardwright.errors import ClusterError
+
+FLAT = tuple(Efficiency(kind=kind, curve=Curve(((1.0, 0.5),))) for kind in KINDS)
+PLAIN = Device(name="plain", flops=(("float32", 1e12),), memory=2**30, bandwidth=1e9, efficiency=FLAT)
+
+devices = st.sampled_from(list(DEVICES.values()))
+sizes = st.floats(1, 1e13)
+
+
+def test_arithmetic_counts_where_there_is_much_of_it_and_memory_where_not():
+    assert PLAIN.op_time(1e12, 1.0, "matmul", "float32") == pytest.approx(2.0)
+    assert PLAIN.op_time(1.0, 1e9, "matmul", "float32") == pytest.approx(2.0)
+
+
+def test_pointwise_ops_are_bound_by_memory():
+    assert PLAIN.op_time(1e12, 1e9, "pointwise", "int64") == pytest.approx(2.0)
+
+
+def test_a_product_moves_its_three_matrices():
+    thin = PLAIN.matmul_time(1, 1000, 1000, "float32")
+    assert thin == pytest.approx((1000 + 1000 * 1000 + 1000) * 4 / 0.5e9)
+
+
+def test_below_the_smallest_size_the_time_stays():
+    curve = Curve(((1000.0, 0.1), (1e6, 0.5)))
+    only = [item for item in FLAT if item.kind != "matmul"]
+    device = Device(
+        name="d", flops=(("float32", 1e12),), memory=1, bandwidth=1e30,
+        efficiency=(*only, Efficiency(kind="matmul", dtype="float32", curve=curve)),
+    )  # fmt: skip
+    assert device.op_time(10, 1, "matmul", "float32") == device.op_time(1000, 1, "matmul", "float32")
+    assert device.op_time(1e6, 1, "matmul", "float32") == pytest.approx(1e6 / 0.5e12)
+
+
+@given(devices, st.sampled_from(KINDS), sizes, sizes, st.floats(1, 100))
+def test_more_work_takes_no_less_time(device, kind, flops, bytes, more):
+    less = device.op_time(flops, bytes, kind, "float32")
+    assert device.op_time(flops * more, bytes * more, kind, "float32") >= less * (1 - 1e-9)
+
+
+@given(devices, sizes, sizes)
+def test_no_op_beats_the_peak(device, flops, bytes):
+    time = device.op_time(flops, bytes, "matmul", "float32")
+    assert time >= flops / device.peak("float32")
+    assert time >= bytes / device.bandwidth
+
+
+def test_the_efficiency_of_the_dtype_is_taken_before_that_of_any():
+    special = Efficiency(kind="copy", dtype="float32", curve=Curve(((1.0, 0.25),)))
+    device = Device(name="d", flops=(("float32", 1.0),), memory=1, bandwidth=1.0, efficiency=(*FLAT, special))
+    assert device.fraction("copy", 10, "float32") == 0.25
+    assert device.fraction("copy", 10, "int64") == 0.5
+
+
+def test_an_unknown_dtype_says_which_there_are():
+    with pytest.raises(ClusterError, match=r"plain has no flops for 'float3', only for float32"):
+        PLAIN.peak("float3")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"name": ""}, "name"),
+        ({"flops": ()}, "no flops"),
+        ({"flops": (("float32", 0.0),)}, "float32 is 0"),
+        ({"flops": (("float32", 1.0), ("float32", 2.0))}, "twice"),
+        ({"memory": -1}, "memory"),
+        ({"bandwidth": float("inf")}, "bandwidth"),
+        ({"efficiency": FLAT[1:]}, "no efficiency of matmul"),
+        ({"efficiency": FLAT + FLAT}, "twice"),
+    ],
+)
+def test_a_device_that_makes_no_sense_is_refused(changed, words):
+    facts = {"name": "d", "flops": (("float32", 1.0),), "memory": 1, "bandwidth": 1.0, "efficiency": FLAT}
+    with pytest.raises(ClusterError, match=words):
+        Device(**(facts | changed))
