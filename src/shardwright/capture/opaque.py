@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..errors import CaptureError, InputError
 from .experts import fits, is_known, rule_of
 from .keep import Kept, Position, current, paused
-from .part import Opaque, placed
+from .part import Opaque, forwards, placed
 from .real import Seen
 from .signature import register_containers
 
@@ -87,21 +87,11 @@ def opaque_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # -- while a model is traced ------------------------------------------------------------------
 
 
-@contextmanager
-def marking(module: nn.Module, kept: Kept, real: Mapping[str, Sequence[Seen]]) -> Iterator[None]:
+def marking(module: nn.Module, kept: Kept, real: Mapping[str, Sequence[Seen]]) -> AbstractContextManager[None]:
     """For the length of a trace, opaque submodules put a marker in the graph. `real` is what was seen of them."""
-    undo: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for path, part in opaque_parts(module):
-            slots = vars(part)
-            undo.append((slots, slots.get("forward")))
-            slots["forward"] = _marked(kept, path, part, part.forward, real.get(path, ()))
-        yield
-    finally:
-        for slots, before in undo:
-            del slots["forward"]
-            if before is not None:
-                slots["forward"] = before
+    return forwards(
+        (part, _marked(kept, path, part, part.forward, real.get(path, ()))) for path, part in opaque_parts(module)
+    )
 
 
 def _marked(kept: Kept, path: str, part: nn.Module, original: Callable[..., Any], seen: Sequence[Seen]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +160,23 @@ def placed(part: nn.Module, state: Mapping[str, Tensor]) -> Iterator[Body]:
         yield body
     finally:
         body.give(before)
+
+
+@contextmanager
+def forwards(changed: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Within this modules run something else than their forward."""
+    undo: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for part, forward in changed:
+            slots = vars(part)
+            undo.append((slots, slots.get("forward")))
+            slots["forward"] = forward
+        yield
+    finally:
+        for slots, before in undo:
+            del slots["forward"]
+            if before is not None:
+                slots["forward"] = before
 
 
 class OpaquePart:

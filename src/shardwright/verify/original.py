@@ -18,7 +18,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture import Captured, Function, capture, run
 from ..capture.interpret import overload_of
+from ..capture.part import forwards
 from ..compile import skeleton_of
 from ..errors import InputError
 from ..ir import Graph, Op
@@ -199,25 +200,13 @@ def exact_dropout(graph: Graph, random: Randomness) -> Iterator[ExactDropout | N
         yield mode
 
 
-@contextmanager
 def drawn_alike(
     module: nn.Module, captured: Captured, random: Randomness, mode: ExactDropout | None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Within this, opaque submodules draw what those of the compiled program draw."""
     paths = dict.fromkeys(call.path for call in captured.opaques.values())
-    undo: list[tuple[dict[str, Any], Any]] = []
-    for path in paths:
-        part = module.get_submodule(path)
-        slots = vars(part)
-        undo.append((slots, slots.get("forward")))
-        slots["forward"] = _drawing(part.forward, path, random, mode)
-    try:
-        yield
-    finally:
-        for slots, before in undo:
-            del slots["forward"]
-            if before is not None:
-                slots["forward"] = before
+    parts = ((path, module.get_submodule(path)) for path in paths)
+    return forwards((part, _drawing(part.forward, path, random, mode)) for path, part in parts)
 
 
 def _drawing(
