@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,9 @@ class Printing:
             inner = ", ".join(self.show(held) for held in value)
             return f"({inner},)" if len(value) == 1 else f"({inner})"
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{name!r}: {self.show(held)}' for name, held in value.items())}}}"
+            return f"{{{', '.join(f'{self.show(name)}: {self.show(held)}' for name, held in value.items())}}}"
+        if type(value) is str:
+            return json.dumps(value)  # in double quotes, as everything else in the file
         if isinstance(value, float) and value in (float("inf"), float("-inf")):
             return f'float("{value}")'
         if isinstance(value, float) and value != value:
