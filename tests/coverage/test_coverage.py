@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from bench.coverage.__main__ import read, write
-from bench.coverage.architectures import architectures
-from bench.coverage.configs import small_config
-from bench.coverage.measure import Row, rows
-from bench.coverage.page import page, shares
+from bench.architectures.configs import small_config
+from bench.architectures.listed import architectures
+from bench.architectures.measure import Row, rows
+from bench.architectures.page import page, shares
+from bench.coverage import read, write
 
 SUBSET = (
     *("bert", "electra", "mobilebert", "roberta"),

@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .architectures import KINDS, architectures
-from .exceptions import LEFT_OUT
-from .measure import FIELDS, Row
-from .page import page
-from .pool import measured
+from .architectures.exceptions import LEFT_OUT
+from .architectures.listed import KINDS, architectures
+from .architectures.measure import FIELDS, Row
+from .architectures.page import page
+from .architectures.pool import measured
 
 RESULTS = Path("bench/coverage.csv")
 PAGE = Path("docs/coverage.md")

@@ -6,8 +6,8 @@ import platform
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
-from .architectures import KINDS
 from .exceptions import AT_FAULT, INPUTS, LEFT_OUT, TEXT
+from .listed import KINDS
 from .measure import Row
 
 AIMS = {"whole": None, "captured": 0.95, "dp": 0.95, "tp": 0.90, "split": 0.90}

@@ -1,6 +1,6 @@
 """How many architectures of transformers shardwright compiles, and whether the programs are right.
 
-    architectures.py   which model classes there are, one for each model type
+    listed.py          which model classes there are, one for each model type
     configs.py         a small config of any config class, by the names of its attributes
     exceptions.py      what names alone don't tell, as data
     inputs.py          a small batch for any model, with and without labels

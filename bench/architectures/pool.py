@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from .architectures import Architecture
+from .listed import Architecture
 from .measure import Row, rows
 
 LIMIT = 120.0  # seconds for a row

@@ -20,9 +20,9 @@ from shardwright.rules import analyse
 from shardwright.verify.measure import TOLERANCE
 from shardwright.verify.parity import Reference, hold, make_task, refer
 
-from .architectures import Architecture
 from .configs import CannotBuild, small_config
 from .inputs import BATCH, Maker, fit, said
+from .listed import Architecture
 
 STEPS = 2
 NO_SPLIT = ("fan", "whole")

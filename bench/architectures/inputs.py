@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .architectures import Architecture
 from .configs import WIDTH, CannotBuild
 from .exceptions import INPUTS
+from .listed import Architecture
 
 BATCH, LENGTH, FRAMES = 4, 16, 64
 IMAGE_TEXT = ("image_token_id", "image_token_index", "image_token")
