@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.integrations import moe
 
 from shardwright.capture.interpret import run_op
 from shardwright.ir import Dtype, Graph, Op, Value
@@ -21,6 +22,7 @@ from shardwright.rules import Analysis, analyse
 from shardwright.rules.pointwise import BINARY, LINEAR_UNARY, UNARY, full_name
 
 Arguments = dict[str, Any]
+assert moe  # it defines an op of its own
 
 FIXED = {
     "aten.soft_margin_loss.default": ("target",), "aten.batch_norm.default": ("running_mean", "running_var"),
@@ -271,6 +273,13 @@ def _grouped_mm(dice: Dice) -> Arguments:
     k, n = 4 * dice.of(2, 4), 4 * dice.of(2, 4)
     offsets = torch.tensor([*sorted(dice.ints(9, 2).tolist()), 8], dtype=torch.int32)
     return {"self": dice.real(8, k).float(), "mat2": dice.real(3, k, n).float(), "offs": offsets}
+
+
+@way("transformers.grouped_mm_fallback.default")
+def _grouped_fallback(dice: Dice) -> Arguments:
+    k, n = 2 * dice.size(), 2 * dice.size()
+    offsets = torch.tensor([*sorted(dice.ints(9, 2).tolist()), 8])
+    return {"input": dice.real(8, k), "weight": dice.real(3, k, n), "offs": offsets}
 
 
 @way("matmul")

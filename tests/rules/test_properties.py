@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shardwright.rules import ROWS, known_targets
+from shardwright.rules.kept import OPAQUE
 from tests.rules import drawn_families
 from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
 from tests.rules.oracle import check_split
@@ -21,10 +22,11 @@ ELSEWHERE = {
     "aten.native_dropout.default": "lowered to runtime.dropout, tested in tests/runtime",
     "aten.dropout.default": "lowered to runtime.dropout, tested in tests/runtime",
     "aten.empty_like.default": "what it holds is not defined",
+    OPAQUE: "runs the user's own Python, tested in tests/parity/test_opaque.py and test_experts.py",
 }
 """Rules that can't be exercised here, with the reason."""
 
-WRITTEN = {target for target in known_targets() if target.startswith("aten.")}
+WRITTEN = {target for target in known_targets() if target.startswith(("aten.", "transformers.")) or target == OPAQUE}
 TARGETS = sorted((WRITTEN & set(ways())) - set(ELSEWHERE))
 
 
