@@ -58,7 +58,7 @@ def test_rows_that_decide_differently_on_every_rank():
 def test_split_on_its_batch_in_the_text(tmp_path):
     sw.verify(Net(Branching(), Rows(), batch=True), "dp=2", example=data(), method="threads", directory=tmp_path)
     [file] = tmp_path.glob("*/train*.py")
-    [line] = [line for line in file.read_text().splitlines() if "'block'" in line]
+    [line] = [line for line in file.read_text().splitlines() if '"block"' in line]
     assert line.split("#")[0].strip() == "x_1 = self.opaque('block', x, over=self.dp)"
 
 
