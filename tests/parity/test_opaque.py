@@ -59,7 +59,7 @@ def test_split_on_its_batch_in_the_text(tmp_path):
     sw.verify(Net(Branching(), Rows(), batch=True), "dp=2", example=data(), method="threads", directory=tmp_path)
     [file] = tmp_path.glob("*/train*.py")
     [line] = [line for line in file.read_text().splitlines() if '"block"' in line]
-    assert line.split("#")[0].strip() == "x_1 = self.opaque('block', x, over=self.dp)"
+    assert line.split("#")[0].strip() == 'x_1 = self.opaque("block", x, over=self.dp)'
 
 
 def test_recurrent_layers_inside():
