@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,21 @@ def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> 
     full = target if target.count(".") == 2 else ".".join(f"aten.{target}.default".split(".")[:3])
     space, name, overload = full.split(".")
     op = getattr(getattr(getattr(torch.ops, space), name), overload)
+    named = dict(zip((held.name for held in op._schema.arguments), args, strict=False)) | kwargs
+    arguments, tensors = placed(named)
+    buffers = [held for key, held in named.items() if key.startswith("running_")]
+    for x in tensors:
+        x.requires_grad_(gradient and x.is_floating_point() and not any(x is held for held in buffers))
+    result = op(**named)
+    made = result if isinstance(result, tuple | list) else (result,)
+    inputs = tuple(value(f"x{at}", x) for at, x in enumerate(tensors))
+    outputs = tuple(value(f"y{at}", y) for at, y in enumerate(made))
+    read, written = (tuple(held.name for held in values) for values in (inputs, outputs))
+    return Call(Op(name=f"/ {name}", target=full, inputs=read, outputs=written, arguments=arguments), inputs, outputs)
+
+
+def placed(named: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any], ...], list[Tensor]]:
+    """Arguments as an op has them, slots where tensors go, and these."""
     tensors: list[Tensor] = []
 
     def argument(held: Any) -> Any:
@@ -38,17 +54,7 @@ def make_call(target: str, *args: Any, gradient: bool = True, **kwargs: Any) -> 
             return Dtype(str(held).removeprefix("torch."))
         return tuple(argument(inner) for inner in held) if isinstance(held, list | tuple) else held
 
-    named = dict(zip((held.name for held in op._schema.arguments), args, strict=False)) | kwargs
-    arguments = tuple((key, argument(held)) for key, held in named.items())
-    buffers = [held for key, held in named.items() if key.startswith("running_")]
-    for x in tensors:
-        x.requires_grad_(gradient and x.is_floating_point() and not any(x is held for held in buffers))
-    result = op(**named)
-    made = result if isinstance(result, tuple | list) else (result,)
-    inputs = tuple(value(f"x{at}", x) for at, x in enumerate(tensors))
-    outputs = tuple(value(f"y{at}", y) for at, y in enumerate(made))
-    read, written = (tuple(held.name for held in values) for values in (inputs, outputs))
-    return Call(Op(name=f"/ {name}", target=full, inputs=read, outputs=written, arguments=arguments), inputs, outputs)
+    return tuple((key, argument(held)) for key, held in named.items()), tensors
 
 
 def value(name: str, x: Tensor) -> Value:

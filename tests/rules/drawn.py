@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from shardwright.capture.interpret import run_op
-from shardwright.ir import Dtype, Graph, Op, Value
-from shardwright.ir.graph import Input, Output, Slot
-from shardwright.rules import Analysis, analyse
+from shardwright.ir import Op
+from shardwright.probe.discover import one_op as graph_of_one
+from shardwright.rules import Analysis, Call, analyse
 from shardwright.rules.pointwise import BINARY, LINEAR_UNARY, UNARY, full_name
+from tests.probe.calls import placed, value
 
 Arguments = dict[str, Any]
 assert moe  # it defines an op of its own
@@ -39,17 +40,7 @@ NO_DERIVATIVE = frozenset(
 
 def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[Analysis, Op, tuple[Tensor, ...]]:
     """A graph of one op, analysed, with its inputs."""
-    tensors: list[Tensor] = []
-
-    def placed(held: Any) -> Any:
-        if isinstance(held, Tensor):
-            tensors.append(held)
-            return Slot(len(tensors) - 1)
-        if isinstance(held, torch.dtype):
-            return Dtype(str(held).removeprefix("torch."))
-        return tuple(placed(inner) for inner in held) if isinstance(held, list | tuple) else held
-
-    known = tuple((name, placed(held)) for name, held in arguments.items())
+    known, tensors = placed(arguments)
     names = tuple(f"x{at}" for at in range(len(tensors)))
     op = Op(name="/ op", target=target, inputs=names, outputs=(), arguments=known)
     fixed = {arguments[name] for name in FIXED.get(target, ())}
@@ -59,15 +50,9 @@ def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[A
     ]
     made = run_op(op, given, {})
     op = replace(op, outputs=tuple(f"y{at}" for at in range(len(made))))
-    values = {}
-    for name, x in zip((*names, *op.outputs), (*given, *made), strict=True):
-        dtype = str(x.dtype).removeprefix("torch.")
-        values[name] = Value(name=name, shape=tuple(x.shape), dtype=dtype, gradient=x.requires_grad)
-    graph = Graph(
-        name="one", entry="train", values=values, inputs=tuple(Input(value=n, path=n) for n in names), parameters=(),
-        buffers=(), ops=(op,), outputs=tuple(Output(path=n, value=n) for n in op.outputs),
-    )  # fmt: skip
-    return analyse(graph), op, tuple(tensors)
+    inputs = tuple(value(name, x) for name, x in zip(names, given, strict=True))
+    outputs = tuple(value(name, x) for name, x in zip(op.outputs, made, strict=True))
+    return analyse(graph_of_one(Call(op, inputs, outputs))), op, tuple(tensors)
 
 
 @dataclass(frozen=True)

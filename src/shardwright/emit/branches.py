@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..ir import Graph, Op
+from ..rules import DROPOUTS
 from .calls import call_text
 from .names import Names
 from .sizes import SizeNames
-
-DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
 
 
 def branch_method(graph: Graph, sizes: SizeNames, context: Callable[[Op], str]) -> Iterator[str]:

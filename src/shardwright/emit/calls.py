@@ -269,9 +269,9 @@ def _batch_norm(p: Printing) -> str:
 
 
 def _own(p: Printing) -> str:
-    path, label, size = p["path"].replace("'", '"'), p["label"].replace("'", '"'), p["size"]
     shown = [f"{name}={p.show(held)}" if name else p.show(held) for name, held in p.literal("given")]
-    return f"runtime.own({path}, {label}, {axes_text(p.literal('axes'))}, {size})({', '.join(shown)})"
+    found = f"{p['path']}, {p['label']}, {axes_text(p.literal('axes'))}, {p['size']}"
+    return f"runtime.own({found})({', '.join(shown)})"
 
 
 def _splits(p: Printing) -> str:

@@ -14,6 +14,7 @@ from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
 from ..layout import Cut, Layout
+from ..rules import DROPOUTS
 from ..rules.kept import OPAQUE
 from .own import own
 from .program import Program, sizes_of
@@ -215,7 +216,7 @@ def batch_norm(program: Program, op: Op) -> Op:
     return replace(op, target="runtime.batch_norm", outputs=outputs).with_arguments(axes=axes)
 
 
-@local("native_dropout", "dropout")
+@local(*DROPOUTS)
 def dropout(program: Program, op: Op) -> Op:
     """Masks are drawn by the op's key and the coordinates on the axes that split the value."""
     splits = _splits(program.layouts[op.outputs[0]])

@@ -4,9 +4,10 @@ from . import kept, lookups, losses, norms, pointwise, products, reductions, spa
 from .atoms import Atoms
 from .notation import Rule, parse
 from .registry import Call, find_rule, known_targets, register
-from .signature import FAN, ROWS, Analysis, Find, Role, Signature, analyse, is_drawn_whole
+from .signature import DROPOUTS, FAN, ROWS, Analysis, Find, Role, Signature, analyse, is_drawn_whole
 
 __all__ = [
+    "DROPOUTS",
     "FAN",
     "ROWS",
     "Analysis",

@@ -238,6 +238,7 @@ class Analysis:
         return {atom: tuple(uses) for atom, uses in found.items()}
 
 
+DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
 RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson", "exponential", "uniform")
 
 

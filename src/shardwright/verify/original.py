@@ -32,7 +32,7 @@ from ..capture.part import forwards
 from ..compile import skeleton_of
 from ..errors import InputError
 from ..ir import Graph, Op
-from ..rules import is_drawn_whole
+from ..rules import DROPOUTS, is_drawn_whole
 from ..rules.kept import OPAQUE
 from ..rules.signature import is_random_target
 from ..runtime.random import ExactDropout, Randomness
@@ -40,7 +40,6 @@ from .measure import Row, compare, largest
 from .run import Entry, Task, Tensors, first_names, follow, named_outputs, trainable
 
 NARROW = frozenset({"float32", "float16", "bfloat16"})
-DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
 UNKEYED = re.compile(r"\.(cauchy|geometric|log_normal|alpha_dropout|feature_)")
 """Draws that belong to no key."""
 CAPTURE_TOLERANCE = 1e-6
