@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from .capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture
 from .emit import emit
 from .errors import InputError, PlanError
 from .ir import Graph
-from .layout import Layout
+from .layout import Layout, Mesh
 from .lower import Program, lower
 from .lower.place import replica_axes
 from .plan import Plan, draw, read_request
@@ -92,6 +93,19 @@ def compile_graph(
         plan = wish(facts)
         program = lower(graph, plan, facts, homes=homes, mode=mode)
         return plan, program, emit(program).text
+
+
+def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh that a plan will have and its axes that split the batch, before there is a plan."""
+    if isinstance(wish, Plan):
+        return wish.mesh, replica_axes(wish)
+    if not isinstance(wish, str) or wish.endswith(".json"):
+        raise InputError(
+            'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
+        )
+    text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
+    request = read_request(text, world.size)
+    return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
 
 
 def _without_planner(graph: Graph, world: int) -> tuple[str, str]:
@@ -187,16 +201,8 @@ class Compiler:
 
     def _replicas(self) -> int:
         """How many data-parallel groups there will be; "rows" mode needs to know before it captures."""
-        if isinstance(self.wish, Plan):
-            mesh = self.wish.mesh
-            return _product(mesh.sizes[name] for name in replica_axes(self.wish))
-        if isinstance(self.wish, str) and not self.wish.endswith(".json"):
-            text = f"dp={self.world.size}" if self.wish == "auto" and self.world.size > 1 else self.wish
-            request = read_request("single" if text == "auto" else text, self.world.size)
-            return _product(axis.size for policy, axis in request.parts if policy in REPLICAS)
-        raise InputError(
-            'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
-        )
+        mesh, axes = replicas_of(self.wish, self.world)
+        return math.prod(mesh.sizes[name] for name in axes)
 
     def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
         if known is None:
@@ -320,13 +326,6 @@ def _use_order(program: Program) -> dict[str, int]:
         for name in op.inputs:
             found.setdefault(name.split("@")[0], number)
     return found
-
-
-def _product(numbers: Any) -> int:
-    total = 1
-    for number in numbers:
-        total *= number
-    return total
 
 
 def write(text: str, directory: Path, program: Program) -> Path:

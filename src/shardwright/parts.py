@@ -18,12 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .capture import find_opaque
-from .compile import Compiler, PlanLike
+from .compile import Compiler, PlanLike, replicas_of
 from .errors import InputError, raise_all
-from .layout import FANNED, Mesh, make_layout
-from .lower.place import replica_axes
-from .plan import Plan, read_request
-from .plan.strings import REPLICAS
+from .layout import FANNED, make_layout
 from .runtime.gradients import GradientSync
 from .runtime.holding import Held, wanted_groups
 from .runtime.inputs import Mode
@@ -124,7 +121,7 @@ def _average(
     world: World,
 ) -> None:  # fmt: skip
     """Gradients of the rest are means over the data-parallel groups, and its buffers those of the first."""
-    found = [_replicas(wish, world) for wish in wishes]
+    found = [replicas_of(wish, world) for wish in wishes]
     if any(held != found[0] for held in found):
         raise InputError("the parts have different data-parallel groups; give them plans with the same mesh")
     mesh, axes = found[0]
@@ -151,14 +148,3 @@ def _average(
 
     if buffers:
         model.register_forward_pre_hook(share)
-
-
-def _replicas(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh of a plan, and its axes that split the batch."""
-    if isinstance(wish, Plan):
-        return wish.mesh, replica_axes(wish)
-    if not isinstance(wish, str) or wish.endswith(".json"):
-        raise InputError('inputs="rows" needs plan strings or Plans, so that the data-parallel groups are known')
-    text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
-    request = read_request(text, world.size)
-    return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from .. import tie
 from ..ir import Graph, Input, Output, check
 from ..rules.kept import COND, SCAN, WHILE
-from ..tie import tied
 from .aliases import Handle
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
@@ -124,25 +123,20 @@ Run = Callable[[str, Sequence[Tensor]], list[Tensor]]
 def functions(run: Run) -> dict[str, Function]:
     """The functions behind the three ops, for whoever runs a graph op by op."""
 
+    def body(name: str) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda *given: tuple(run(name, given))
+
     def cond(
         predicate: Tensor, then: str, then_takes: list[int], other: str, other_takes: list[int], operands: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        taken, takes = (then, then_takes) if bool(predicate) else (other, other_takes)
-        return tied(run(taken, [operands[at] for at in takes]), operands)
+    ) -> Any:
+        one, two = ([operands[at] for at in takes] for takes in (then_takes, other_takes))
+        return tie.cond(predicate, body(then), one, body(other), two)
 
-    def scan(step: str, init: list[Tensor], xs: list[Tensor], held: list[Tensor]) -> tuple[Tensor, ...]:
-        carry, found = list(init), []
-        for at in range(xs[0].shape[0]):
-            made = run(step, [*carry, *(x[at] for x in xs), *held])
-            carry = made[: len(init)]
-            found.append(made[len(init) :])
-        return tied([*carry, *(torch.stack(column) for column in zip(*found, strict=True))], [*init, *xs, *held])
+    def scan(step: str, init: list[Tensor], xs: list[Tensor], held: list[Tensor]) -> Any:
+        return tie.scan(body(step), init, xs, held)
 
-    def while_loop(test: str, body: str, carried: list[Tensor], held: list[Tensor]) -> tuple[Tensor, ...]:
-        state = list(carried)
-        while bool(run(test, [*state, *held])[0]):
-            state = run(body, [*state, *held])
-        return tied(state, [*carried, *held])
+    def while_loop(test: str, turn: str, carried: list[Tensor], held: list[Tensor]) -> Any:
+        return tie.while_loop(lambda *given: run(test, given)[0], body(turn), carried, held)
 
     calls: Mapping[str, Callable[..., Any]] = {COND: cond, SCAN: scan, WHILE: while_loop}
     return {target: Function(call=call, module="shardwright", qualname=target) for target, call in calls.items()}

@@ -96,9 +96,10 @@ class Places:
 
 
 def _places(call: Call) -> Places | None:
-    """Dims that an index stands for are read whole; the indices' own dims, broadcast together, take the
+    """What x[i, :, j] reads and makes; None where a mask is an index.
 
-    place of the first of them if they stand side by side, else they come first. None where a mask is an index.
+    Dims that an index stands for are read whole. The indices' own dims, broadcast together, take the place of
+    the first of them if they stand side by side, else they come first.
     """
     held = list(call.op.argument("indices", ()))
     tensors = [call.inputs[slot.index] for slot in held if slot is not None]

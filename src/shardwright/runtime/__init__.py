@@ -1,7 +1,8 @@
 """What generated code imports: groups, converters, algorithms, pieces, and the loop around them."""
 
+from shardwright.tie import cond, scan, while_loop
+
 from . import comm
-from .branches import cond, scan, while_loop
 from .holding import Held, Piece, cut
 from .later import fan_in_later
 from .linears import fan_out_linear, fan_out_linears, gather_linear, gather_linears

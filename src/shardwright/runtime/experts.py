@@ -17,7 +17,8 @@ like, and a rank that gets no token still takes part (its experts have gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ def _local(layer: Layer, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tens
     return layer(rows, numbers[:, None], weights[:, None])[:count]
 
 
+@lru_cache(maxsize=256)
 def _homes(cut: Cut, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each expert the rank that holds it, and its number there."""
     owner = torch.empty(cut.elements, dtype=torch.long)
@@ -74,18 +76,14 @@ def _homes(cut: Cut, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return owner.to(device), place.to(device)
 
 
-def _travel(x: Tensor, out: Sequence[int], back: Sequence[int], group: Group) -> Tensor:
+def _travel(x: Tensor, out: list[int], back: list[int], group: Group) -> Tensor:
     """Rows to other ranks; their gradients come back."""
     return comm.convert(x, lambda held: _send(held, out, back, group), lambda held: _send(held, back, out, group))
 
 
-def _send(x: Tensor, out: Sequence[int] | None, back: Sequence[int] | None, group: Group) -> Tensor:
+def _send(x: Tensor, out: list[int] | None, back: list[int] | None, group: Group) -> Tensor:
     """Rows to the ranks of a group, so many to each; what they send."""
     comm.note("all_to_all", group, tuple(x.shape))
     got = x.new_empty(sum(back) if back is not None else x.shape[0], *x.shape[1:])
-    dist.all_to_all_single(got, x.contiguous(), _list(back), _list(out), group=group.process_group)
+    dist.all_to_all_single(got, x.contiguous(), back, out, group=group.process_group)
     return got
-
-
-def _list(sizes: Sequence[int] | None) -> list[int] | None:
-    return None if sizes is None else list(sizes)
