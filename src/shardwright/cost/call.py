@@ -1,0 +1,90 @@
+"""An op as one device runs it: the tensors that it has of it, and its arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..ir import Op
+from ..layout import Layout, Mesh, share
+from ..rules import FAN, ROWS, Signature
+from .training import Training
+from .work import flops
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What a device has of a tensor of an op: that of the first device, which has the most."""
+
+    elements: float
+    item: int
+    dtype: str
+    gradient: bool
+    parameter: bool = False
+
+    @property
+    def bytes(self) -> float:
+        return self.elements * self.item
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op on a device. `flops` are those of the forward pass."""
+
+    op: Op
+    flops: float
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def gradient(self) -> bool:
+        """Whether there is a backward pass."""
+        return not self.op.no_grad and any(held.gradient for held in self.outputs)
+
+
+def call_of(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: Training) -> Call:
+    """The call that a choice makes of an op."""
+    inputs, outputs = signature.layouts(choice, mesh)
+    return Call(
+        op=signature.op,
+        flops=flops(signature) / work_parts(signature, choice, mesh),
+        inputs=tuple(
+            tensor_of(signature, name, layout, mesh, training)
+            for name, layout in zip(signature.op.inputs, inputs, strict=True)
+        ),
+        outputs=tuple(
+            tensor_of(signature, name, layout, mesh, training)
+            for name, layout in zip(signature.op.outputs, outputs, strict=True)
+        ),
+    )
+
+
+def tensor_of(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: Training) -> Tensor:
+    graph = signature.facts.graph
+    value = graph.values[name]
+    return Tensor(
+        elements=local_elements(value.shape, layout, mesh),
+        item=training.item(value),
+        dtype=training.dtype(value),
+        gradient=value.gradient,
+        parameter=graph.parameter_of(name) is not None,
+    )
+
+
+def local_elements(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> float:
+    """How many elements the first device has, which has the most."""
+    if not any(layout.cuts):
+        return float(math.prod(shape))
+    return float(math.prod(layout.local_shape(shape, mesh.sizes, dict.fromkeys(mesh.names, 0))))
+
+
+def work_parts(signature: Signature, choice: Mapping[str, str], mesh: Mesh) -> float:
+    """Into how many parts the arithmetic of an op is divided, by the part of the device that has the most."""
+    parts = 1.0
+    for axis in mesh.axes:
+        picked = choice.get(axis.name)
+        if picked is not None and picked != FAN and not picked.startswith(ROWS):
+            role = signature.role(picked)
+            parts *= role.size / share(role.size, axis.size, 0)[1]
+    return parts

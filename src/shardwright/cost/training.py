@@ -1,0 +1,53 @@
+"""How a model is trained, as far as it costs time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import PlanError
+from ..ir.graph import ITEM_SIZE, Value
+
+STATES = {"none": 0, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}
+"""How many tensors of its own size an optimizer keeps for a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The optimizer, the precision, and how often gradients are made before they are used.
+
+    optimizer     a key of STATES
+    compute       the dtype in which float32 values are computed and parameters are gathered; None: as captured
+    reduce        the dtype in which gradients are summed over devices; None: that of `compute`, or their own
+    accumulate    how many times forward and backward run before one update
+    margin        the part of a device's memory that fragmentation and the libraries take
+    """
+
+    optimizer: str = "adamw"
+    compute: str | None = None
+    reduce: str | None = None
+    accumulate: int = 1
+    margin: float = 0.06
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in STATES:
+            raise PlanError(f"{self.optimizer!r} is no optimizer whose state is known; there are {', '.join(STATES)}")
+        for dtype in (self.compute, self.reduce):
+            if dtype is not None and dtype not in ITEM_SIZE:
+                raise PlanError(f"{dtype!r} is no dtype; there are {', '.join(ITEM_SIZE)}")
+        if self.accumulate < 1 or not 0 <= self.margin < 1:
+            raise PlanError("accumulate is at least 1, and margin a part of 1")
+
+    def dtype(self, value: Value) -> str:
+        """The dtype that a value has while the program runs."""
+        return self.compute if self.compute is not None and value.dtype == "float32" else value.dtype
+
+    def item(self, value: Value) -> int:
+        """Bytes of an element of a value while the program runs."""
+        return ITEM_SIZE.get(self.dtype(value), 4)
+
+    def reduced_item(self, parameter: Value) -> int:
+        """Bytes of an element of a parameter's gradient on the wire."""
+        return ITEM_SIZE.get(self.reduce or self.dtype(parameter), 4)
+
+    def states(self) -> int:
+        return STATES[self.optimizer]
