@@ -1,0 +1,69 @@
+"""What a step uses up, as a row of numbers that add up over ops, conversions and parameters.
+
+    COMPUTE    seconds of kernels, forward and backward
+    SEND       seconds of communication that the next op waits for
+    BESIDE     seconds of communication that can run beside kernels: ZeRO's gathers, the sync of gradients
+    UPDATE     seconds after backward: the optimizer, and gathers of what it has changed
+    STORED     bytes that are there all the time: parameters, gradients, the optimizer's state
+    KEPT       bytes that are kept from forward to backward
+
+The time of a step is not a sum but a maximum of sums, because communication hides behind kernels. With an overlap of
+w (1: perfect, 0: none), C seconds of kernels and G seconds beside them take C + G - w min(C, G), which is
+
+    max(C + (1 - w) G, G + (1 - w) C).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+Row = np.ndarray
+"""One number for each resource."""
+
+
+class Resource(IntEnum):
+    COMPUTE_FORWARD = 0
+    COMPUTE_BACKWARD = 1
+    SEND_FORWARD = 2
+    SEND_BACKWARD = 3
+    BESIDE_FORWARD = 4
+    BESIDE_BACKWARD = 5
+    UPDATE = 6
+    STORED = 7
+    KEPT = 8
+
+
+COUNT = len(Resource)
+
+
+def row(**amounts: float) -> Row:
+    """A row of resources, by their names in small letters."""
+    found = np.zeros(COUNT)
+    for name, amount in amounts.items():
+        found[Resource[name.upper()]] = amount
+    return found
+
+
+def phases(overlap: float, accumulate: int = 1) -> tuple[tuple[Row, ...], ...]:
+    """The time of a step: a sum over phases of the largest of their forms (see the top of the file)."""
+    rest = 1.0 - overlap
+    found = []
+    for kind in ("forward", "backward"):
+        names = {part: f"{part}_{kind}" for part in ("compute", "send", "beside")}
+        hidden = {names["compute"]: 1.0, names["send"]: 1.0, names["beside"]: rest}
+        shown = {names["compute"]: rest, names["send"]: 1.0, names["beside"]: 1.0}
+        forms = (row(**hidden), row(**shown)) if overlap else (row(**hidden),)
+        found.append(tuple(accumulate * form for form in forms))
+    return (*found, (row(update=1.0),))
+
+
+def seconds(used: Row, forms: tuple[tuple[Row, ...], ...]) -> float:
+    """How long a step takes that uses so much."""
+    return float(sum(max(float(form @ used) for form in phase) for phase in forms))
+
+
+def memory() -> Row:
+    """The weights that make bytes of a row."""
+    return row(stored=1.0, kept=1.0)
