@@ -90,9 +90,9 @@ class Draft:
         _, outputs = self.signature(op).layouts(self.choices.get(op.name, {}), self.mesh)
         return outputs[op.outputs.index(value)]
 
-    def finish(self, policy: str, cluster: str = "") -> Plan:
-        """Settle what no policy decided and make the plan."""
-        for axis in self.mesh.axes:
+    def finish(self, policy: str, cluster: str = "", *, settle: bool = True) -> Plan:
+        """Settle what no policy decided (unless everything is), and make the plan."""
+        for axis in self.mesh.axes if settle else ():
             self._pass_partial(axis)
             self._fan(axis)
         for op in self.ops:

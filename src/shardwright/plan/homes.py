@@ -1,0 +1,174 @@
+"""Where parameters can live: how they are cut for computing, and what of them is split for storage.
+
+For each layout that a use asks for, and each set of axes over which the gradient is summed:
+
+    level    sync in backward                     before forward   after the update   split
+    0        all_reduce                           -                -                  nothing
+    1        all_reduce                           -                all_gather         optimizer state
+    2        reduce_scatter                       -                all_gather         and gradient
+    3        all_gather, reduce_scatter           all_gather       -                  and parameter
+
+Collectives of parameters go in buckets (or, at level 3, units), so each pays its part of the bucket's latency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from ..cluster import Collective
+from ..cost import local_elements
+from ..cost.resources import COUNT, Resource
+from ..cost.time import update_time
+from ..ir import Parameter
+from ..ir.graph import ITEM_SIZE
+from ..layout import FANNED, WHOLE, Layout
+from .spaces import Spaces
+
+Storage = tuple[tuple[str, int], ...]
+"""(axis, level) for each axis on which something of a parameter is split for storage."""
+
+BUCKET = 25 * 2**20
+"""Bytes that the runtime sums at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """The states of one kind of parameter."""
+
+    layouts: tuple[Layout, ...]
+    storage: tuple[Storage, ...]
+    used: np.ndarray  # [state, resource]
+
+
+class Storing:
+    """Makes the homes of parameters. Equal parameters of equal layers share them."""
+
+    def __init__(
+        self,
+        spaces: Spaces,
+        fixed: Mapping[str, Storage] | None = None,
+        most: Mapping[str, int] | None = None,
+    ) -> None:
+        """`fixed`: the storage of every parameter, if it is known. `most`: the highest level for some keys."""
+        self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
+        self.graph, self.mesh = spaces.facts.graph, spaces.mesh
+        self.fixed, self.most = fixed, most or {}
+        self._known: dict[Hashable, Homes] = {}
+        self.units = _unit_bytes(spaces)
+
+    def of(self, parameter: Parameter, uses: Sequence[tuple[int, int]], asked: Sequence[tuple[Layout, ...]]) -> Homes:
+        """`uses` are (kind of op, number of input), `asked` the layouts that they may ask for."""
+        value = self.graph.values[parameter.value]
+        said = self.fixed.get(parameter.key, ()) if self.fixed is not None else self.most.get(parameter.key)
+        unit = self.units[parameter.key]
+        key = (tuple(uses), value.shape, value.dtype, parameter.trainable, said, unit, len(parameter.keys))
+        if key not in self._known:
+            self._known[key] = self._make(parameter, asked, unit)
+        return self._known[key]
+
+    def _make(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
+        layouts: list[Layout] = []
+        storage: list[Storage] = []
+        used: list[np.ndarray] = []
+        for layout in self._layouts(asked):
+            for held in self._storages(parameter, layout):
+                layouts.append(layout)
+                storage.append(held)
+                used.append(self._used(parameter, layout, held, unit))
+        return Homes(layouts=tuple(layouts), storage=tuple(storage), used=np.array(used).reshape(-1, COUNT))
+
+    def _layouts(self, asked: Sequence[tuple[Layout, ...]]) -> Iterator[Layout]:
+        """Every layout that a use asks for; where several share a parameter, a gradient that one of them sums is a sum."""
+        every = dict.fromkeys(layout for use in asked for layout in use)
+        if len(asked) > 1:
+            for layout in list(every):
+                for count in range(1, len(self.mesh.names) + 1):
+                    for axes in combinations(self.mesh.names, count):
+                        if all(layout.placement(axis) == WHOLE for axis in axes):
+                            for axis in axes:
+                                every.setdefault(layout.with_placement(axis, FANNED))
+        yield from every
+
+    def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
+        free = [axis for axis in self.mesh.names if self._may_store(parameter, layout, axis)]
+        if self.fixed is not None:
+            yield tuple(held for held in self.fixed.get(parameter.key, ()) if held[0] in free)
+            return
+        yield ()
+        highest = self.most.get(parameter.key, 3)
+        for level in (1, 2, 3) if parameter.trainable else (3,):
+            if level <= highest:
+                for count in range(1, len(free) + 1):
+                    for axes in combinations(free, count):
+                        yield tuple((axis, level) for axis in axes)
+
+    def _may_store(self, parameter: Parameter, layout: Layout, axis: str) -> bool:
+        placement = layout.placement(axis)
+        return placement == FANNED if parameter.trainable else placement is not None
+
+    def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
+        value, training, sizes = self.graph.values[parameter.value], self.training, self.mesh.sizes
+        found = np.zeros(COUNT)
+        count = local_elements(value.shape, layout, self.mesh)
+        stored, moving = ITEM_SIZE.get(value.dtype, 4), training.item(value)
+        axes, level = tuple(axis for axis, _ in held), held[0][1] if held else 0
+        parts = math.prod(sizes[axis] for axis in axes)
+        share = {at: count / parts if level >= at else count for at in (1, 2, 3)}
+        found[Resource.STORED] = share[3] * stored
+        if level < 3 and moving != stored and value.dtype == "float32":
+            found[Resource.KEPT] = count * moving  # the cast that autocast keeps for backward
+        pack = unit * count / max(value.elements, 1)
+
+        def paced(kind: Collective, bytes: float, over: Sequence[str], bucket: float) -> float:
+            if not over or not bytes:
+                return 0.0
+            bucket = max(bytes, bucket)
+            return self.moves.collective(kind, bucket, over) * bytes / bucket
+
+        backward = self.spaces.backward and parameter.trainable
+        if level == 3:
+            gather = paced("all_gather", count * moving, axes, pack * moving)
+            found[Resource.BESIDE_FORWARD] += gather
+            found[Resource.BESIDE_BACKWARD] += gather if self.spaces.backward else 0.0
+        if not backward:
+            return found
+        found[Resource.STORED] += share[2] * stored + share[1] * stored * training.states()
+        summed = tuple(axis for axis, place in layout.rest if place == FANNED)
+        rest = tuple(axis for axis in summed if axis not in axes)
+        wire = training.reduced_item(value)
+        once = 1.0 / training.accumulate if level < 3 else 1.0
+        if level >= 2:
+            bucket = pack * wire if level == 3 else BUCKET
+            sync = paced("reduce_scatter", count * wire, axes, bucket)
+            sync += paced("all_reduce", count / parts * wire, rest, bucket / parts)
+        else:
+            sync = paced("all_reduce", count * wire, summed, BUCKET)
+        found[Resource.BESIDE_BACKWARD] += once * sync
+        if level in (1, 2):
+            found[Resource.UPDATE] += paced("all_gather", count * moving, axes, BUCKET)
+        found[Resource.UPDATE] += update_time(share[1], value.dtype, training, self.moves.device)
+        return found
+
+
+def block_of(path: str) -> str:
+    """The repeated layer that a module path or key lies in: up to its first number; "" if it is in none."""
+    parts = path.split(".")
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return ""
+
+
+def _unit_bytes(spaces: Spaces) -> dict[str, float]:
+    """For each parameter the elements of all that are gathered with it."""
+    graph = spaces.facts.graph
+    sums: dict[str, float] = {}
+    for parameter in graph.parameters:
+        block = block_of(parameter.key) or parameter.key
+        sums[block] = sums.get(block, 0.0) + graph.values[parameter.value].elements
+    return {parameter.key: sums[block_of(parameter.key) or parameter.key] for parameter in graph.parameters}

@@ -1,0 +1,59 @@
+"""The meshes that a cluster allows: how many axes, of which sizes, and over which links they lie.
+
+Neighbours on the last axis are neighbours on the cluster. So with nodes of 8
+
+    16            one axis over all
+    8 x 2         an axis of 2 inside of nodes, one of 8 over nodes and inside
+    2 x 8         an axis inside of nodes, one between them
+    2 x 4 x 2     three: the first lies between nodes and splits the batch, nothing else
+
+Any axis may do anything (an op picks its split on each), so that no other order of the axes is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..cluster import Cluster
+from ..layout import Axis, Mesh
+
+NAMES = ("x", "y", "z")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mesh to look at; `data` are the axes that may split the batch only."""
+
+    mesh: Mesh
+    data: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " x ".join(str(axis.size) for axis in self.mesh.axes) or "1"
+
+
+def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = False) -> Iterator[Candidate]:
+    """Meshes over the first `size` devices of a cluster, all of them if it is not said."""
+    count = size or cluster.size
+    inside = min(group.node.devices for group in cluster.groups)
+    if count == 1:
+        yield Candidate(Mesh(axes=()))
+        return
+    yield _candidate((count,), data_only)
+    for inner in _divisors(count):
+        if 1 < inner < count:
+            yield _candidate((count // inner, inner), data_only)
+    if count > inside and count % inside == 0:
+        for inner in _divisors(inside):
+            if 1 < inner < inside:
+                yield _candidate((count // inside, inside // inner, inner), data_only)
+
+
+def _candidate(sizes: tuple[int, ...], data_only: bool) -> Candidate:
+    axes = tuple(Axis(name=name, size=size) for name, size in zip(NAMES, sizes, strict=False))
+    data = tuple(axis.name for axis in axes) if data_only else (axes[0].name,) if len(axes) == 3 else ()
+    return Candidate(Mesh(axes=axes), data)
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]

@@ -1,0 +1,219 @@
+"""The ways in which each op can be split on a mesh, and what each of them uses.
+
+Ops that differ in nothing but their names (those of equal layers) are of one **kind** and share one space. A space
+lists, for every axis, the op's roles, running whole, and where it can pay
+
+    FAN        an op of parameters only hands its gradients back in parts
+    ROWS       a reduction lets a partial sum through
+
+Lossy pruning, said in the plan: on an axis of a mesh with several an op is split on the batch, on the sequence (any label
+without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from ..cost import Training, call_of, flops, is_product
+from ..cost.keeps import kept_bytes
+from ..cost.moves import Moves
+from ..cost.resources import COUNT, Resource
+from ..cost.sends import algorithm_sends
+from ..cost.time import op_time
+from ..errors import PlanError
+from ..ir import Op
+from ..layout import Axis, Layout
+from ..rules import FAN, ROWS, Analysis, Role, Signature
+from ..rules.kept import OPAQUE
+
+MOST = 2
+"""On a mesh of several axes: labels of parameters that an op may be split on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The states of one kind of op: choices, the layouts that they ask for, what they use."""
+
+    choices: tuple[Mapping[str, str], ...]
+    inputs: tuple[tuple[Layout, ...], ...]  # of each input, in each state
+    outputs: tuple[tuple[Layout, ...], ...]
+    used: np.ndarray  # [state, resource]
+    keeps_inputs: tuple[bool, ...]  # what backward needs
+    keeps_outputs: tuple[bool, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.choices)
+
+
+class Spaces:
+    """The spaces of all ops of a graph on one mesh."""
+
+    def __init__(
+        self,
+        facts: Analysis,
+        moves: Moves,
+        training: Training,
+        *,
+        data: Iterable[str] = (),
+        fixed: Mapping[str, Mapping[str, str]] | None = None,
+        allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
+    ) -> None:
+        """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
+
+        `allowed`: for some ops on some axes the choices that people allow ("" is whole).
+        """
+        self.facts, self.moves, self.training, self.mesh = facts, moves, training, moves.mesh
+        self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
+        self.backward = facts.graph.entry.startswith("train")
+        self._known: dict[Hashable, Space] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._kinds: dict[str, int] = {}
+
+    def of(self, op: Op) -> Space:
+        kind = self._key(op)
+        if kind not in self._known:
+            self._known[kind] = self._make(op)
+        return self._known[kind]
+
+    def kind(self, op: Op) -> int:
+        """A number that equal ops share."""
+        if op.name not in self._kinds:
+            self._kinds[op.name] = self._numbers.setdefault(self._key(op), len(self._numbers))
+        return self._kinds[op.name]
+
+    def _key(self, op: Op) -> Hashable:
+        signature = self.facts.signatures[op.name]
+        atoms, dims, graph = self.facts.atoms, self.facts.dims, self.facts.graph
+        shapes = []
+        for name in (*op.inputs, *op.outputs):
+            value, parameter = graph.values[name], graph.parameter_of(name)
+            shapes.append((value.shape, value.dtype, value.gradient, parameter and parameter.trainable))
+        roles = [
+            (role.name, role.size, tuple(atoms.blocks(dim, role.atom) for name in op.inputs for dim in dims[name]))
+            for role in self._roles(signature)
+        ]
+        arguments = [item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "held")]
+        said = repr(self.fixed.get(op.name)) if self.fixed is not None else repr(self.allowed.get(op.name))
+        rule = signature.rule.text if signature.rule else ""
+        lean = op.name in self._lean
+        return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), op.no_grad, op.region is None, said, lean
+
+    def _roles(self, signature: Signature) -> tuple[Role, ...]:
+        """The roles worth looking at (see the top of the file)."""
+        roles = signature.roles
+        if self.fixed is not None or sum(axis.name not in self.data for axis in self.mesh.axes) < 2:
+            return roles
+        owned = [role for role in roles if role.atom in self._work]
+        kept = sorted(owned, key=lambda role: -self._work[role.atom])[:MOST]
+        return tuple(role for role in roles if role.atom not in self._work or role in kept)
+
+    @cached_property
+    def _work(self) -> dict[int, float]:
+        """The arithmetic of products that can be split on each atom of a parameter."""
+        facts = self.facts
+        owned = {
+            atom
+            for parameter in facts.graph.parameters
+            for dim in facts.dims[parameter.value]
+            for atom in facts.atoms.splittable(dim)
+        }
+        found = dict.fromkeys(owned - facts.batch, 0.0)
+        for op in facts.graph.ops:
+            signature = facts.signatures[op.name]
+            if is_product(signature):
+                work = flops(signature)
+                for atom in {role.atom for role in signature.roles} & found.keys():
+                    found[atom] += work
+        return found
+
+    @cached_property
+    def _lean(self) -> frozenset[str]:
+        """Ops with a gradient that depend on parameters only."""
+        graph = self.facts.graph
+        lean = {parameter.value for parameter in graph.parameters} | set(self.facts.constants)
+        found: set[str] = set()
+        for op in graph.ops:
+            if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
+                lean.update(op.outputs)
+                found.add(op.name)
+        return frozenset(found)
+
+    def _make(self, op: Op) -> Space:
+        signature = self.facts.signatures[op.name]
+        choices: list[Mapping[str, str]] = []
+        found: list[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = []
+        seen: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
+        for choice in self._choices(op, signature):
+            try:
+                layouts = signature.layouts(choice, self.mesh)
+            except PlanError:
+                if self.fixed is not None:
+                    raise
+                continue  # two axes on one label whose sizes do not divide
+            if layouts not in seen:
+                seen.add(layouts)
+                choices.append(choice)
+                found.append(layouts)
+        used = np.zeros((len(choices), COUNT))
+        keeps: tuple[tuple[bool, ...], tuple[bool, ...], float] = ((), (), 0.0)
+        for state, choice in enumerate(choices):
+            call = call_of(signature, choice, self.mesh, self.training)
+            time = op_time(call, self.moves.device)
+            used[state, Resource.COMPUTE_FORWARD] = time.forward
+            used[state, Resource.COMPUTE_BACKWARD] = time.backward if self.backward else 0.0
+            for kind, bytes, axes, when in algorithm_sends(signature, choice, self.mesh, self.training):
+                if when == "forward" or self.backward:
+                    sent = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
+                    used[state, sent] += self.moves.collective(kind, bytes, axes)
+            keeps = kept_bytes(call, signature) if self.backward else ((False,) * 99, (False,) * 99, 0.0)
+            own = sum(held.bytes for held, kept in zip(call.outputs, keeps[1], strict=False) if kept)
+            used[state, Resource.KEPT] = keeps[2] + own
+        return Space(
+            choices=tuple(choices),
+            inputs=tuple(tuple(held[0][at] for held in found) for at in range(len(op.inputs))),
+            outputs=tuple(tuple(held[1][at] for held in found) for at in range(len(op.outputs))),
+            used=used,
+            keeps_inputs=keeps[0],
+            keeps_outputs=keeps[1],
+        )
+
+    def _choices(self, op: Op, signature: Signature) -> Iterable[Mapping[str, str]]:
+        if self.fixed is not None:
+            yield self.fixed.get(op.name, {})
+            return
+        lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
+        for picked in product(*lists):
+            yield {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+
+    def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
+        """What an op may do on one axis; "" is to run whole."""
+        batch, even = self.facts.batch, [role for role in self._roles(signature) if role.fills(axis.size)]
+        roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
+        if axis.name in self.data:
+            roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
+        found = [*([] if axis.name in self.data and roles else [""]), *roles]
+        if op.name in self._lean:
+            found.append(FAN)
+        found += [f"{ROWS}{group}" for group in self._rows(op, signature)]
+        said = self.allowed.get(op.name, {}).get(axis.name)
+        return found if said is None else [one for one in found if one in said]
+
+    def _rows(self, op: Op, signature: Signature) -> Iterable[int]:
+        """Groups of linear inputs through which a partial sum may pass and gets smaller, or is a number anyway."""
+        values = self.facts.graph.values
+        made = sum(values[name].elements for name in op.outputs)
+        if not any(values[name].gradient for name in op.outputs):
+            return
+        for group in signature.linear_groups():
+            members = [values[bound.value] for bound in signature.inputs if bound.linear == group]
+            others = [values[bound.value] for bound in signature.inputs if bound.linear != group]
+            if made > 1 and any(value.gradient for value in others):
+                continue
+            if made == 1 or made < sum(value.elements for value in members) / 2:
+                yield group
