@@ -47,21 +47,25 @@ ASSUMED = {
 
 def _device(name: str, assumed: str, memory: float, bandwidth: float, **flops: float) -> Device:
     """Memory in GiB, bandwidth in GB/s, flops by dtype in units of 1e12 per second."""
-    reached = ASSUMED[assumed]
-    efficiency = []
-    for dtype, peak in flops.items():
-        for kind, part in (("matmul", reached.matmul), ("attention", reached.attention)):
-            curve = ramp(part, peak * TERA * part * reached.start)
-            efficiency.append(Efficiency(kind=kind, dtype=dtype, curve=curve))  # type: ignore[arg-type]
-    moving = ramp(reached.memory, bandwidth * GIGA * reached.memory * reached.start)
-    efficiency += [Efficiency(kind="pointwise", curve=moving), Efficiency(kind="copy", curve=moving)]
+    peaks = tuple((dtype, peak * TERA) for dtype, peak in flops.items())
     return Device(
         name=name,
-        flops=tuple((dtype, peak * TERA) for dtype, peak in flops.items()),
+        flops=peaks,
         memory=int(memory * GIB),
         bandwidth=bandwidth * GIGA,
-        efficiency=tuple(efficiency),
+        efficiency=curves(ASSUMED[assumed], peaks, bandwidth * GIGA),
     )
+
+
+def curves(reached: Assumed, flops: tuple[tuple[str, float], ...], bandwidth: float) -> tuple[Efficiency, ...]:
+    """The efficiencies that follow from what is assumed, for a device with these peaks."""
+    efficiency = []
+    for dtype, peak in flops:
+        for kind, part in (("matmul", reached.matmul), ("attention", reached.attention)):
+            curve = ramp(part, peak * part * reached.start)
+            efficiency.append(Efficiency(kind=kind, dtype=dtype, curve=curve))  # type: ignore[arg-type]
+    moving = ramp(reached.memory, bandwidth * reached.memory * reached.start)
+    return (*efficiency, Efficiency(kind="pointwise", curve=moving), Efficiency(kind="copy", curve=moving))
 
 
 # tfloat32 is what float32 products use where torch.backends.cuda.matmul.fp32_precision = "tf32" lets them. Volta has

@@ -12,6 +12,7 @@ a kernel. An efficiency above 1 is possible, where a cache is faster than the me
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -50,6 +51,8 @@ class Device:
     memory: int
     bandwidth: float
     efficiency: tuple[Efficiency, ...] = field(repr=False)
+    _peaks: dict[str, float] = field(init=False, repr=False, compare=False)
+    _curves: dict[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)  # found once, asked often
 
     def __post_init__(self) -> None:
         named = f"the device {self.name!r}"
@@ -68,15 +71,21 @@ class Device:
         missing = [kind for kind in KINDS if kind not in {kind for kind, _ in said}]
         if missing:
             raise ClusterError(f"{named} has no efficiency of {', '.join(missing)}")
+        object.__setattr__(self, "_peaks", dict(self.flops))
+        object.__setattr__(self, "_curves", {})
 
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def known_dtypes(self) -> Mapping[str, float]:
+        """The dtypes that there are flops for, with them."""
+        return self._peaks
+
     def peak(self, dtype: str) -> float:
         """Peak flops per second in a dtype."""
-        for name, value in self.flops:
-            if name == dtype:
-                return value
+        if dtype in self._peaks:
+            return self._peaks[dtype]
         raise ClusterError(f"{self.name} has no flops for {dtype!r}, only for {', '.join(dict(self.flops))}")
 
     def fraction(self, kind: Kind, size: float, dtype: str = "") -> float:
@@ -106,8 +115,10 @@ class Device:
         return bytes / (self.bandwidth * self.fraction(kind, bytes, dtype))
 
     def _curve(self, kind: Kind, dtype: str) -> Curve:
-        held = {item.dtype: item.curve for item in self.efficiency if item.kind == kind}
-        return held.get(dtype) or held.get("") or next(iter(held.values()))
+        if (kind, dtype) not in self._curves:
+            held = {item.dtype: item.curve for item in self.efficiency if item.kind == kind}
+            self._curves[kind, dtype] = held.get(dtype) or held.get("") or next(iter(held.values()))
+        return self._curves[kind, dtype]
 
 
 def item_bytes(dtype: str) -> int:

@@ -12,6 +12,8 @@ from ..rules import FAN, ROWS, Signature
 from .training import Training
 from .work import flops
 
+TURNS = ("aten.transpose.int", "aten.permute.default", "aten.t.default")
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -30,12 +32,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op on a device. `flops` are those of the forward pass."""
+    """One call of an op on a device. `flops` are those of the forward pass; a reshape `copies` if it can't be a view."""
 
     op: Op
     flops: float
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    copies: bool = False
 
     @property
     def gradient(self) -> bool:
@@ -57,7 +60,25 @@ def call_of(signature: Signature, choice: Mapping[str, str], mesh: Mesh, trainin
             tensor_of(signature, name, layout, mesh, training)
             for name, layout in zip(signature.op.outputs, outputs, strict=True)
         ),
+        copies=copies(signature),
     )
+
+
+def copies(signature: Signature) -> bool:
+    """Whether a reshape has to copy: it joins dims of what was turned. Values have no strides, so this is a guess.
+
+    Fused attention writes its result turned already, so that the usual transpose and reshape after it are views.
+    """
+    op, graph = signature.op, signature.facts.graph
+    if not op.target.startswith("aten.reshape.") or len(graph.values[op.outputs[0]].shape) >= len(
+        graph.values[op.inputs[0]].shape
+    ):
+        return False
+    before = graph.producer.get(op.inputs[0])
+    if before is None or before.target not in TURNS:
+        return False
+    source = graph.producer.get(before.inputs[0])
+    return source is None or "attention" not in source.target
 
 
 def tensor_of(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: Training) -> Tensor:

@@ -1,0 +1,305 @@
+"""How long an op takes on a device, forward and backward, as eager PyTorch runs it: a kernel or a few for each op.
+
+    product      flops / (peak x what a product of this size and shape reaches), or its bytes if they take longer;
+                 backward one such product for each input that has a gradient
+    attention    the same with the efficiency of fused attention; backward is 5 products where forward has 2
+    the rest     bytes / (bandwidth x what kernels reach), bytes being passes over inputs and outputs (`PASSES`)
+    views        nothing, except for what their backward must write
+
+Starting a kernel is in the efficiency curves of the device. What is sent is not here: see `sends.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..cluster import Device, Kind
+from .call import Call
+from .work import PRODUCTS
+
+
+class OpTime(NamedTuple):
+    """Seconds of the two passes."""
+
+    forward: float
+    backward: float
+
+
+FREE = OpTime(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How often an op goes over its tensors in memory.
+
+    inputs, outputs    forward, over the bytes of all inputs and of all outputs
+    results, given     backward, over the bytes of the outputs (their gradients are read, saved results are read) and
+                       over those of the inputs that have a gradient (saved ones are read, gradients are written)
+    kernels            of the backward pass, if there are several
+    """
+
+    inputs: float = 1
+    outputs: float = 1
+    results: float = 1
+    given: float = 2
+    kernels: int = 1
+
+
+POINTWISE = Passes()
+PASSES: dict[str, Passes] = {}
+
+
+def _passes(names: str, held: Passes) -> None:
+    PASSES.update(dict.fromkeys(names.split(), held))
+
+
+# a gradient that goes on as it is: no kernel; what was stretched is summed (see `_pointwise`)
+_passes("add sub rsub clone contiguous alias lift_fresh_copy", Passes(results=0, given=0))
+_passes("cat concat stack", Passes(results=0, given=0))  # gradients are views of one
+# only the gradient is read, nothing was saved
+_passes("neg to _to_copy type_as flip roll cumsum constant_pad_nd pad repeat tile repeat_interleave", Passes(given=1))
+_passes("where masked_fill", Passes(results=1.5, given=1))  # and a mask of 1 byte
+# one kernel reads dy and x and writes dx, a second reads both again for the weights
+_passes("layer_norm native_layer_norm rms_norm _fused_rms_norm", Passes(results=2, given=3, kernels=2))
+# statistics first, then the values: x is read twice, and dy and x are read twice
+_passes("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit group_norm instance_norm",
+        Passes(inputs=2, results=2, given=3, kernels=2))  # fmt: skip
+_passes("sum mean nansum", Passes(results=1, given=1))
+_passes("var std var_mean std_mean logsumexp linalg_vector_norm norm", Passes(inputs=1, given=2))
+_passes("sort topk argsort", Passes(inputs=8, outputs=2, results=1, given=1))  # digits one after the other
+_passes("dropout native_dropout", Passes(outputs=1.5, results=1.5, given=1))  # the mask too
+
+VIEWS = frozenset(
+    """view _unsafe_view reshape flatten unflatten squeeze unsqueeze permute transpose t detach view_as_real
+    view_as_complex movedim swapaxes expand expand_copy broadcast_to diagonal alias numpy_T mT conj real imag""".split()
+)
+PARTS = frozenset("split split_with_sizes chunk tensor_split unbind slice select narrow unfold".split())
+LOOKUPS = frozenset("embedding index index_select gather take take_along_dim".split())
+MADE = frozenset("arange full zeros ones empty linspace eye tril_indices triu_indices scalar_tensor".split())
+STREAMED = frozenset("embedding_bag".split()) | LOOKUPS
+
+EDGE = 96.0
+"""A product works in tiles of 64 to 256 rows and columns, and fills and empties a pipeline along what it sums: with a
+smallest side of so many elements it reaches half of what a large one does."""
+
+BLOCK = 128
+"""Rows of attention that are computed together; on the diagonal of a causal one half of a block is wasted."""
+
+ATTENTION_BACKWARD = 2.5 / 0.80
+"""5 products for 2, at a lower rate: more is read, and gradients of queries are added up from many blocks."""
+
+MASKED = 1.6
+"""With a mask there is no flash attention; the kernel that takes one is slower by this."""
+
+
+def op_time(call: Call, device: Device) -> OpTime:
+    """Seconds that a device needs for a call, forward and backward (0 if there is none)."""
+    kind = _kind(call.op.target)
+    special = _SPECIAL.get(kind)
+    if special is not None:
+        return special(call, device)
+    if _is_product(call, kind):
+        return _product(call, device)
+    return _pointwise(call, device, PASSES.get(kind, POINTWISE))
+
+
+def join_time(bytes: float, uses: int, device: Device) -> float:
+    """Backward: a value of so many bytes that is used several times gets the sum of its gradients, one by one."""
+    return max(0, uses - 1) * device.op_time(0.0, 3.0 * bytes, "pointwise", "")
+
+
+def _kind(target: str) -> str:
+    """The op without its room and overload: "layer_norm"."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+def _is_product(call: Call, kind: str) -> bool:
+    if call.op.target.startswith("aten."):
+        return any(word in kind for word in PRODUCTS)
+    return call.flops > 2 * sum(held.elements for held in call.outputs)  # an own op, experts, an opaque submodule
+
+
+def _bytes(call: Call) -> float:
+    return sum(held.bytes for held in call.inputs) + sum(held.bytes for held in call.outputs)
+
+
+def _moved(bytes: float, device: Device, kernels: int = 1) -> float:
+    """Seconds to go over so many bytes in so many kernels."""
+    return kernels * device.op_time(0.0, bytes / kernels, "pointwise", "") if bytes > 0 else 0.0
+
+
+# -- products
+
+
+def _product(call: Call, device: Device) -> OpTime:
+    forward = _product_time(call, device, "matmul", call.flops / _shape_part(call))
+    if not call.gradient:
+        return OpTime(forward, 0.0)
+    wanted = sum(held.gradient for held in call.inputs[:2]) if _kind(call.op.target) != "opaque" else 2
+    return OpTime(forward, wanted * forward)
+
+
+def _product_time(call: Call, device: Device, kind: Kind, flops: float) -> float:
+    dtype = next((held.dtype for held in call.inputs if _floating(held.dtype)), "float32")
+    return device.op_time(flops, _bytes(call), kind, units(device, dtype))
+
+
+def units(device: Device, dtype: str) -> str:
+    """The dtype whose arithmetic a device uses for a dtype: its own, or one that the device has flops for."""
+    known = device.known_dtypes
+    if dtype in known:
+        return dtype
+    if dtype.startswith("float8"):
+        return next(held for held in ("float8", "bfloat16", "float32", *known) if held in known)
+    if dtype in ("complex128",) and "float64" in known:
+        return "float64"
+    return "float32" if "float32" in known else next(iter(known))
+
+
+def _floating(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _shape_part(call: Call) -> float:
+    """The part of the efficiency that a product keeps with the sides that it has.
+
+    With A = b m k, B = b k n and C = b m n elements and F = 2 b m n k flops, b = A B C / (F / 2)^2, and the
+    sides follow: m = sqrt(A C / (B b)), and so on.
+    """
+    if len(call.inputs) < 2 or not call.outputs or call.flops <= 0:
+        return 1.0
+    a, b, c = call.inputs[0].elements, call.inputs[1].elements, call.outputs[0].elements
+    if not (a and b and c):
+        return 1.0
+    batch = max(1.0, a * b * c / (call.flops / 2) ** 2)
+    smallest = math.sqrt(min(a * b / c, a * c / b, b * c / a) / batch)
+    return smallest / (smallest + EDGE)
+
+
+def _attention(call: Call, device: Device) -> OpTime:
+    """Fused. A causal one skips the blocks above the diagonal."""
+    flops, extra = call.flops, 1.0
+    if call.op.argument("is_causal"):
+        length = max(1.0, flops / (4.0 * max(1.0, call.inputs[0].elements)))  # of the keys
+        flops *= min(1.0, 0.5 + 0.5 * BLOCK / length)
+    if call.op.tensor("attn_mask") is not None:
+        extra = MASKED
+    forward = extra * _product_time(call, device, "attention", flops)
+    return OpTime(forward, ATTENTION_BACKWARD * forward if call.gradient else 0.0)
+
+
+# -- what goes over memory
+
+
+def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
+    made = sum(held.bytes for held in call.outputs)
+    is_bias = call.op.name.endswith("/ bias")  # folded into the product before it
+    forward = 0.0 if is_bias else passes.inputs * sum(held.bytes for held in call.inputs) + passes.outputs * made
+    if not call.gradient:
+        return OpTime(_moved(forward, device), 0.0)
+    backward = 0.0
+    wanted = [held for held in call.inputs if held.gradient]
+    for held in wanted:
+        if held.bytes < made and len(call.inputs) > 1 and held.elements < call.outputs[0].elements / 2:
+            # a stretched input: its gradient at full size, unless it is the result's own, and then the sum
+            backward += made * (1.0 if passes.results == 0 else passes.results + passes.given + 1.0)
+        else:
+            backward += passes.results * made + passes.given * held.bytes
+    kernels = max(passes.kernels, len(wanted))
+    if passes.kernels > 1 and wanted:  # norms: their passes are said for all their inputs together
+        largest = max(held.bytes for held in wanted)
+        backward = passes.results * made + passes.given * largest
+    return OpTime(_moved(forward, device), _moved(backward, device, kernels))
+
+
+def _view(call: Call, device: Device) -> OpTime:
+    """Free. Only a reshape that can't be a view copies, and what was stretched is summed backward."""
+    forward = _moved(_bytes(call), device) if call.copies else 0.0
+    stretched = call.gradient and call.inputs and call.inputs[0].elements < 0.6 * call.outputs[0].elements
+    return OpTime(forward, _moved(_bytes(call), device) if stretched else 0.0)
+
+
+def _part(call: Call, device: Device) -> OpTime:
+    """Parts of a tensor are views. Backward puts their gradients together, a single part among zeros."""
+    if not call.gradient or not call.inputs:
+        return FREE
+    parts = sum(held.bytes for held in call.outputs)
+    whole = call.inputs[0].bytes
+    zeros = whole if len(call.outputs) == 1 and parts < whole else 0.0
+    return OpTime(0.0, _moved(zeros + 2.0 * parts, device))
+
+
+def _lookup(call: Call, device: Device) -> OpTime:
+    """Rows are read where they are wanted. Backward fills the whole table's gradient with zeros and adds rows to it.
+
+    On CUDA the ids are sorted first, so that rows are added in one order.
+    """
+    rows = sum(held.bytes for held in call.outputs)
+    ids = sum(held.bytes for held in call.inputs if not _floating(held.dtype))
+    forward = _moved(2.0 * rows + ids, device)
+    if not call.gradient:
+        return OpTime(forward, 0.0)
+    table = max(held.bytes for held in call.inputs if held.gradient)
+    return OpTime(forward, _moved(table, device) + _moved(8.0 * ids, device) + _moved(3.0 * rows, device))
+
+
+def _cross_entropy(call: Call, device: Device) -> OpTime:
+    """log_softmax, then the loss of each row. Backward fills zeros, puts ones, and then the log_softmax's."""
+    scores = call.inputs[0].bytes
+    forward = _moved(2.0 * scores, device)
+    return OpTime(forward, _moved(4.0 * scores, device, 2) if call.gradient else 0.0)
+
+
+def _made(call: Call, device: Device) -> OpTime:
+    return OpTime(_moved(sum(held.bytes for held in call.outputs), device), 0.0)
+
+
+_SPECIAL: dict[str, Callable[[Call, Device], OpTime]] = {
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(PARTS, _part),
+    **dict.fromkeys(STREAMED, _lookup),
+    **dict.fromkeys(MADE, _made),
+    "scaled_dot_product_attention": _attention,
+    "cross_entropy_loss": _cross_entropy,
+}
+
+
+# -- the optimizer
+
+
+class Update(NamedTuple):
+    """Passes of an optimizer's step over the bytes of parameters, gradients and all states."""
+
+    parameters: float
+    gradients: float
+    states: float
+
+
+FUSED = {"sgd": Update(2, 1, 0), "momentum": Update(2, 1, 2), "adam": Update(2, 1, 2), "adamw": Update(2, 1, 2)}
+"""fused=True: everything is read once, and all but the gradients written once."""
+
+FOREACH = {
+    "none": Update(0, 0, 0),
+    "sgd": Update(2, 1, 0),  # p += g
+    "momentum": Update(2, 1, 4),  # m *= a, m += g, p += m (which reads it)
+    # p *= c; m = lerp(m, g); v *= b; v += g g; t = sqrt(v); t /= c; t += eps; p += m / t: t counts as a parameter
+    "adamw": Update(10, 3, 4),
+    "adam": Update(8, 3, 4),
+    "rmsprop": Update(8, 3, 5),
+    "adagrad": Update(8, 3, 4),
+    "lion": Update(8, 2, 3),
+}
+"""What torch does on CUDA without being asked: the same step of all parameters at once, one op after the other."""
+
+
+def update_time(
+    parameters: float, gradients: float, states: float, device: Device, *, optimizer: str = "adamw", fused: bool = False
+) -> float:
+    """Seconds of the optimizer's step on a device that holds so many bytes of each."""
+    passes = FUSED.get(optimizer, FOREACH[optimizer]) if fused else FOREACH[optimizer]
+    bytes = passes.parameters * parameters + passes.gradients * gradients + passes.states * states
+    return _moved(bytes, device)
