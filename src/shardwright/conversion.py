@@ -56,6 +56,23 @@ class Step:
         return self.kind not in ("take_pad", "pad", "on_first", "gradient_on_first")
 
 
+SENDS: dict[str, tuple[str, str]] = {  # step: collective forward, backward
+    "fan_in": ("all_reduce", ""),
+    "fan_out": ("", "all_reduce"),
+    "fan_in_out": ("all_reduce", "all_reduce"),
+    "gather": ("all_gather", ""),
+    "gather_sum": ("all_gather", "reduce_scatter"),
+    "take": ("", "all_gather"),
+    "take_pad": ("", ""),
+    "reduce_scatter": ("reduce_scatter", "all_gather"),
+    "pad": ("", ""),
+    "exchange": ("all_to_all", "all_to_all"),
+    "on_first": ("", ""),
+    "gradient_on_first": ("", ""),
+    "reduce": ("all_reduce", ""),
+}
+
+
 def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | None:
     """The same layout said with the cut of `axis` minor-most on its dim, if that can be said."""
     found = layout.cut_of(axis)

@@ -19,9 +19,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..cluster import Cluster, Group, Node
 from ..cluster.catalogue import USUAL, inside, usual_network
+from ..cluster.cluster import USUAL_OVERLAP
 from ..runtime.world import World, start
 from ..verify.ranks import run_processes
-from .collectives import count_per_node, fit, kinds_in, measure_collectives, meshes
+from .collectives import count_per_node, fit, kinds_in, measure_collectives, measure_overlap, meshes
 from .compute import as_device, measure_ops, series_of, slowest
 from .tables import tables
 from .timing import FULL, QUICK, Effort
@@ -65,6 +66,7 @@ def measure(effort: Effort) -> Cluster:
 
         series = slowest(_from_all(measure_ops(world.device, effort, advance), world))
         measured = measure_collectives(world, per_node, effort, advance)
+        overlap = measure_overlap(world, effort) if world.size > 1 else USUAL_OVERLAP
     sharing = per_node if world.device.type == "cpu" else 1
     device = as_device(world.device, series, sharing)
     usual = device.name if device.name in USUAL else "cpu"  # whose links stand for what could not be measured
@@ -78,6 +80,7 @@ def measure(effort: Effort) -> Cluster:
         name="measured",
         groups=(Group(node=node, nodes=world.size // per_node),),
         measured=measured,
+        overlap=overlap,
         about=_about(world, per_node),
     )
 

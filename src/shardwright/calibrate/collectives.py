@@ -15,7 +15,7 @@ from ..cluster import COLLECTIVES, Collective, Curve, Link, Measured
 from ..errors import ClusterError
 from ..layout import Axis, Mesh
 from ..runtime.world import Group, Groups, World
-from .timing import Effort, seconds
+from .timing import Effort, once, seconds
 
 SMALLEST = 1024  # bytes
 
@@ -68,9 +68,7 @@ def count_per_node(hosts: list[str]) -> int:
 
 def _points(kind: Collective, group: Group, world: World, effort: Effort) -> tuple[tuple[float, float], ...]:
     def agree(value: float) -> float:
-        held = torch.tensor([value], dtype=torch.float64, device=world.device)
-        dist.all_reduce(held, dist.ReduceOp.MAX)
-        return float(held)
+        return _all_agree(value, world)
 
     points: list[tuple[float, float]] = []
     size = SMALLEST
@@ -106,6 +104,51 @@ def _send(tensor: torch.Tensor, group: Group) -> None:
     there = dist.isend if group.index == 0 else dist.irecv
     for work in dist.batch_isend_irecv([dist.P2POp(there, tensor, group.ranks[1 - group.index], group.process_group)]):
         work.wait()
+
+
+def measure_overlap(world: World, effort: Effort) -> float:
+    """How much of an all_reduce is hidden by products that run meanwhile: (C + G - both) / min(C, G).
+
+    The message is chosen so that it takes about as long as the products.
+    """
+    group = Groups(_mesh(group=world.size))["group"]
+    side = torch.rand(512, 512, device=world.device)
+    count = max(1, int(0.02 / max(_all_agree(once(lambda: side @ side, world.device, 3), world), 1e-6)))
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(side, side)
+
+    def talk(size: int) -> tuple[float, torch.Tensor]:
+        message = torch.zeros(size, device=world.device)
+
+        def run() -> None:
+            dist.all_reduce(message, group=group.process_group)
+
+        run()
+        return min(_all_agree(once(run, world.device), world) for _ in range(3)), message
+
+    compute()
+    alone = min(_all_agree(once(compute, world.device), world) for _ in range(5))
+    talking, message = talk(2**18)
+    while talking < alone / 2 and message.nbytes < effort.largest:
+        talking, message = talk(2 * len(message))
+
+    def both() -> None:
+        work = dist.all_reduce(message, group=group.process_group, async_op=True)
+        compute()
+        if work is not None:
+            work.wait()
+
+    together = min(_all_agree(once(both, world.device), world) for _ in range(7))
+    hidden = (alone + talking - together) / min(alone, talking)
+    return float(f"{min(max(hidden, 0.0), 1.0):.3g}")
+
+
+def _all_agree(value: float, world: World) -> float:
+    held = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return float(held)
 
 
 def fit(name: str, measured: tuple[Measured, ...], across: bool) -> Link | None:

@@ -21,6 +21,9 @@ from .collective import Collective, Measured, Span, collective_time
 from .device import Device
 from .link import Link, slowest
 
+USUAL_OVERLAP = 0.9
+"""Kernels and collectives of a GPU share its memory and some of its cores."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -58,6 +61,7 @@ class Cluster:
 
     between     what joins the groups, where that is slower than their own networks
     measured    collectives that were timed on it; they take the place of the formula
+    overlap     how much of a collective that runs beside kernels is hidden by them: 1 all, 0 nothing
     about       where its facts come from, in words
     """
 
@@ -65,12 +69,15 @@ class Cluster:
     groups: tuple[Group, ...]
     between: Link | None = None
     measured: tuple[Measured, ...] = ()
+    overlap: float = USUAL_OVERLAP
     about: str = ""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the first rank of each group
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise ClusterError(f"the cluster {self.name!r} has no group of nodes")
+        if not 0 <= self.overlap <= 1:
+            raise ClusterError(f"the cluster {self.name!r}: overlap is {self.overlap}; it must be in [0, 1]")
         said = [(table.kind, table.ranks) for table in self.measured]
         if len(set(said)) != len(said):
             raise ClusterError(f"the cluster {self.name!r} has two tables for one collective in one kind of group")

@@ -14,6 +14,7 @@
     groups:
       - {nodes: 2, devices: 8, device: A100-slow, inside: slow, network: 4xinfiniband-100}
     between: ethernet-100             # from group to group, if slower than their own networks; may be left out
+    overlap: 0.9                      # how much of a collective is hidden by kernels that run meanwhile
     measured:                         # written by `shardwright calibrate`
       - {kind: all_reduce, ranks: [8], seconds: {1024: 20e-6, 1048576: 45e-6}}
 
@@ -30,7 +31,7 @@ import yaml  # type: ignore[import-untyped]
 from ..errors import ClusterError, raise_all
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS
-from .cluster import Cluster
+from .cluster import USUAL_OVERLAP, Cluster
 from .curve import Curve
 from .device import Device
 from .link import Link
@@ -102,6 +103,8 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
     ]  # fmt: skip
     if cluster.between is not None:
         data["between"] = cluster.between.name
+    if cluster.overlap != USUAL_OVERLAP:
+        data["overlap"] = cluster.overlap
     if cluster.measured:
         data["measured"] = [
             {"kind": table.kind, "ranks": list(table.ranks), "seconds": _curve(table.seconds)}

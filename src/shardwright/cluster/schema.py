@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ..errors import ClusterError
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS, USUAL, unknown
-from .cluster import Cluster, Group, Node
+from .cluster import USUAL_OVERLAP, Cluster, Group, Node
 from .collective import COLLECTIVES, Measured
 from .curve import Curve
 from .device import ITEM, KINDS, Device, Efficiency
@@ -22,7 +22,7 @@ from .quantity import Measure
 VERSION = 1
 T = TypeVar("T")
 
-CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "between", "measured")
+CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "between", "overlap", "measured")
 DEVICE_KEYS = ("flops", "memory", "bandwidth", "efficiency")
 LINK_KEYS: dict[str, Measure] = {
     "bandwidth": "bytes/s", "latency": "seconds", "efficiency": "number", "pair": "bytes/s",
@@ -64,9 +64,11 @@ class Reader:
         between = self.network(data["between"], largest_node(groups), "between") if "between" in data else None
         rows = self.rows(data["measured"], "measured") if "measured" in data else []
         measured = [self.table(item, f"measured[{place}]") for place, item in enumerate(rows)]
+        overlap = self.number(data.get("overlap", USUAL_OVERLAP), "number", "overlap")
         name, about = self.text(data.get("name", name), "name"), self.text(data.get("about", ""), "about")
         return self.made("the file", 0, A_CLUSTER, lambda: Cluster(
-            name=name, about=about, groups=tuple(groups), between=between, measured=tuple(measured),
+            name=name, about=about, groups=tuple(groups), between=between, overlap=overlap,
+            measured=tuple(measured),
         ))  # fmt: skip
 
     def device(self, data: Any, at: str, name: str) -> Device:

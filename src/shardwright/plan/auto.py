@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-
 from ..cluster import Cluster
 from ..cost import Training, flops, is_product
 from ..cost.moves import Moves
@@ -128,7 +127,8 @@ def search(
             progress(f"solved {looked[at].candidate}", best.solution.time if best and best.solution else math.inf)
     if best is None:
         raise _nothing_fits(facts, looked, limit)
-    return _found(facts, cluster, training, best, looked, began, stopped or bool(best.solution and best.solution.stopped))
+    stopped = stopped or bool(best.solution and best.solution.stopped)
+    return _found(facts, cluster, training, best, looked, began, stopped)
 
 
 def make_tables(
@@ -173,15 +173,10 @@ def _problem(tables: Tables, cluster: Cluster, training: Training, limit: float)
         sizes=tuple(tables.sizes),
         factors=tuple(tables.factors),
         blocks=tuple(tables.blocks),
-        phases=phases(overlap_of(cluster), training.accumulate),
+        phases=phases(cluster.overlap, training.accumulate),
         memory=memory(),
         limit=limit,
     )
-
-
-def overlap_of(cluster: Cluster) -> float:
-    """How much of the communication beside kernels is hidden."""
-    return 0.9
 
 
 def _solve(
@@ -272,8 +267,8 @@ def _nothing_fits(facts: Analysis, looked: Sequence[Looked], limit: float) -> Pl
     least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
     return PlanError(
         f"{facts.graph.name} with a batch of {facts.graph.batch} does not fit: the leanest plan that was found needs "
-        f"{least / 2**30:.2f} GiB on a device, and there are {limit / 2**30:.2f} GiB; use more devices, a smaller batch "
-        "or a larger memory="
+        f"{least / 2**30:.2f} GiB on a device, and there are {limit / 2**30:.2f} GiB; use more devices, a smaller "
+        "batch or a larger memory="
     )
 
 

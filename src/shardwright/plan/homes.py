@@ -17,6 +17,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,15 @@ Storage = tuple[tuple[str, int], ...]
 
 BUCKET = 25 * 2**20
 """Bytes that the runtime sums at once."""
+
+
+class Sent(NamedTuple):
+    """A collective of a parameter, its part of the bucket that it goes in, and the copy into that bucket."""
+
+    resource: Resource
+    collective: Collective
+    axes: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +93,7 @@ class Storing:
         return Homes(layouts=tuple(layouts), storage=tuple(storage), used=np.array(used).reshape(-1, COUNT))
 
     def _layouts(self, asked: Sequence[tuple[Layout, ...]]) -> Iterator[Layout]:
-        """Every layout that a use asks for; where several share a parameter, a gradient that one of them sums is a sum."""
+        """Every layout that a use asks for; where several share a parameter, what one of them sums is a sum."""
         every = dict.fromkeys(layout for use in asked for layout in use)
         if len(asked) > 1:
             for layout in list(every):
@@ -112,47 +122,70 @@ class Storing:
         return placement == FANNED if parameter.trainable else placement is not None
 
     def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
-        value, training, sizes = self.graph.values[parameter.value], self.training, self.mesh.sizes
+        value, training = self.graph.values[parameter.value], self.training
         found = np.zeros(COUNT)
-        count = local_elements(value.shape, layout, self.mesh)
-        stored, moving = ITEM_SIZE.get(value.dtype, 4), training.item(value)
-        axes, level = tuple(axis for axis, _ in held), held[0][1] if held else 0
-        parts = math.prod(sizes[axis] for axis in axes)
-        share = {at: count / parts if level >= at else count for at in (1, 2, 3)}
+        count, stored = local_elements(value.shape, layout, self.mesh), ITEM_SIZE.get(value.dtype, 4)
+        share = self.shares(count, held)
         found[Resource.STORED] = share[3] * stored
-        if level < 3 and moving != stored and value.dtype == "float32":
-            found[Resource.KEPT] = count * moving  # the cast that autocast keeps for backward
+        if level_of(held) < 3 and training.item(value) != stored:
+            found[Resource.KEPT] = count * training.item(value)  # the cast that autocast keeps for backward
+        for sent in self.sends(parameter, layout, held, unit):
+            found[sent.resource] += sent.seconds
+        if self.spaces.backward and parameter.trainable:
+            found[Resource.STORED] += share[2] * stored + share[1] * stored * training.states()
+            found[Resource.UPDATE] += share[1] * self._update_rate(stored)
+        return found
+
+    def shares(self, count: float, held: Storage) -> dict[int, float]:
+        """How many of a parameter's elements are kept of its optimizer state (1), gradient (2), and itself (3)."""
+        parts, level = math.prod(self.mesh.sizes[axis] for axis, _ in held), level_of(held)
+        return {at: count / parts if level >= at else count for at in (1, 2, 3)}
+
+    def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[Sent]:
+        """The collectives of a parameter in a step."""
+        value, training = self.graph.values[parameter.value], self.training
+        count = local_elements(value.shape, layout, self.mesh)
+        axes, level = tuple(axis for axis, _ in held), level_of(held)
+        parts = math.prod(self.mesh.sizes[axis] for axis in axes)
+        moving, wire = training.item(value), training.reduced_item(value)
         pack = unit * count / max(value.elements, 1)
-
-        def paced(kind: Collective, bytes: float, over: Sequence[str], bucket: float) -> float:
-            if not over or not bytes:
-                return 0.0
-            bucket = max(bytes, bucket)
-            return self.moves.collective(kind, bucket, over) * bytes / bucket
-
-        backward = self.spaces.backward and parameter.trainable
-        if level == 3:
-            gather = paced("all_gather", count * moving, axes, pack * moving)
-            found[Resource.BESIDE_FORWARD] += gather
-            found[Resource.BESIDE_BACKWARD] += gather if self.spaces.backward else 0.0
-        if not backward:
-            return found
-        found[Resource.STORED] += share[2] * stored + share[1] * stored * training.states()
         summed = tuple(axis for axis, place in layout.rest if place == FANNED)
         rest = tuple(axis for axis in summed if axis not in axes)
-        wire = training.reduced_item(value)
-        once = 1.0 / training.accumulate if level < 3 else 1.0
+        backward = self.spaces.backward
+
+        def sent(resource: Resource, kind: Collective, elements: float, over: tuple[str, ...], size: float) -> Sent:
+            bucket = max(elements * size, pack * size if level == 3 else BUCKET)
+            times = 1.0 if level == 3 or resource == Resource.UPDATE else 1.0 / training.accumulate
+            seconds = self.moves.collective(kind, bucket, over) * elements * size / bucket * times
+            return Sent(resource, kind, over, seconds + times * self.moves.copy(2 * elements * size))
+
+        if level == 3:
+            yield sent(Resource.BESIDE_FORWARD, "all_gather", count, axes, moving)
+            if backward:
+                yield sent(Resource.BESIDE_BACKWARD, "all_gather", count, axes, moving)
+        if not backward or not parameter.trainable:
+            return
         if level >= 2:
-            bucket = pack * wire if level == 3 else BUCKET
-            sync = paced("reduce_scatter", count * wire, axes, bucket)
-            sync += paced("all_reduce", count / parts * wire, rest, bucket / parts)
-        else:
-            sync = paced("all_reduce", count * wire, summed, BUCKET)
-        found[Resource.BESIDE_BACKWARD] += once * sync
+            yield sent(Resource.BESIDE_BACKWARD, "reduce_scatter", count, axes, wire)
+            if rest:
+                yield sent(Resource.BESIDE_BACKWARD, "all_reduce", count / parts, rest, wire)
+        elif summed:
+            yield sent(Resource.BESIDE_BACKWARD, "all_reduce", count, summed, wire)
         if level in (1, 2):
-            found[Resource.UPDATE] += paced("all_gather", count * moving, axes, BUCKET)
-        found[Resource.UPDATE] += update_time(share[1], value.dtype, training, self.moves.device)
-        return found
+            yield sent(Resource.UPDATE, "all_gather", count, axes, moving)
+
+    def _update_rate(self, stored: int) -> float:
+        """Seconds of the optimizer for an element, when it goes over many at once."""
+        bytes = float(BUCKET)
+        step = update_time(
+            bytes, bytes, bytes * self.training.states(), self.moves.device, optimizer=self.training.optimizer
+        )
+        return step / bytes * stored
+
+
+def level_of(held: Storage) -> int:
+    """The ZeRO level of a storage; all its axes have the same."""
+    return held[0][1] if held else 0
 
 
 def block_of(path: str) -> str:

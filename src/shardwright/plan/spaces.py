@@ -6,8 +6,8 @@ lists, for every axis, the op's roles, running whole, and where it can pay
     FAN        an op of parameters only hands its gradients back in parts
     ROWS       a reduction lets a partial sum through
 
-Lossy pruning, said in the plan: on an axis of a mesh with several an op is split on the batch, on the sequence (any label
-without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic.
+Lossy pruning, said in the plan: on a mesh with several free axes an op is split on the batch, on the sequence (any
+label without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic.
 """
 
 from __future__ import annotations

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ..conversion import forget_gradient
 from ..cost import local_elements
-from ..cost.strides import VIEWS, kind_of
 from ..cost.resources import COUNT, Resource
+from ..cost.strides import VIEWS, kind_of
 from ..ir import Op
 from ..layout import Layout, whole
 from .homes import Homes, Storage, Storing, block_of
@@ -41,6 +42,17 @@ class Node:
     layouts: tuple[Layout, ...]  # of the value, in each state
     layer: int = -1  # the variable of its layer
     region: Region = ()
+    reader: str = ""  # the op, if it is one
+
+
+class Label(NamedTuple):
+    """What a factor prices: an op, a parameter, or a value on its way (to an op, a hub, or out)."""
+
+    what: Literal["op", "parameter", "value"]
+    name: str
+    source: tuple[Layout, ...] = ()
+    goal: tuple[Layout, ...] = ()
+    reader: str = ""
 
 
 @dataclass
@@ -54,6 +66,7 @@ class Tables:
     sizes: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)  # what each factor is the price of
     ops: dict[str, int] = field(default_factory=dict)
     hubs: dict[str, int] = field(default_factory=dict)
     homes: dict[str, int] = field(default_factory=dict)
@@ -115,26 +128,28 @@ class Tables:
 
     def _node(self, op: Op, layouts: tuple[Layout, ...], key: Hashable) -> Node:
         layer, region = self._layer(op)
-        return Node(self.ops[op.name], (self.spaces.kind(op), key, region), layouts, layer, region)
+        return Node(self.ops[op.name], (self.spaces.kind(op), key, region), layouts, layer, region, op.name)
 
     # -- tables ----------------------------------------------------------------------------
 
-    def _add(self, variables: tuple[int, ...], key: Hashable, make: Callable[[], np.ndarray]) -> None:
+    def _add(self, variables: tuple[int, ...], key: Hashable, label: Label, make: Callable[[], np.ndarray]) -> None:
         if key not in self._known:
             self._known[key] = make()
         self.factors.append(Factor(variables, self._known[key]))
+        self.labels.append(label)
 
     def _add_op(self, op: Op) -> None:
         space, (layer, region) = self.spaces.of(op), self._layer(op)
-        variable, kind = self.ops[op.name], self.spaces.kind(op)
+        variable, kind, label = self.ops[op.name], self.spaces.kind(op), Label("op", op.name)
         if layer < 0 and op.region is None:
-            self._add((variable,), ("op", kind), lambda: space.used)
+            self._add((variable,), ("op", kind), label, lambda: space.used)
         elif layer < 0:
-            self._add((variable,), ("again", kind), lambda: _again(space.used))
+            self._add((variable,), ("again", kind), label, lambda: _again(space.used))
         else:
             self._add(
                 (variable, layer),
                 ("op", kind, region),
+                label,
                 lambda: np.stack([_again(space.used) if at >= 0 else space.used for at in region], axis=1),
             )
 
@@ -189,12 +204,17 @@ class Tables:
         value = self.graph.values[name]
         size = (value.shape, value.dtype, value.gradient)
         key = (self._number(a.kind), self._number(b.kind), size, kept, held)
+        label = Label("value", name, a.layouts, b.layouts, b.reader)
         regions = a.region or b.region
         layer = b.layer if b.layer >= 0 and any(at >= 0 for at in b.region) else a.layer
         if layer < 0 or not any(at >= 0 for at in (*a.region, *b.region)):
-            variables = (a.variable,) if b.variable < 0 else (a.variable, b.variable)
-            self._add(variables, key, lambda: self._price(name, a, b, kept, held)[..., 0, :] if b.variable < 0
-                      else self._price(name, a, b, kept, held))  # fmt: skip
+            ends = (a.variable,) if b.variable < 0 else (a.variable, b.variable)
+
+            def plain() -> np.ndarray:
+                found = self._price(name, a, b, kept, held)
+                return found[:, 0] if b.variable < 0 else found
+
+            self._add(ends, key, label, plain)
             return
         inside = a.layer == b.layer
 
@@ -215,7 +235,7 @@ class Tables:
             return found[:, 0] if b.variable < 0 else found
 
         variables = (a.variable, layer) if b.variable < 0 else (a.variable, b.variable, layer)
-        self._add(variables, (key, inside, layer == b.layer), make)
+        self._add(variables, (key, inside, layer == b.layer), label, make)
 
     def _price(self, name: str, a: Node, b: Node, kept: bool, held: bool) -> np.ndarray:
         """[state, state, resource] of a conversion."""
@@ -223,6 +243,7 @@ class Tables:
         starts, from_state = self._distinct(a.layouts)
         goals, to_state = self._distinct(b.layouts)
         bytes = value.elements * self.training.item(value)
+        found: np.ndarray
         key = (id(starts), id(goals), bytes, value.gradient, kept, held)
         if key not in self._prices:
             back = value.gradient and self.spaces.backward
@@ -234,7 +255,8 @@ class Tables:
                 new = np.array([[not held or one != other for other in forms[1]] for one in forms[0]])
                 found[..., Resource.KEPT] += np.where(new, local[None, :], 0.0)
             self._prices[key] = found
-        return self._prices[key][from_state[:, None], to_state[None, :]]
+        found = self._prices[key][from_state[:, None], to_state[None, :]]
+        return found
 
     def _distinct(self, layouts: tuple[Layout, ...]) -> tuple[tuple[Layout, ...], np.ndarray]:
         found = self._unique.get(id(layouts))
@@ -259,13 +281,14 @@ class Tables:
         self.homes[parameter.key] = variable
         self._homes[parameter.key] = homes
         number = self._number(("home", id(homes)))
-        self._add((variable,), ("home", number), lambda: homes.used)
+        self._add((variable,), ("home", number), Label("parameter", parameter.key), lambda: homes.used)
         for (user, index), layouts in zip(users, asked, strict=True):
             key = ("use", number, self.spaces.kind(user), index)
             alone = len(users) == 1
             self._add(
                 (variable, self.ops[user.name]),
                 key,
+                Label("value", name, homes.layouts, layouts, user.name),
                 lambda layouts=layouts, alone=alone: self._uses(name, homes, layouts, alone),  # type: ignore[misc]
             )
 
@@ -281,7 +304,8 @@ class Tables:
             bytes = value.elements * self.training.item(value)
             found = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
             found[..., 0] += [[np.inf if _unsummed(s, g, self.mesh.names) else 0.0 for g in goals] for s in starts]
-        return found[from_state[:, None], to_state[None, :]]
+        spread: np.ndarray = found[from_state[:, None], to_state[None, :]]
+        return spread
 
     # -- what is kept ----------------------------------------------------------------------
 
@@ -318,6 +342,10 @@ class Tables:
 
     def storage(self, states: Sequence[int]) -> dict[str, Storage]:
         return {key: self._homes[key].storage[states[at]] for key, at in self.homes.items()}
+
+    def home(self, key: str, states: Sequence[int]) -> tuple[Layout, Storage]:
+        homes, state = self._homes[key], states[self.homes[key]]
+        return homes.layouts[state], homes.storage[state]
 
     def recompute(self, states: Sequence[int]) -> tuple[str, ...]:
         return tuple(path for held, at in self.recomputed.items() for path in sorted(self.layers[held][states[at]]))

@@ -10,25 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..conversion import SENDS
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, Layout
 from ..lower import Holding, Program, converter_of
-
-SENDS: dict[str, tuple[str, str]] = {  # converter: forward, backward
-    "fan_in": ("all_reduce", ""),
-    "fan_out": ("", "all_reduce"),
-    "fan_in_out": ("all_reduce", "all_reduce"),
-    "gather": ("all_gather", ""),
-    "gather_sum": ("all_gather", "reduce_scatter"),
-    "take": ("", "all_gather"),
-    "take_pad": ("", ""),
-    "reduce_scatter": ("reduce_scatter", "all_gather"),
-    "pad": ("", ""),
-    "exchange": ("all_to_all", "all_to_all"),
-    "on_first": ("", ""),
-    "gradient_on_first": ("", ""),
-    "reduce": ("all_reduce", ""),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
