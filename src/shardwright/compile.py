@@ -31,6 +31,7 @@ from .lower import Program, lower
 from .lower.place import replica_axes
 from .plan import Plan, draw, read_request
 from .plan.plan import load as load_plan
+from .plan.recompute import faults_of, module_paths
 from .plan.strings import REPLICAS
 from .probe import probing
 from .rules import Analysis, analyse
@@ -208,9 +209,12 @@ class Compiler:
         if known is None:
             return make_plan(graph, facts, self.wish, self.world.size)
         more = draw(graph, read_request(known.policy, self.world.size), facts, known.cluster)
+        wished, there = next(iter(known.entries.values()))[0].recompute, set(module_paths(graph))
+        again = tuple(path for path in wished if path in there and not faults_of(graph, path))
+        segment = replace(more.entries[graph.entry][0], recompute=again)
         return replace(
             known,
-            entries={**known.entries, **more.entries},
+            entries={**known.entries, graph.entry: (segment,)},
             fingerprints={**known.fingerprints, **more.fingerprints},
             notes=tuple(dict.fromkeys((*known.notes, *more.notes))),
         )

@@ -55,6 +55,11 @@ class Step:
     def communicates(self) -> bool:
         return self.kind not in ("take_pad", "pad", "on_first", "gradient_on_first")
 
+    @property
+    def sends(self) -> bool:
+        """Whether it talks in forward, and not in backward only."""
+        return self.communicates and self.kind not in ("fan_out", "take")
+
 
 SENDS: dict[str, tuple[str, str]] = {  # step: collective forward, backward
     "fan_in": ("all_reduce", ""),

@@ -14,17 +14,11 @@ from ..rules.kept import OPAQUE
 from .branches import branch_method
 from .calls import PRINTERS, call_text, function_name
 from .comments import comment_on, shape_of
-from .layers import Folder, Invoke, Item, Loop, Method
+from .layers import RESERVED, Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
 from .names import Names
 from .pieces import bytes_held, piece_table, unit_of, unit_ranges
 from .sizes import SizeNames
-
-RESERVED = frozenset(
-    "fixed held random device updates zero open close update place sizes constants forward opaque experts parts "
-    "at_key".split()
-)
-"""What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +74,7 @@ class Writer:
         yield from self.head([name for name in ("cut", "share") if f"{name}(" in text or (name == "share" and ragged)])
         yield from table
         if self.zero3:
-            yield f"UNITS = [{', '.join(unit_ranges(list(self.units)))}]  # in the order in which they are gathered"
+            yield f"UNITS = [{', '.join(unit_ranges(self.in_order()))}]  # in the order in which they are gathered"
         yield ""
         yield ""
         yield f"class {self.class_name}(Stage):"
@@ -225,13 +219,16 @@ class Writer:
                 yield f"        self.close({self.unit_text(unit, lead)})"
 
     def units_of(self, item: Item) -> list[str]:
-        if not self.zero3 or isinstance(item, Loop):
+        """The units that an op reads; methods open their own."""
+        if not self.zero3 or not isinstance(item, Op):
             return []
-        ops = [op for op in item.method.items if isinstance(op, Op)] if isinstance(item, Invoke) else [item]
-        if isinstance(item, Invoke):
-            return []
-        held = [self.holdings[name] for op in ops for name in op.inputs if name in self.holdings]
+        held = [self.holdings[name] for name in item.inputs if name in self.holdings]
         return list(dict.fromkeys(unit_of(h.key) for h in held if any(level == 3 for _, level in h.zero)))
+
+    def in_order(self) -> list[str]:
+        """The units that methods open, in the order of their first use."""
+        used = dict.fromkeys(unit for op in self.program.body for unit in self.units_of(op))
+        return [unit for unit in used if unit in self.units]
 
     def last_units(self, items: Sequence[Item]) -> dict[str, int]:
         return {unit: at for at, item in enumerate(items) for unit in self.units_of(item)}
@@ -290,13 +287,14 @@ class Writer:
 
     def invoke(self, item: Invoke, names: Names, at: int, lead: str | None) -> str:
         inputs = [self.ref(name, names, lead) for name in item.inputs]
-        head = ["at"] if item.method.lead is not None and lead is not None else []
-        if item.method.lead is not None and lead is None:
-            head = [self.root + _path(item.method.lead)]
+        if item.at is not None:
+            inputs = ["at" if item.at == lead else self.root + _path(item.at), *inputs]
+            if self.zero3 and lead is None:
+                self.units.setdefault(item.at)
         words: list[str] = []
         for name in item.outputs:
             words.append(names.bind(name, at, words))
-        return f"{', '.join(words)} = runtime.recompute({', '.join([f'self.{item.method.name}', *head, *inputs])})"
+        return f"{', '.join(words)} = {_call(item.method, inputs, item.recompute)}"
 
     def loop(self, loop: Loop, names: Names, at: int) -> Iterator[str]:
         carried = dict(loop.carried)
@@ -329,10 +327,7 @@ class Writer:
         if self.zero3:
             for index in range(loop.first, loop.last + 1):
                 self.units.setdefault(f"{loop.path}.{index}" if loop.path else str(index))
-        call = f"self.{loop.method.name}({', '.join(['at', *words])})"
-        if loop.method.recompute:
-            call = f"runtime.recompute({', '.join([f'self.{loop.method.name}', 'at', *words])})"
-        yield f"            {', '.join(results)} = {call}"
+        yield f"            {', '.join(results)} = {_call(loop.method, ['at', *words], loop.recompute)}"
         for place, values in loop.collected:
             yield f"            {lists[place]}.append({results[place]})"
             for number, value in enumerate(values):
@@ -353,6 +348,12 @@ class _Raw(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _call(method: Method, words: Sequence[str], recompute: bool) -> str:
+    if recompute:
+        return f"runtime.recompute({', '.join([f'self.{method.name}', *words])})"
+    return f"self.{method.name}({', '.join(words)})"
 
 
 def _path(key: str) -> str:

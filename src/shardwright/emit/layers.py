@@ -7,6 +7,10 @@ A run of ops belongs to a layer by the first number in its module path ("blocks.
 Two runs are alike if they do the same, on values and parameters that stand in the same
 places. What a run gets from the run before it is carried, what all runs share is passed,
 what only the outside reads is collected in a list.
+
+A region that is a whole layer is the layer's method, called through `runtime.recompute`; layers of the
+same text that are not recomputed call it as it is. A region that spans several layers is a method with
+their loop in it. Other regions are methods that the layer's method calls.
 """
 
 from __future__ import annotations
@@ -14,11 +18,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ..ir import Op
 from ..lower import Program, Size
+from ..plan import region_path
+from ..rules import is_drawn_whole
 from .sizes import SizeNames
+
+RESERVED = frozenset(
+    "fixed held random device updates zero open close update place sizes constants forward opaque experts parts "
+    "at_key start region".split()
+)
+"""What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
 
 _LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
 
@@ -32,16 +45,17 @@ class Method:
     outputs: tuple[str, ...]
     items: tuple[Item, ...]
     lead: str | None = None
-    recompute: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Invoke:
-    """A call of a method."""
+    """A call of a method, for the layer `at` if the method is a layer's."""
 
     method: Method
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    at: str | None = None
+    recompute: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +71,7 @@ class Loop:
     carried: tuple[tuple[int, int], ...]  # (input, output) of the method
     finals: tuple[tuple[int, str], ...]  # (output, value) that is read after the loop
     collected: tuple[tuple[int, tuple[str, ...]], ...] = ()  # (output, the value of each layer)
+    recompute: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -80,6 +95,13 @@ class _Run:
     outputs: list[str] = field(default_factory=list)
     key: Any = None
     numbers: range = range(0)
+    wide: str | None = None  # the region that it is a part of, with other runs
+
+    @property
+    def whole(self) -> str | None:
+        """The region that all of it is in, and nothing else."""
+        regions = {op.region for op in self.ops}
+        return None if self.wide or len(regions) > 1 else self.ops[0].region
 
     @property
     def lead(self) -> str:
@@ -101,7 +123,8 @@ class Folder:
         self.needed = program.needed()
         self.maker: dict[str, range] = {}  # the numbers of the ops of the run that makes a value
         self.methods: list[Method] = []
-        self.names: set[str] = {"forward", "constants", "sizes", *(key.split(".")[0] for key in self.keys.values())}
+        self.layers: dict[Any, Method] = {}  # by what a layer does and gives
+        self.names: set[str] = {*RESERVED, *program.mesh.names, *(key.split(".")[0] for key in self.keys.values())}
         self.names.update(program.graph.branches)
         self.totals: dict[str, int] = {}
         for op in program.body:
@@ -111,7 +134,14 @@ class Folder:
 
     def fold(self) -> tuple[Item, ...]:
         """The items of `forward`; the methods they call are in `self.methods`, in order."""
-        runs = self._runs()
+        items: list[Item] = []
+        for wide, runs in groupby(self._runs(), key=lambda run: run.wide):
+            held = list(runs)
+            folded = self._fold(held)
+            items += folded if wide is None else [self._region([op for run in held for op in run.ops], None, folded)]
+        return tuple(items)
+
+    def _fold(self, runs: list[_Run]) -> list[Item]:
         items: list[Item] = []
         at = 0
         while at < len(runs):
@@ -124,19 +154,33 @@ class Folder:
                 group.pop()
                 loop = self._loop(group)
             if loop is None:
-                items += self._regions(run.ops, run.lead if run.index >= 0 else None)
+                items += self._single(run)
                 at += 1
             else:
                 items.append(loop)
                 at += len(group)
-        return tuple(items)
+        return items
+
+    def _single(self, run: _Run) -> list[Item]:
+        """A run that no loop takes in: by the method of layers like it, if there is one, else written out."""
+        if run.index < 0:
+            return list(run.ops) if run.wide else self._regions(run.ops, None)
+        made = self._made(run)
+        returned = tuple(at for at, name in enumerate(made) if name in run.outputs)
+        if (self._plain(run), returned) in self.layers or run.whole:
+            method = self._method(run, returned)
+            outputs = tuple(made[at] for at in returned)
+            return [Invoke(method, tuple(run.externals), outputs, run.lead, run.whole is not None)]
+        return list(run.ops) if run.wide else self._regions(run.ops, run.lead)
 
     def _runs(self) -> list[_Run]:
         runs: list[_Run] = []
+        wide = self._wide()
         for op in self.program.body:
             path, index = layer_of(op.module_path) or ("", -1)
-            if not runs or (runs[-1].path, runs[-1].index) != (path, index):
-                runs.append(_Run(path, index, []))
+            region = op.region if op.region in wide else None
+            if not runs or (runs[-1].path, runs[-1].index, runs[-1].wide) != (path, index, region):
+                runs.append(_Run(path, index, [], wide=region))
             runs[-1].ops.append(op)
         number = 0
         for run in runs:
@@ -145,6 +189,14 @@ class Folder:
             self._describe(run, number)
             number += len(run.ops)
         return runs
+
+    def _wide(self) -> set[str]:
+        """The regions that span several layers, or a layer and something else."""
+        found: dict[str, set[tuple[str, int] | None]] = {}
+        for op in self.program.body:
+            if op.region is not None:
+                found.setdefault(op.region, set()).add(layer_of(op.module_path))
+        return {region for region, layers in found.items() if len(layers) > 1}
 
     def _describe(self, run: _Run, start: int) -> None:
         if run.index < 0:
@@ -170,8 +222,9 @@ class Folder:
                 (self.program.values[name].shape, self.program.values[name].dtype, self.program.layouts[name])
                 for name in op.outputs
             )
-            region = regions.setdefault(op.region, len(regions)) if op.region else None
-            key.append((op.target, arguments, tuple(refs), shapes, op.no_grad, op.autocast, region))
+            region = regions.setdefault(op.region, len(regions)) if op.region and not run.wide else None
+            drawn = op.name.removeprefix(run.lead) if is_drawn_whole(op) else None
+            key.append((op.target, arguments, tuple(refs), shapes, op.no_grad, op.autocast, drawn, region))
             for index, name in enumerate(op.outputs):
                 inside[name] = (number, index)
         end = start + len(run.ops)
@@ -226,7 +279,7 @@ class Folder:
                 finals.append((place, column[-1]))
         returned = sorted({*moved, *(place for place, _ in finals), *(place for place, _ in collected)})
         rank = {place: at for at, place in enumerate(returned)}
-        method = self._method(first, tuple(made[0][place] for place in returned))
+        method = self._method(first, tuple(returned))
         return Loop(
             method=method,
             path=first.path,
@@ -237,6 +290,7 @@ class Folder:
             carried=tuple((at, rank[place]) for at, place in carried),
             finals=tuple((rank[place], name) for place, name in finals),
             collected=tuple((rank[place], names) for place, names in collected),
+            recompute=first.whole is not None,
         )
 
     def _made(self, run: _Run) -> list[str]:
@@ -253,17 +307,25 @@ class Folder:
             return True
         return False
 
-    def _method(self, run: _Run, outputs: tuple[str, ...]) -> Method:
-        word = run.path.rsplit(".", 1)[-1] or "layer"
-        name = self._free(word[:-1] if word.endswith("s") and len(word) > 2 else f"{word}_layer")
-        regions = {op.region for op in run.ops}
-        whole = len(regions) == 1 and None not in regions
-        items: Sequence[Item] = run.ops if whole else self._regions(run.ops, run.lead)
-        method = Method(
-            name=name, inputs=tuple(run.externals), outputs=outputs, items=tuple(items), lead=run.lead, recompute=whole
-        )
-        self.methods.append(method)
-        return method
+    def _plain(self, run: _Run) -> Any:
+        """What a run does, whether it is recomputed as a whole or not."""
+        return run.path, tuple((*step[:-1], None) for step in run.key) if run.whole else run.key
+
+    def _method(self, run: _Run, returned: tuple[int, ...]) -> Method:
+        """The method of a layer that returns its values at some places; layers that do the same share it."""
+        key = (self._plain(run), returned)
+        if key not in self.layers:
+            made = self._made(run)
+            items = run.ops if run.whole or run.wide else self._regions(run.ops, run.lead)
+            self.layers[key] = Method(
+                name=self._free(_singular(run.path)),
+                inputs=tuple(run.externals),
+                outputs=tuple(made[place] for place in returned),
+                items=tuple(items),
+                lead=run.lead,
+            )
+            self.methods.append(self.layers[key])
+        return self.layers[key]
 
     def _free(self, wish: str) -> str:
         name, number = wish, 2
@@ -273,23 +335,14 @@ class Folder:
         return name
 
     def _regions(self, ops: Iterable[Op], lead: str | None) -> list[Item]:
-        """Runs of ops that the user's model recomputes become methods of their own."""
+        """Runs of ops that are recomputed become methods of their own."""
         items: list[Item] = []
-        pending: list[Op] = []
-        for op in [*ops, None]:
-            if op is not None and op.region is not None and (not pending or pending[0].region == op.region):
-                pending.append(op)
-                continue
-            if pending:
-                items.append(self._region(pending, lead))
-                pending = []
-            if op is not None and op.region is not None:
-                pending = [op]
-            elif op is not None:
-                items.append(op)
+        for region, group in groupby(ops, key=lambda op: op.region):
+            held = list(group)
+            items += held if region is None else [self._region(held, lead, held)]
         return items
 
-    def _region(self, ops: list[Op], lead: str | None) -> Invoke:
+    def _region(self, ops: Sequence[Op], lead: str | None, items: Sequence[Item]) -> Invoke:
         inside = {name for op in ops for name in op.outputs}
         inputs = dict.fromkeys(n for op in ops for n in op.inputs if n not in inside and n not in self.held)
         own = {op.name for op in ops}
@@ -299,13 +352,27 @@ class Folder:
             for name in op.outputs
             if name in self.needed or any(self.program.body[r].name not in own for r in self.readers.get(name, ()))
         ]
+        path = region_path(ops[0].region or "")
         method = Method(
-            name=self._free("recomputed"),
+            name=self._free("recomputed" if path is None else _word(path)),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            items=tuple(ops),
+            items=tuple(items),
             lead=lead,
-            recompute=True,
         )
         self.methods.append(method)
-        return Invoke(method, tuple(inputs), tuple(outputs))
+        return Invoke(method, tuple(inputs), tuple(outputs), lead)
+
+
+def _singular(path: str) -> str:
+    """What one of a list is called: "block" of "model.blocks"."""
+    word = path.rsplit(".", 1)[-1] or "layer"
+    return word[:-1] if word.endswith("s") and len(word) > 2 else f"{word}_layer"
+
+
+def _word(path: str) -> str:
+    """What the method of a module is called."""
+    outer, _, word = path.rpartition(".")
+    if word.isdigit():
+        return _singular(outer)
+    return word if word.isidentifier() else "recomputed"

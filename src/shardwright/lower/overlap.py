@@ -70,6 +70,7 @@ def _count_op(loss: Op) -> Op:
     return replace(
         loss,
         name=f"{loss.name} count",
+        region=None,
         target="runtime.begin_count",
         inputs=tuple(loss.inputs[slot.index] for _, slot in slots),
         outputs=(f"count@{loss.outputs[0]}",),
@@ -117,7 +118,7 @@ def overlap(program: Program) -> Program:
         readers = users.get(op.outputs[0], [])
         if converter_of(op) not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
             continue
-        if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(readers):
+        if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(op, readers):
             joined[readers[0].name] = _joined(op, readers)
             gone.update((op.name, *(reader.name for reader in readers[1:])))
     return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
@@ -128,7 +129,10 @@ def _is_layer(op: Op, x: str, held: set[str]) -> bool:
     return op.target == "aten.linear.default" and op.inputs[0] == x and all(name in held for name in op.inputs[1:])
 
 
-def _alike(readers: list[Op]) -> bool:
+def _alike(converter: Op, readers: list[Op]) -> bool:
+    """Whether all run in one mode. What is gathered before a recompute region is not gathered again in it."""
+    if converter.region != readers[0].region:
+        return False
     return len({(op.region, op.autocast, op.no_grad) for op in readers}) == 1 and not readers[0].no_grad
 
 

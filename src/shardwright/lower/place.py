@@ -2,19 +2,23 @@
 
 For each value the converters form the cheapest tree over all its uses, so that a sum that
 two uses need is done once, and gradients join before they are reduced.
+
+In a recompute region what is placed runs again in backward. So what enters a region from outside
+is sent before its first op; converters that send nothing forward stay where they are used, unless others
+use their result too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..conversion import Step, find_steps, forget_gradient, same
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, WHOLE, Layout, Mesh, Placement, make_layout, whole
-from ..plan import Plan
+from ..plan import Plan, regions_of
 from ..plan.strings import REPLICAS
 from ..rules import FAN, Analysis
 from .program import Holding, Program
@@ -50,6 +54,10 @@ class Placer:
         self.trees: dict[str, _Tree] = {}
         self.counts: dict[str, int] = {}
         self.choices = plan.choices(graph.entry)
+        self.regions = regions_of(graph, plan.entries[graph.entry][0].recompute)
+        self.region: str | None = None  # the region that is being placed,
+        self.start = 0  # where it starts,
+        self.inside: set[str] = set()  # and what has been made in it
         self.placed = {op.name: self._layouts(op) for op in graph.ops}
         self.uses: dict[str, list[Layout]] = {name: [] for name in graph.values}
         for op in graph.ops:
@@ -98,6 +106,7 @@ class Placer:
             self._produce(buffer.value, whole(len(graph.values[buffer.value].shape)))
         for op in graph.ops:
             self._place(op)
+        self._enter(None)
         outputs = tuple(
             self._use(output.value, self._leaving(output.value), None) if output.value is not None else None
             for output in graph.outputs
@@ -144,25 +153,26 @@ class Placer:
         value = self.graph.values[name]
         return find_steps(starts, goal, value.shape, ITEM_SIZE.get(value.dtype, 4), self.sizes, value.gradient)
 
+    def _enter(self, region: str | None) -> None:
+        if region != self.region:
+            self.region, self.start, self.inside = region, len(self.ops), set()
+
     def _place(self, op: Op) -> None:
         inputs, outputs = self.placed[op.name]
+        self._enter(self.regions.get(op.name))
         names = tuple(self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True))
-        self.ops.append(
-            Op(
-                name=op.name,
-                target=op.target,
-                inputs=names,
-                outputs=op.outputs,
-                arguments=op.arguments,
-                source=op.source,
-                module_path=op.module_path,
-                region=op.region,
-                autocast=op.autocast,
-                no_grad=op.no_grad,
-            )
-        )
+        self._add(replace(op, inputs=names, region=self.region))
         for name, layout in zip(op.outputs, outputs, strict=True):
             self._produce(name, layout)
+
+    def _add(self, op: Op, before: bool = False) -> None:
+        """Write an op: at the end, or before the region that is being placed."""
+        if before:
+            self.ops.insert(self.start, replace(op, region=None))
+            self.start += 1
+        else:
+            self.ops.append(op)
+            self.inside.update(op.outputs)
 
     def _use(self, name: str, layout: Layout, op: Op | None) -> str:
         """The program's name for a value in the layout that a use wants, converters placed before it."""
@@ -170,11 +180,14 @@ class Placer:
             layout = forget_gradient(layout)
         return self._materialise(name, self.trees[name].by_use[layout], op)
 
-    def _materialise(self, name: str, node: _Node, op: Op | None) -> str:
+    def _materialise(self, name: str, node: _Node, op: Op | None, before: bool = False) -> str:
+        """Place the converters that lead to a node. `before` the region goes what a sending converter needs."""
         if node.name is not None:
             return node.name
         assert node.parent is not None and node.step is not None
-        source = self._materialise(name, node.parent, op)
+        if self.region is not None:
+            before = before or node.step.sends or self._used_elsewhere(name, node)
+        source = self._materialise(name, node.parent, op, before)
         self.counts[name] = self.counts.get(name, 0) + 1
         node.name = f"{name}@{self.counts[name]}"
         self.values[node.name] = Value(
@@ -184,8 +197,23 @@ class Placer:
             gradient=self.values[name].gradient,
         )
         self.layouts[node.name] = node.layout
-        self.ops.append(convert_op(node.step, source, node.name, op, self.graph.producer.get(name)))
+        made = convert_op(node.step, source, node.name, op, self.graph.producer.get(name))
+        self._add(replace(made, region=self.region), before=before and source not in self.inside)
         return node.name
+
+    def _used_elsewhere(self, name: str, node: _Node) -> bool:
+        """Whether something outside of the region that is being placed uses a node, or what is made of it."""
+        for op, index in self.graph.users[name]:
+            if self.regions.get(op.name) != self.region and self._leads_to(node, name, self.placed[op.name][0][index]):
+                return True
+        return any(held == name and self._leads_to(node, name, self._leaving(name)) for held in self.graph.sinks())
+
+    def _leads_to(self, node: _Node, name: str, goal: Layout) -> bool:
+        goal = goal if self.graph.values[name].gradient else forget_gradient(goal)
+        at: _Node | None = self.trees[name].by_use[goal]
+        while at is not None and at is not node:
+            at = at.parent
+        return at is node
 
     def _hold(self, parameter: Parameter) -> Holding:
         value = self.graph.values[parameter.value]
@@ -226,7 +254,6 @@ def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op
         outputs=(result,),
         arguments=tuple(arguments),
         module_path=near.module_path if near else "",
-        region=op.region if op else None,
         no_grad=False,
     )
 

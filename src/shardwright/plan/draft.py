@@ -4,6 +4,7 @@
     draft.roles(op)                  how an op can be split
     draft.split(op, axis, role)      split it so
     draft.store(key, axis, level)    ZeRO level of a parameter
+    draft.recompute(path)            run a module again in backward, instead of keeping its insides
     draft.note(text)                 something the user should know
 
 A policy decides about the ops it cares about. `finish` then settles the rest: partial
@@ -20,6 +21,7 @@ from ..ir import Graph, Op
 from ..layout import FANNED, Axis, Layout, Mesh, Partial
 from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_drawn_whole
 from .plan import Plan, Segment
+from .recompute import faults_of, layers_of, regions_of
 
 
 class Draft:
@@ -31,6 +33,7 @@ class Draft:
         self.facts = facts or analyse(graph)
         self.choices: dict[str, dict[str, str]] = {}
         self.storage: dict[str, dict[str, int]] = {}
+        self.recomputed: list[str] = []
         self.notes: list[str] = list(graph.notes)
 
     @property
@@ -64,6 +67,23 @@ class Draft:
     def store(self, key: str, axis: Axis, level: int) -> None:
         """Keep a parameter's optimizer state (1), gradient (2), or itself (3) split along an axis."""
         self.storage.setdefault(key, {})[axis.name] = level
+
+    def recompute(self, path: str) -> None:
+        """Keep only what enters a module ("blocks.3", "blocks.3.mlp"), and run it again in backward."""
+        if path not in self.recomputed:
+            self.recomputed.append(path)
+
+    def recompute_layers(self) -> None:
+        """Recompute every repeated layer that can be."""
+        layers = layers_of(self.graph)
+        if not layers:
+            raise PlanError("'recompute' is for repeated layers, and the model has none; name modules in the plan file")
+        for path in layers:
+            faults = faults_of(self.graph, path)
+            for why in faults:
+                self.note(f"{path} is not recomputed by the plan, {why}")
+            if not faults:
+                self.recompute(path)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -105,7 +125,12 @@ class Draft:
         if self.storage:  # said of every parameter, so that a star in the file takes in none that is left alone
             for parameter in self.graph.parameters:
                 self.storage.setdefault(parameter.key, {})
-        segment = Segment(mesh=self.mesh, choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops})
+        regions_of(self.graph, self.recomputed)  # refuses what can't be
+        segment = Segment(
+            mesh=self.mesh,
+            choices={op.name: self.choices.get(op.name, {}) for op in self.graph.ops},
+            recompute=tuple(self.recomputed),
+        )
         return Plan(
             model=self.graph.name,
             policy=policy,

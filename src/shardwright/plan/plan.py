@@ -1,7 +1,8 @@
 """The plan: every decision, as data. A JSON file that people can read, compare and edit.
 
 Ops are named by module path and kind. Where all layers of a list are split alike, the
-file says it once, with a star: "blocks.*.attn.qkv / linear".
+file says it once, with a star: "blocks.*.attn.qkv / linear". So does the list of modules
+that are run again in backward: "blocks.*" if all blocks are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from ..errors import PlanError, raise_all
 from ..ir import Graph
 from ..layout import Axis, Mesh
+from .recompute import module_paths, prefixes
 
 VERSION = 1
 
@@ -35,10 +37,16 @@ class Segment:
 
     mesh: Mesh
     choices: Choices
-    recompute: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()  # modules whose insides are not kept, but run again in backward
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", _frozen(self.choices))
+
+    def recomputed(self) -> dict[str, bool]:
+        """For every module that an op's name is in, and every entry: whether it is an entry of `recompute`."""
+        wished = set(self.recompute)
+        names = dict.fromkeys(re.sub(r"@\d+", "", name.partition(" / ")[0]) for name in self.choices)
+        return {path: path in wished for name in (*names, *self.recompute) for path in (*prefixes(name), name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,7 @@ class Plan:
             "storage": {key: dict(held) for key, held in sorted(fold(self.storage).items())},
             "entries": {
                 entry: [
-                    {"choices": {k: dict(v) for k, v in fold(s.choices).items() if v}, "recompute": list(s.recompute)}
+                    {"choices": {k: dict(v) for k, v in fold(s.choices).items() if v}, "recompute": fold_paths(s)}
                     for s in segments
                 ]
                 for entry, segments in self.entries.items()
@@ -153,6 +161,19 @@ def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return found
 
 
+def fold_paths(segment: Segment) -> list[str]:
+    """The entries of `recompute`, with a star where all modules of one kind are entries."""
+    known = {name.partition(" / ")[0] for name in segment.choices}
+    spelled_out = not any("*" in name for name in known)  # else the plan was read without its model
+    folded = fold(segment.recomputed()) if spelled_out else segment.recomputed()
+    return [path for path, held in folded.items() if held]
+
+
+def unfold_paths(held: list[str], paths: list[str]) -> tuple[str, ...]:
+    """The reverse of `fold_paths`, for the modules that there are."""
+    return tuple(unfold(dict.fromkeys(held, True), paths))
+
+
 def load(path: str | Path, graph: Graph) -> Plan:
     """Read a plan file for a graph; every fault of the file is named at once."""
     try:
@@ -171,7 +192,7 @@ def load(path: str | Path, graph: Graph) -> Plan:
                     Segment(
                         mesh=mesh,
                         choices={name: {} for name in ops} | unfold(s["choices"], ops),
-                        recompute=tuple(s["recompute"]),
+                        recompute=unfold_paths(s["recompute"], module_paths(graph)),
                     )
                     for s in segments
                 ]

@@ -113,6 +113,8 @@ def draw(graph: Graph, request: Request, facts: Analysis | None = None, cluster:
     draft = Draft(graph, request.mesh, facts)
     for name, axis in request.parts:
         POLICIES[name](draft, axis)
+    if request.recompute:
+        draft.recompute_layers()
     return draft.finish(str(request), cluster)
 
 

@@ -18,7 +18,7 @@ from ..ir import Graph
 from ..layout import FANNED
 from ..lower import Holding, Program, lower
 from ..plan import Plan
-from ..plan.plan import fold, star
+from ..plan.plan import fold, fold_paths, star
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
@@ -55,6 +55,10 @@ class Explanation:
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
+        for entry, segments in plan.entries.items():
+            paths = ", ".join(path for segment in segments for path in fold_paths(segment))
+            if paths:
+                yield Text(f"run again in backward ({entry}): {paths}")
 
     def _splits(self) -> Table:
         """Without a program the labels of the ops' rules; with one, how what they make lies on the mesh."""

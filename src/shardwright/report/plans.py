@@ -81,6 +81,7 @@ def diff(a: Plan, b: Plan) -> Difference:
             rows.append(Changed(what=what, name="", a=one, b=other))
     for entry in dict.fromkeys((*a.entries, *b.entries)):
         rows += _changes(entry, _choices(a, entry), _choices(b, entry))
+        rows += _changes(f"{entry}, backward", _recomputed(a, entry), _recomputed(b, entry), "kept")
     rows += _changes("storage", _storage(a), _storage(b))
     for entry in (*a.fingerprints, *(name for name in b.fingerprints if name not in a.fingerprints)):
         one, other = a.fingerprints.get(entry, "-"), b.fingerprints.get(entry, "-")
@@ -94,16 +95,21 @@ def _choices(plan: Plan, entry: str) -> dict[str, str]:
     return {name: said(choice) for name, choice in held.items()}
 
 
+def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
+    held = plan.entries[entry][0].recomputed() if entry in plan.entries else {}
+    return {path: "recomputed" if again else "kept" for path, again in held.items()}
+
+
 def _storage(plan: Plan) -> dict[str, str]:
     return {key: ", ".join(f"ZeRO-{level} over {axis}" for axis, level in held) for key, held in plan.storage.items()}
 
 
-def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str]) -> list[Changed]:
+def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: str = "whole") -> list[Changed]:
     """Rows for what differs, layers that differ alike as one. A plan read from a file may have stars already."""
     every = dict.fromkeys((*a, *b))
     spelled_out = {star(name) for name in every if star(name) != name}
     names = [name for name in every if name not in spelled_out]
-    pairs = {name: tuple(held.get(name, held.get(star(name), "whole")) for held in (a, b)) for name in names}
+    pairs = {name: tuple(held.get(name, held.get(star(name), otherwise)) for held in (a, b)) for name in names}
     alike: dict[str, set[tuple[str, ...]]] = {}
     for name, pair in pairs.items():
         alike.setdefault(star(name), set()).add(pair)

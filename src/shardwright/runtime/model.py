@@ -234,6 +234,7 @@ class ParallelModel(nn.Module):
             stack.enter_context(torch._C.DisableTorchFunctionSubclass())
             if holding.zero is not None and torch.is_grad_enabled():
                 stack.enter_context(holding.zero.saving())
+            entry.stage.start()
             found = entry.stage.forward(*tensors)
             self._write_updates(entry.stage, holding)
         return entry.unflatten(self._out(entry, found))

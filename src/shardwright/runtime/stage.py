@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -75,6 +76,7 @@ class Stage:
         self.zero: Zero3 | None = None
         self.parts: dict[str, Part] = {}
         self._opened: dict[str, tuple[str, ...]] = {}  # the keys of units that are gathered now
+        self._lent: frozenset[str] = frozenset()  # units that are open around the region that runs
         for name in wanted:
             setattr(self, name, groups[tuple(name.split("_"))])
         self.sizes()
@@ -102,9 +104,13 @@ class Stage:
         if not path and not hasattr(type(self), last):
             self.__dict__[last] = tensor
 
+    def start(self) -> None:
+        """A forward begins: whatever the last one left open is not."""
+        self._opened.clear()
+
     def open(self, unit: Branch | str) -> None:
         """Gather the parameters of a unit that are stored split."""
-        if self.zero is not None:
+        if self.zero is not None and str(unit) not in self._lent:
             gathered = self.zero.open(str(unit))
             self._opened[str(unit)] = tuple(gathered)
             for key, tensor in gathered.items():
@@ -112,10 +118,27 @@ class Stage:
 
     def close(self, unit: Branch | str) -> None:
         """Let them go again."""
-        if self.zero is not None:
+        if self.zero is not None and str(unit) not in self._lent:
             self.zero.close(str(unit))
             for key in self._opened.pop(str(unit), ()):
                 self.place(key, None)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Around a recompute region. In forward it uses what is open already; in backward it opens all it needs.
+
+        What it opens it lets go at its end, which in backward may be sooner than its text says: torch stops it once
+        everything that was asked for is there.
+        """
+        opened, lent = self._opened, self._lent
+        again = torch._C._current_graph_task_id() != -1
+        self._opened, self._lent = {}, frozenset() if again else lent | opened.keys()
+        try:
+            yield
+        finally:
+            for unit in tuple(self._opened):
+                self.close(unit)
+            self._opened, self._lent = opened, lent
 
     def opaque(
         self, key: str, *tensors: Tensor, held: Mapping[str, Tensor] | None = None, over: Group | None = None
@@ -163,7 +186,7 @@ def recompute(method: Callable[..., Any], *inputs: Any) -> Any:
     step, microbatch = stage.random.step, stage.random.microbatch
 
     def run(*again: Any) -> Any:
-        with stage.random.at(step, microbatch), torch._C.DisableTorchFunctionSubclass():
+        with stage.random.at(step, microbatch), torch._C.DisableTorchFunctionSubclass(), stage.region():
             return method(*again)
 
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -234,7 +234,12 @@ class Zero3:
         for held, parameter in self._loose[name]:
             found.update(dict.fromkeys(held.keys, parameter))
         opened = [self._gathered(shards) for shards in self._units[name]]
-        self._ahead(name, 1 if torch._C._current_graph_task_id() == -1 else -1)
+        if torch._C._current_graph_task_id() == -1:
+            self._ahead(name, 1)
+        else:  # a recomputation
+            self._begin()
+            for gathered in opened:
+                self._note_again(gathered.shards)
         for gathered in opened:
             pairs = gathered.shards.pairs
             if torch.is_grad_enabled() and gathered.shards.returns:
@@ -248,7 +253,9 @@ class Zero3:
         return found
 
     def close(self, name: str) -> None:
-        """Let the gathered parameters of a unit go."""
+        """Let the gathered parameters of a unit go. In a recomputation its backward comes next, and does that."""
+        if torch._C._current_graph_task_id() != -1:
+            return
         for shards in self._units[name]:
             self._release(shards)
 
@@ -303,12 +310,15 @@ class Zero3:
         self._begin()
         shards = saved.shards
         flat = self._gathered(shards).wait()
+        self._note_again(shards)
+        return flat.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _note_again(self, shards: Shards) -> None:
         if shards not in self._again:
             self._again.append(shards)
             if len(self._again) > 2:  # frozen units have no backward of their own to end with
                 self._release(self._again.pop(0))
             self._ahead(self._names[id(shards)], -1)
-        return flat.as_strided(saved.size, saved.stride, saved.offset)
 
     @told
     def _returned(self, shards: Shards, gradients: Sequence[Tensor | None]) -> None:

@@ -1,0 +1,117 @@
+"""Recomputation: which modules autograd forgets the insides of, and runs again in backward.
+
+    "model.layers.3"        a whole layer: only what enters it is kept
+    "model.layers.3.mlp"    a part of one
+
+An entry is a module path, and a region is one call of that module: all ops at or under the path. What may not be an
+entry: a module that the model does not have, one inside of another entry, one that a checkpointed region of the
+user's model reaches beyond of (such a region stays as it is; one that lies in an entry becomes a part of it), and one
+that reads a buffer which the step changes, since backward would read the new value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ..errors import PlanError, raise_all
+from ..ir import Graph, Op
+
+REGION = "recompute "
+"""How the name of a region begins that comes from a plan; those of the user's model are r0, r1, .."""
+
+_CALL = re.compile(r"@\d+")
+
+
+def prefixes(path: str) -> Iterator[str]:
+    """ "a", "a.b", "a.b.c" of "a.b.c"."""
+    parts = path.split(".") if path else []
+    return (".".join(parts[: at + 1]) for at in range(len(parts)))
+
+
+def module_paths(graph: Graph) -> list[str]:
+    """The modules that have ops, and those that they are in, in the order of their first op."""
+    return list(dict.fromkeys(path for op in graph.ops for path in prefixes(op.module_path)))
+
+
+def is_inside(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(outer + ".")
+
+
+def region_path(region: str) -> str | None:
+    """The module that a plan's region is a call of; None for a region of the user's model."""
+    return _CALL.sub("", region.removeprefix(REGION)) if region.startswith(REGION) else None
+
+
+def regions_of(graph: Graph, paths: Sequence[str]) -> dict[str, str]:
+    """The region of every op that is in one, the user's own included. Refuses entries that can't be, all at once."""
+    faults = [f"it recomputes {path!r} twice" for path, count in Counter(paths).items() if count > 1]
+    for path in dict.fromkeys(paths):
+        faults += [f"it recomputes {path!r}, {why}" for why in faults_of(graph, path)]
+        outer = next((held for held in paths if held != path and is_inside(path, held)), None)
+        if outer is not None:
+            faults.append(f"it recomputes {path!r}, which is in {outer!r}, and that is recomputed already; name one")
+    raise_all(PlanError, "the plan does not fit the model:", faults)
+    found = {op.name: op.region for op in graph.ops if op.region is not None}
+    for path in paths:
+        for number, ops in enumerate(_calls([op for op in graph.ops if is_inside(op.module_path, path)])):
+            found |= dict.fromkeys((op.name for op in ops), f"{REGION}{path}{f'@{number}' if number else ''}")
+    return found
+
+
+def faults_of(graph: Graph, path: str) -> list[str]:
+    """Why a module can't be recomputed, each as the end of a sentence; nothing if it can."""
+    ops = [op for op in graph.ops if path and is_inside(op.module_path, path)]
+    if not ops:
+        return ["which is not a module of the model that has ops" if path else "the whole model, which saves nothing"]
+    faults: list[str] = []
+    names, own = {op.name for op in ops}, {op.region for op in ops if op.region is not None}
+    for region in sorted(own):
+        beyond = next((op for op in graph.ops if op.region == region and op.name not in names), None)
+        if beyond is not None:
+            faults.append(f"but the model checkpoints a region that reaches beyond it, to {beyond}; leave that to it")
+    changed = {buffer.value: buffer.key for buffer in graph.buffers if buffer.update is not None}
+    for op in ops:
+        if "batch_norm" in op.target or not any(graph.users[name] for name in op.outputs):
+            continue  # a batch norm that trains only writes its buffers
+        for key in (changed[name] for name in op.inputs if name in changed):
+            faults.append(f"where {op} reads the buffer {key!r}, which the step changes before backward")
+    return faults
+
+
+def _calls(ops: list[Op]) -> list[list[Op]]:
+    """The ops of a module that is called several times, by call, if all its calls do the same."""
+    first = _CALL.sub("", ops[0].name)
+    count = sum(_CALL.sub("", op.name) == first for op in ops)
+    size, rest = divmod(len(ops), count)
+    calls = [ops[at : at + size] for at in range(0, len(ops), size)]
+    said = [[(op.module_path, op.target) for op in call] for call in calls]
+    return calls if not rest and all(one == said[0] for one in said) else [ops]
+
+
+def layers_of(graph: Graph) -> tuple[str, ...]:
+    """The repeated layers of a model: items of its outermost lists that have a sibling of much the same ops.
+
+    "Much the same" is three quarters of the smaller one: the first layer of a T5 also makes the position bias of all.
+    Items with a handful of ops of one module (an activation in a Sequential) are no layers.
+    """
+    ops: dict[str, Counter[tuple[str, str]]] = {}
+    for op in graph.ops:
+        for path in prefixes(op.module_path):
+            if path.rsplit(".", 1)[-1].isdigit():
+                ops.setdefault(path, Counter())[op.module_path[len(path) :], op.target] += 1
+    large = {path: held for path, held in ops.items() if len({where for where, _ in held}) > 1 or held.total() > 4}
+    lists: dict[str, list[str]] = {}
+    for path in large:
+        lists.setdefault(path.rpartition(".")[0], []).append(path)
+    found = [
+        path
+        for path, held in large.items()
+        if any(_alike(held, large[other]) for other in lists[path.rpartition(".")[0]] if other != path)
+    ]
+    return tuple(path for path in found if not any(path != outer and is_inside(path, outer) for outer in found))
+
+
+def _alike(a: Counter[tuple[str, str]], b: Counter[tuple[str, str]]) -> bool:
+    return (a & b).total() >= 0.75 * min(a.total(), b.total()) and 2 * (a & b).total() >= max(a.total(), b.total())
