@@ -1,0 +1,287 @@
+"""Min-sum by eliminating variables, exact for one linear objective w . r, with equal steps done once.
+
+    leaf       T_f[x] = table_f[x] . w                                                        Elimination.run
+    step       T_new[x on the rest] = min over x_v of the sum of all tables that contain v     Step.lowest
+    value      min over x of w . r(x) = the sum of the tables that have no variables left      Run.value
+    states     backwards: x_v = the argmin of its step at the states of the rest               Run.walk
+
+A step is known by its input tables and by how their variables coincide, so the steps of equal layers are one step
+(hash-consing). `eliminate` finds the steps once for a problem, whatever the weights: a layer's inside is ordered once
+for each distinct layer, its borders follow in rounds (see order.py). 1000 equal layers then cost one layer and about
+log2(1000) products of borders. The walk back goes through the distinct steps too, all its places at once: a step's
+inputs are older than it, so when steps are walked from the youngest, the states that a step asks for are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import PlanError
+from .order import Borders, Scope, split_variables
+from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
+
+CHUNK = 2**22  # cells of a temporary array: 32 MB
+MOST_CELLS = 2**24  # of a table that is kept: 128 MB
+MOST_WORK = 2**31  # cells that all steps together look at for one solve: some seconds
+
+
+class TooWide(PlanError):
+    """The tables of an elimination would be too large."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A table as a step reads it: its axes in the step's order, with 1 where it lacks a variable."""
+
+    node: int
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def view(self, tables: Sequence[Floats]) -> Floats:
+        return tables[self.node].transpose(self.axes).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One elimination: the variable is the first axis of `shape`, the rest are the axes of the new table."""
+
+    inputs: tuple[Input, ...]  # the smallest first, so that sums stay small as long as they can
+    shape: tuple[int, ...]
+
+    def lowest(self, tables: Sequence[Floats]) -> Floats:
+        """The new table: the sum of the inputs, and its least over the first axis."""
+        views = [given.view(tables) for given in self.inputs]
+        states = self.shape[0]
+        width = max(1, CHUNK // math.prod(self.shape[1:]))
+        best = np.asarray(np.minimum.reduce(add([view[:width] for view in views]), axis=0))
+        for start in range(width, states, width):
+            np.minimum(best, np.minimum.reduce(add([view[start : start + width] for view in views]), axis=0), out=best)
+        return best
+
+    def costs(self, tables: Sequence[Floats], rest: Ints) -> Floats:
+        """For each row of states of the rest what each state of the variable costs: [state, row]."""
+        found = []
+        for given in self.inputs:
+            places = [rest[:, i] if size > 1 else 0 for i, size in enumerate(given.shape[1:])]
+            costs: Floats = given.view(tables)[(slice(None), *places)]
+            found.append(costs if costs.ndim == 2 else costs[:, None])
+        return add(found)
+
+
+def add(arrays: Sequence[Floats]) -> Floats:
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """All steps of a problem in order. Tables are numbered: first the leaves, one for each group, then the steps."""
+
+    groups: tuple[Group, ...]
+    steps: tuple[Step, ...]
+    rows: tuple[Ints, ...]  # for each step the places where it is taken: [place, (variable, *the rest)]
+    roots: tuple[tuple[int, int], ...]  # tables without variables, and how often each counts
+    variables: int
+    leaves: Floats  # all cells of all groups' tables, forbidden ones 0: [cell, K]
+    forbidden: NDArray[np.bool_]
+
+    @property
+    def work(self) -> int:
+        """The cells that one solve looks at."""
+        return sum(math.prod(step.shape) for step in self.steps)
+
+    def run(self, weights: Floats) -> Run:
+        """All tables for these weights."""
+        cells = self.leaves @ weights
+        cells[self.forbidden] = np.inf
+        tables, start = [], 0
+        for group in self.groups:
+            shape = group.table.shape[:-1]
+            stop = start + math.prod(shape)
+            tables.append(cells[start:stop].reshape(shape))
+            start = stop
+        for step in self.steps:
+            tables.append(step.lowest(tables))
+        return Run(self, tables)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The tables of an elimination for some weights."""
+
+    elimination: Elimination
+    tables: list[Floats]
+
+    @property
+    def value(self) -> float:
+        return sum(count * float(self.tables[node]) for node, count in self.elimination.roots)
+
+    def walk(self) -> Ints:
+        """The states of all variables that attain the value."""
+        states = np.zeros(self.elimination.variables, dtype=np.intp)
+        for step, rows in zip(reversed(self.elimination.steps), reversed(self.elimination.rows), strict=True):
+            states[rows[:, 0]] = step.costs(self.tables, states[rows[:, 1:]]).argmin(axis=0)
+        return states
+
+
+_KNOWN: WeakKeyDictionary[Problem, Elimination] = WeakKeyDictionary()  # an answer that a problem can't change
+
+
+def eliminate(problem: Problem) -> Elimination:
+    """The steps of this problem, or TooWide."""
+    if problem not in _KNOWN:
+        try:
+            _KNOWN[problem] = _by_layers(problem)
+        except TooWide:
+            _KNOWN[problem] = _at_large(problem)
+    return _KNOWN[problem]
+
+
+class _Steps:
+    """Steps while they are found, each once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.shapes: list[tuple[int, ...]] = [group.table.shape[:-1] for group in problem.groups]
+        self.known: dict[tuple[tuple[int, Scope], ...], int] = {}
+        self.steps: list[Step] = []
+        self.rows: list[list[Ints]] = []
+        self.work = 0
+
+    def take(self, sizes: Sequence[int], variable: int, rest: Scope, given: Sequence[tuple[int, Scope]]) -> int:
+        """The table that is left when the variable is eliminated from the given tables."""
+        place = {v: i for i, v in enumerate((variable, *rest))}
+        key = tuple(sorted((node, tuple(place[v] for v in scope)) for node, scope in given))
+        if key not in self.known:
+            shape = tuple(sizes[v] for v in (variable, *rest))
+            self.work += math.prod(shape)
+            if math.prod(shape[1:]) > MOST_CELLS or self.work > MOST_WORK:
+                raise TooWide(f"a table over {len(rest)} variables would have {math.prod(shape[1:]):,} cells")
+            inputs = [_input(node, places, shape) for node, places in key]
+            self.steps.append(Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape))
+            self.rows.append([])
+            self.known[key] = len(self.shapes)
+            self.shapes.append(shape[1:])
+        return self.known[key]
+
+    def mark(self, node: int, rows: Ints) -> None:
+        """The step of this table is taken at these places."""
+        self.rows[node - len(self.problem.groups)].append(rows)
+
+    def finish(self, left: Sequence[int]) -> Elimination:
+        problem = self.problem
+        tables = [group.table.reshape(-1, len(problem.memory)) for group in problem.groups]
+        leaves = np.concatenate([np.zeros((0, len(problem.memory))), *tables])
+        forbidden = np.isinf(leaves[:, 0])
+        leaves[forbidden] = 0.0
+        rows = tuple(np.concatenate(each) for each in self.rows)
+        roots = tuple(sorted((node, left.count(node)) for node in set(left)))
+        return Elimination(problem.groups, tuple(self.steps), rows, roots, len(problem.sizes), leaves, forbidden)
+
+
+def _input(node: int, places: Scope, shape: tuple[int, ...]) -> Input:
+    axes = tuple(sorted(range(len(places)), key=lambda axis: places[axis]))
+    return Input(node, axes, tuple(size if i in places else 1 for i, size in enumerate(shape)))
+
+
+def _at_large(problem: Problem) -> Elimination:
+    """The steps when layers are not looked at: for problems whose borders are too wide."""
+    tables = [(number, tuple(row)) for number, group in enumerate(problem.groups) for row in group.rows.tolist()]
+    return _borders(problem, _Steps(problem), tables, np.zeros(len(problem.sizes), dtype=bool))
+
+
+def _by_layers(problem: Problem) -> Elimination:
+    """First the inside of each layer, once for all that are equal, then the borders."""
+    inner = split_variables(problem)
+    steps = _Steps(problem)
+    layers, tables = _layers(problem, inner)
+    for layer in layers:
+        names = np.array(layer.copies)
+        sizes = [problem.sizes[v] for v in names[0]]
+        borders = Borders([scope for _, scope in layer.factors], sizes, np.flatnonzero(layer.inner).tolist())
+        left = _follow(steps, borders, borders.cheapest(), sizes, layer.factors, names)
+        for node, scope in left:
+            tables += [(node, tuple(row)) for row in names[:, list(scope)].tolist()]
+    return _borders(problem, steps, tables, inner)
+
+
+def _borders(problem: Problem, steps: _Steps, tables: list[tuple[int, Scope]], gone: NDArray[np.bool_]) -> Elimination:
+    """Eliminate all variables that are not gone yet."""
+    used = np.zeros(len(problem.sizes), dtype=bool)
+    for group in problem.groups:
+        used[group.rows] = True
+    borders = Borders([scope for _, scope in tables], problem.sizes, np.flatnonzero(used & ~gone).tolist())
+    names = np.arange(len(problem.sizes))[None]
+    left = _follow(steps, borders, borders.in_rounds(), problem.sizes, tables, names)
+    return steps.finish([node for node, _ in left])
+
+
+def _follow(
+    steps: _Steps,
+    borders: Borders,
+    order: Iterator[int],
+    sizes: Sequence[int],
+    given: Sequence[tuple[int, Scope]],
+    names: Ints,
+) -> list[tuple[int, Scope]]:
+    """Take the steps of an order, in all copies at once (a row of names each); the tables that are left."""
+    tables = dict(enumerate(given))
+    for number, v in enumerate(order, start=len(given)):
+        gone, rest = borders.eliminate(v, number)
+        node = steps.take(sizes, v, rest, [tables.pop(each) for each in gone])
+        steps.mark(node, names[:, (v, *rest)])
+        tables[number] = (node, rest)
+    return list(tables.values())
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The inside of a layer with its own numbers for variables, and what its copies call them."""
+
+    factors: tuple[tuple[int, Scope], ...]
+    inner: NDArray[np.bool_]
+    copies: list[Ints]
+
+
+def _layers(problem: Problem, inner: NDArray[np.bool_]) -> tuple[list[_Layer], list[tuple[int, Scope]]]:
+    """The distinct layers, and the factors that lie in none."""
+    factors, block = _factor_rows(problem, inner)
+    lone = [(row[0], tuple(v for v in row[1:] if v >= 0)) for row in factors[block < 0].tolist()]
+    factors, block = factors[block >= 0], block[block >= 0]
+    layers: dict[tuple[bytes, bytes], _Layer] = {}
+    for part in np.split(factors, np.flatnonzero(np.diff(block)) + 1) if len(factors) else []:
+        names, places = np.unique(part[:, 1:], return_inverse=True)
+        places = places.reshape(part[:, 1:].shape)
+        if names[0] < 0:  # the padding of short rows is no variable
+            names, places = names[1:], places - 1
+        local = np.concatenate([part[:, :1], places], axis=1)
+        key = (local.tobytes(), inner[names].tobytes())
+        if key not in layers:
+            scopes = tuple((row[0], tuple(v for v in row[1:] if v >= 0)) for row in local.tolist())
+            layers[key] = _Layer(scopes, inner[names], [])
+        layers[key].copies.append(names)
+    return list(layers.values()), lone
+
+
+def _factor_rows(problem: Problem, inner: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """All factors as rows (table, variables, -1 for none), with the layer that each lies in or -1, sorted by both."""
+    blocks = np.unique(np.array(problem.blocks, dtype=np.intp), return_inverse=True)[1]
+    rows = [np.zeros((0, 2 + MOST_VARIABLES), dtype=np.intp)]
+    for number, group in enumerate(problem.groups):
+        count, width = group.rows.shape
+        some = np.full((count, 2 + MOST_VARIABLES), -1, dtype=np.intp)
+        some[:, 0] = np.where(inner[group.rows], blocks[group.rows], -1).max(axis=1)
+        some[:, 1] = number
+        some[:, 2 : 2 + width] = group.rows
+        rows.append(some)
+    everything = np.concatenate(rows)
+    everything = everything[np.lexsort(everything.T[::-1])]
+    return everything[:, 1:], everything[:, 0]
