@@ -13,7 +13,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,15 @@ from torch.utils import _pytree as pytree
 
 from .capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
 from .emit import emit
-from .errors import InputError, PlanError
+from .errors import InputError
 from .ir import Graph
 from .layout import Layout, Mesh
 from .lower import Program, lower
-from .lower.place import replica_axes
-from .plan import Plan, draw, read_request
-from .plan.plan import load as load_plan
-from .plan.recompute import faults_of, module_paths
+from .plan import Plan, read_request
+from .plan.plan import read as read_plan
+from .plan.rows import replica_axes
 from .plan.strings import REPLICAS
+from .planning import PlanLike, continue_plan, make_plan
 from .probe import probing
 from .rules import Analysis, analyse
 from .runtime.gradients import GradientSync
@@ -46,8 +45,6 @@ from .runtime.stage import load_file, stage_class
 from .runtime.world import Groups, World
 from .runtime.zero import Zero3
 
-PlanLike = str | Path | Plan | Callable[[Graph, int], Plan]
-
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
 
@@ -60,24 +57,6 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(module, memo)
-
-
-def make_plan(graph: Graph, facts: Analysis, wish: PlanLike, world: int, cluster: str = "") -> Plan:
-    """The plan that was asked for, for a graph on `world` devices."""
-    if isinstance(wish, Plan):
-        plan = wish
-    elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
-        plan = load_plan(wish, graph)
-    elif isinstance(wish, str):
-        text, note = _without_planner(graph, world) if wish == "auto" else (wish, "")
-        plan = draw(graph, read_request(text, world), facts, cluster)
-        plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    else:
-        plan = wish(graph, world)
-    if plan.mesh.size != world:
-        raise PlanError(f"the plan is for {plan.mesh.size} devices ({plan.mesh}), and there are {world} processes")
-    plan.check_against(graph)
-    return plan
 
 
 def compile_graph(
@@ -99,7 +78,7 @@ def compile_graph(
 def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh that a plan will have and its axes that split the batch, before there is a plan."""
     if isinstance(wish, Plan):
-        return wish.mesh, replica_axes(wish)
+        return wish.mesh, replica_axes(wish.mesh)
     if not isinstance(wish, str) or wish.endswith(".json"):
         raise InputError(
             'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
@@ -107,14 +86,6 @@ def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
     text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
     request = read_request(text, world.size)
     return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
-
-
-def _without_planner(graph: Graph, world: int) -> tuple[str, str]:
-    if world == 1:
-        return "single", ""
-    if graph.batch is not None and graph.batch % world == 0:
-        return f"dp={world}", 'plan="auto" chose data parallelism: there is no search yet, and the batch divides'
-    return f"tp={world}", f'plan="auto" chose tensor parallelism: a batch of {graph.batch} does not divide over {world}'
 
 
 class Compiler:
@@ -132,12 +103,13 @@ class Compiler:
         promote: bool = False,
         exact_random: bool = False,
         prefix: str = "",
+        setting: Setting | None = None,
     ) -> None:
         self.module: nn.Module | None = module
         self.skeleton = skeleton_of(module)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
-        self.random = Randomness(seed=seed, exact=exact_random)
+        self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
         self.homes: dict[str, Layout] | None = None
         self.programs: list[Program] = []
         self.bodies: dict[str, Body] = {}
@@ -206,18 +178,27 @@ class Compiler:
         return math.prod(mesh.sizes[name] for name in axes)
 
     def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
-        if known is None:
-            return make_plan(graph, facts, self.wish, self.world.size)
-        more = draw(graph, read_request(known.policy, self.world.size), facts, known.cluster)
-        wished, there = next(iter(known.entries.values()))[0].recompute, set(module_paths(graph))
-        again = tuple(path for path in wished if path in there and not faults_of(graph, path))
-        segment = replace(more.entries[graph.entry][0], recompute=again)
-        return replace(
-            known,
-            entries={**known.entries, graph.entry: (segment,)},
-            fingerprints={**known.fingerprints, **more.fingerprints},
-            notes=tuple(dict.fromkeys((*known.notes, *more.notes))),
-        )
+        def make() -> Plan:
+            if known is None:
+                return make_plan(graph, facts, self.wish, self.world.size, self.setting)
+            return continue_plan(known, graph, facts, self.world.size, self.setting)
+
+        if (self.wish if known is None else known.policy) != "auto" or not dist.is_initialized():
+            return make()
+        return self._told(make, graph)
+
+    def _told(self, make: Callable[[], Plan], graph: Graph) -> Plan:
+        """The first rank searches and tells the others, since two machines may break a tie in two ways."""
+        said: list[str] = ["", ""]
+        if self.world.rank == 0:
+            try:
+                said[0] = make().to_json()
+            except ShardwrightError as error:
+                said[1] = str(error)
+        dist.broadcast_object_list(said, src=0)
+        if said[1]:
+            raise PlanError(said[1])
+        return read_plan(said[0], graph)
 
     def _hold(self, model: ParallelModel, module: Any, program: Program, captured: Captured) -> None:
         assert self.module is not None
@@ -250,7 +231,7 @@ class Compiler:
                 sync=GradientSync(trained, groups) if mesh.size > 1 else None,
                 zero=Zero3(units, groups, [u for u in module.UNITS if u in units]) if units else None,
                 random=self.random,
-                replica_axes=replica_axes(model.plan),
+                replica_axes=replica_axes(program.mesh),
                 persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
             )
         )

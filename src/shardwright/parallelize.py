@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from .capture import capture, find_opaque
 from .cluster import find as find_cluster
-from .compile import Compiler, PlanLike, make_plan, skeleton_of
+from .compile import Compiler, skeleton_of
 from .errors import InputError
 from .parts import Parts, replace_parts
 from .plan import Plan
+from .planning import PlanLike, make_plan
 from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
@@ -97,7 +98,7 @@ def plan(
     captured = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs))
     size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
     facts = analyse(captured.graph, probing(captured.functions))
-    return make_plan(captured.graph, facts, plan, size, str(cluster))
+    return make_plan(captured.graph, facts, plan, size)
 
 
 def cluster_size(cluster: str, plan: PlanLike) -> int:

@@ -22,19 +22,21 @@ MAY_IMPORT = {
     "probe": "errors layout ir rules capture lower",
     "emit": "errors layout ir rules plan lower",
     "runtime": "errors layout tie",
-    "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime",
-    "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile",
-    "parts": "errors layout capture plan lower runtime compile",
+    "planning": "errors ir rules cluster cost plan runtime",
+    "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning",
+    "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile",
+    "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
-        "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime compile parts verify"
+        "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile parts "
+        "verify"
     ),
     "checkpoint": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
-    "report": "errors layout conversion ir rules cost plan lower probe verify",
+    "report": "errors layout conversion ir rules cluster cost plan lower probe planning verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
-    "cli": "errors ir capture cluster calibrate plan lower emit runtime compile verify parallelize report",
+    "cli": "errors ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize report",
 }
 NO_TORCH = frozenset(["errors", "layout", "conversion", "ir", "rules", "cluster", "cost", "plan", "lower", "emit"])
 

@@ -19,7 +19,7 @@ from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, WHOLE, Layout, Mesh, Placement, make_layout, whole
 from ..plan import Plan, regions_of
-from ..plan.strings import REPLICAS
+from ..plan.rows import replica_axes, rows_layout
 from ..rules import FAN, Analysis
 from .program import Holding, Program
 
@@ -84,17 +84,7 @@ class Placer:
 
     def _rows(self, name: str) -> Layout:
         """The layout in which each data-parallel group has its own rows."""
-        layout = whole(len(self.graph.values[name].shape))
-        taken: list[tuple[int, int]] = []
-        for axis in self.mesh.axes:
-            if axis.name not in replica_axes(self.plan) or not layout.cuts:
-                continue
-            for atom in self.facts.batch:
-                cut = self.facts.atoms.cut(self.facts.dims[name][0], atom, axis, taken)
-                if cut is not None:
-                    layout = layout.with_cut(0, cut)
-                    taken.append((atom, axis.size))
-        return layout
+        return rows_layout(self.facts, self.mesh, replica_axes(self.mesh), name)
 
     def run(self) -> Program:
         graph = self.graph
@@ -271,11 +261,6 @@ def home_layout(uses: list[Layout], mesh: Mesh, rank: int) -> Layout:
         split = any(held.cut_of(axis.name) is not None or held.placement(axis.name) == FANNED for held in uses)
         rest[axis.name] = FANNED if split else WHOLE
     return make_layout(best.cuts, rest)
-
-
-def replica_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that split the batch: those named dp, ep, or by a ZeRO level."""
-    return tuple(axis.name for axis in plan.mesh.axes if axis.name in REPLICAS)
 
 
 def check_edges(program: Program) -> Program:

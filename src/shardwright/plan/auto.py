@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..cluster import Cluster
 from ..cost import Training, flops, is_product
@@ -21,12 +22,13 @@ from ..cost.moves import Moves
 from ..cost.resources import memory, phases
 from ..errors import PlanError
 from ..ir import Graph
-from ..layout import Axis, Layout, Mesh
+from ..layout import Axis, Mesh
 from ..rules import Analysis
 from .draft import Draft
-from .homes import Storage, Storing, block_of
+from .homes import Storage, Storing
 from .meshes import Candidate, candidates
 from .plan import Plan
+from .recompute import faults_of, layers_of, prefixes
 from .search import Problem, Solution, relax, solve
 from .spaces import Spaces
 from .tables import Tables
@@ -63,6 +65,11 @@ class Looked:
     solution: Solution | None = None
     recompute: bool = False
 
+    @property
+    def time(self) -> float:
+        """Seconds of the best step that was found on it; infinity if none was, or if it was bounded away."""
+        return self.solution.time if self.solution is not None and self.solution.states is not None else math.inf
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -81,6 +88,15 @@ class Found:
         assert self.best.solution is not None
         return max(0.0, self.best.solution.time / self.bound - 1.0) if self.bound > 0 else 0.0
 
+    def as_json(self) -> dict[str, Any]:
+        """For a plan file: the bound, and what else was looked at, the best first."""
+        others = sorted(self.looked, key=lambda one: (one.time, one.bound))
+        meshes = [
+            {"mesh": str(one.candidate), "bound": one.bound, "seconds": one.time if math.isfinite(one.time) else None}
+            for one in others
+        ]
+        return {"bound": self.bound, "gap": self.gap, "stopped": self.stopped, "meshes": meshes}
+
 
 def search(
     facts: Analysis,
@@ -89,7 +105,7 @@ def search(
     wishes: Wishes | None = None,
     *,
     size: int | None = None,
-    leaving: Callable[[str], Layout] | None = None,
+    rows: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Found:
     """The best plan for a graph on a cluster."""
@@ -102,7 +118,7 @@ def search(
 
     looked: list[Looked] = []
     for candidate in candidates(cluster, size, data_only=wishes.data_only):
-        tables = make_tables(facts, cluster, training, candidate, leaving=leaving)
+        tables = make_tables(facts, cluster, training, candidate, rows=rows)
         bound = relax(_problem(tables, cluster, training, math.inf))
         looked.append(Looked(candidate=candidate, bound=bound, tables=tables))
         if progress is not None:
@@ -119,7 +135,7 @@ def search(
         if late() and best is not None:
             stopped = True
             break
-        looked[at] = _solve(looked[at], facts, cluster, training, wishes, limit, upper, late, leaving)
+        looked[at] = _solve(looked[at], facts, cluster, training, wishes, limit, upper, late, rows)
         solution = looked[at].solution
         if solution is not None and solution.states is not None and solution.time < upper:
             best = looked[at]
@@ -131,6 +147,31 @@ def search(
     return _found(facts, cluster, training, best, looked, began, stopped)
 
 
+def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
+    """A plan with an entry for one more graph of the model: ops that it knows by name do what they did."""
+    known = next(iter(plan.entries.values()))[0].choices
+    names = plan.mesh.names
+    allowed = {
+        op.name: {axis: frozenset([known[op.name].get(axis, "")]) for axis in names}
+        for op in facts.graph.ops
+        if op.name in known
+    }
+    moves = Moves(plan.mesh, cluster)
+    spaces = Spaces(facts, moves, training, allowed=allowed)
+    tables = Tables(spaces, Storing(spaces, fixed=plan.storage), rows=())
+    solution = solve(_problem(tables, cluster, training, math.inf))
+    assert solution.states is not None
+    draft = Draft(facts.graph, plan.mesh, facts)
+    draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
+    more = draft.finish(plan.policy, plan.cluster, settle=False)
+    return replace(
+        plan,
+        entries={**plan.entries, **more.entries},
+        fingerprints={**plan.fingerprints, **more.fingerprints},
+        notes=tuple(dict.fromkeys((*plan.notes, *more.notes))),
+    )
+
+
 def make_tables(
     facts: Analysis,
     cluster: Cluster,
@@ -138,7 +179,7 @@ def make_tables(
     candidate: Candidate,
     *,
     recompute: bool = False,
-    leaving: Callable[[str], Layout] | None = None,
+    rows: tuple[str, ...] = (),
     choices: Mapping[str, Mapping[str, str]] | None = None,
     storage: Mapping[str, Storage] | None = None,
 ) -> Tables:
@@ -146,20 +187,19 @@ def make_tables(
     moves = Moves(candidate.mesh, cluster)
     spaces = Spaces(facts, moves, training, data=candidate.data, fixed=choices)
     layers = recomputable(facts.graph) if recompute else {}
-    return Tables(spaces, Storing(spaces, fixed=storage), layers=layers, leaving=leaving)
+    return Tables(spaces, Storing(spaces, fixed=storage), layers=layers, rows=rows)
 
 
 def recomputable(graph: Graph) -> dict[str, tuple[frozenset[str], ...]]:
     """The repeated layers of a model, and the ways to recompute each: not, its larger parts, all of it."""
-    inside: dict[str, dict[str, int]] = {}
+    layers = {layer: dict[str, int]() for layer in layers_of(graph) if not faults_of(graph, layer)}
     for op in graph.ops:
-        layer = block_of(op.module_path)
-        if layer and op.region is None:
-            rest = op.module_path[len(layer) + 1 :].split(".")[0]
-            counts = inside.setdefault(layer, {})
-            counts[rest] = counts.get(rest, 0) + 1
+        layer = next((path for path in prefixes(op.module_path) if path in layers), None)
+        if layer is not None:
+            part = op.module_path[len(layer) + 1 :].split(".")[0]
+            layers[layer][part] = layers[layer].get(part, 0) + 1
     found = {}
-    for layer, counts in inside.items():
+    for layer, counts in layers.items():
         parts = sorted(name for name, count in counts.items() if name and count >= 3)[:3]
         ways = [frozenset[str](), *(frozenset([f"{layer}.{name}"]) for name in parts)]
         if len(parts) > 1:
@@ -188,7 +228,7 @@ def _solve(
     limit: float,
     upper: float,
     late: Callable[[], bool],
-    leaving: Callable[[str], Layout] | None,
+    rows: tuple[str, ...],
 ) -> Looked:
     """Solve one mesh. Recomputing is looked at only where memory is short: it never makes a step faster."""
     problem = _problem(looked.tables, cluster, training, limit)
@@ -197,7 +237,7 @@ def _solve(
     short = solution.states is None or solution.time > looked.bound * (1 + wishes.aim)
     if not (short and wishes.recompute and recomputable(facts.graph)) or solution.bound >= upper:
         return plain
-    tables = make_tables(facts, cluster, training, looked.candidate, recompute=True, leaving=leaving)
+    tables = make_tables(facts, cluster, training, looked.candidate, recompute=True, rows=rows)
     upper = min(upper, solution.time) if solution.states is not None else upper
     again = solve(_problem(tables, cluster, training, limit), upper=upper, stop=late, aim=wishes.aim)
     if again.states is None or (solution.states is not None and again.time >= solution.time):

@@ -176,8 +176,13 @@ def unfold_paths(held: list[str], paths: list[str]) -> tuple[str, ...]:
 
 def load(path: str | Path, graph: Graph) -> Plan:
     """Read a plan file for a graph; every fault of the file is named at once."""
+    return read(Path(path).read_text(), graph, path)
+
+
+def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
+    """Read the text of a plan file for a graph."""
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"{path} is not JSON: {error}") from error
     _validate(data, path)

@@ -6,7 +6,7 @@ made and one that the search found are measured with one stick. Memory is that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from ..cost.peak import Memory, peak
 from ..cost.resources import Resource, memory, phases, seconds
 from ..cost.sends import algorithm_sends
 from ..errors import PlanError
-from ..layout import Layout
 from ..rules import Analysis
 from .homes import Storing
 from .plan import Plan
@@ -125,7 +124,7 @@ def price(
     training: Training,
     plan: Plan,
     *,
-    leaving: Callable[[str], Layout] | None = None,
+    rows: tuple[str, ...] = (),
 ) -> Price:
     """What a step of a plan's entry for this graph costs."""
     entry = facts.graph.entry
@@ -136,7 +135,7 @@ def price(
     moves = Moves(plan.mesh, cluster)
     spaces = Spaces(facts, moves, training, fixed=choices)
     layers = {path: (frozenset([path]),) for path in recompute}
-    tables = Tables(spaces, Storing(spaces, fixed=plan.storage), layers=layers, leaving=leaving)
+    tables = Tables(spaces, Storing(spaces, fixed=plan.storage), layers=layers, rows=rows)
     overlap = cluster.overlap
     problem = Problem(
         sizes=tuple(tables.sizes),

@@ -202,7 +202,7 @@ class Spaces:
             found.append(FAN)
         found += [f"{ROWS}{group}" for group in self._rows(op, signature)]
         said = self.allowed.get(op.name, {}).get(axis.name)
-        return found if said is None else [one for one in found if one in said]
+        return (found if said is None else [one for one in found if one in said]) or found
 
     def _rows(self, op: Op, signature: Signature) -> Iterable[int]:
         """Groups of linear inputs through which a partial sum may pass and gets smaller, or is a number anyway."""

@@ -24,8 +24,9 @@ from ..cost import local_elements
 from ..cost.resources import COUNT, Resource
 from ..cost.strides import VIEWS, kind_of
 from ..ir import Op
-from ..layout import Layout, whole
+from ..layout import Layout
 from .homes import Homes, Storage, Storing, block_of
+from .rows import rows_layout
 from .search import Factor
 from .spaces import Space, Spaces
 
@@ -62,7 +63,7 @@ class Tables:
     spaces: Spaces
     storing: Storing
     layers: Mapping[str, Sequence[frozenset[str]]] = field(default_factory=dict)  # ways to recompute each layer
-    leaving: Callable[[str], Layout] | None = None
+    rows: tuple[str, ...] = ()  # axes of which every group has its rows of what leaves the model
     sizes: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
@@ -317,7 +318,7 @@ class Tables:
         return held
 
     def _leaving(self, name: str) -> Layout:
-        return self.leaving(name) if self.leaving else whole(len(self.graph.values[name].shape))
+        return rows_layout(self.facts, self.mesh, self.rows, name)
 
     def _find_wanted(self) -> dict[str, bool]:
         """Whether backward needs a value, itself or through a view of it."""

@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from ..capture import Captured, capture
-from ..compile import PlanLike, make_plan, skeleton_of
+from ..compile import skeleton_of
 from ..emit import emit
 from ..lower import Program, lower
 from ..plan import Plan
+from ..planning import PlanLike, make_plan
 from ..probe import probing
 from ..rules import analyse
 

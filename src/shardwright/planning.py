@@ -1,0 +1,145 @@
+"""From a wish to a plan: a plan string, a file, a Plan, a function, or "auto", which searches.
+
+What the search has to know is a `Setting`: the cluster, how the model is trained, the memory, what people ask for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from .cluster import Cluster, Group, Node, find
+from .cluster.catalogue import DEVICES, USUAL, inside, usual_network
+from .cost import STATES, Training
+from .errors import PlanError
+from .ir import Graph, Output
+from .plan import Plan, draw, read_request
+from .plan.auto import Found, Progress, Wishes, extend, search
+from .plan.plan import load as load_plan
+from .plan.price import price
+from .plan.rows import replica_axes
+from .rules import Analysis
+from .runtime.world import World
+
+PlanLike = str | Path | Plan | Callable[[Graph, int], Plan]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a plan is made for. `rows`: every data-parallel group passes its own rows."""
+
+    cluster: Cluster
+    training: Training = field(default_factory=Training)
+    wishes: Wishes = field(default_factory=Wishes)
+    rows: bool = False
+    progress: Progress | None = None
+
+
+def make_plan(graph: Graph, facts: Analysis, wish: PlanLike, world: int, setting: Setting | None = None) -> Plan:
+    """The plan that was asked for, for a graph on `world` devices. With a setting it says what it costs."""
+    if isinstance(wish, Plan):
+        plan = wish
+    elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
+        plan = load_plan(wish, graph)
+    elif wish == "auto":
+        return find_plan(facts, world, setting or Setting(cluster=cluster_of(world))).plan
+    elif isinstance(wish, str):
+        plan = draw(graph, read_request(wish, world), facts, str(setting.cluster) if setting else "")
+    else:
+        plan = wish(graph, world)
+    if plan.mesh.size != world:
+        raise PlanError(f"the plan is for {plan.mesh.size} devices ({plan.mesh}), and there are {world} processes")
+    plan.check_against(graph)
+    return priced(plan, facts, setting) if setting is not None else plan
+
+
+def find_plan(facts: Analysis, world: int, setting: Setting) -> Found:
+    """Search for the best plan, and say in it what it costs."""
+    if setting.cluster.size < world:
+        raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
+    wishes = replace(setting.wishes, data_only=setting.rows)
+    found = search(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
+    return replace(found, plan=priced(found.plan, facts, setting, found))
+
+
+def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = None) -> Plan:
+    """A plan with what it is predicted to cost."""
+    entry = facts.graph.entry
+    rows = replica_axes(plan.mesh) if setting.rows else ()
+    said = price(facts, setting.cluster, setting.training, plan, rows=rows).as_json()
+    if found is not None:
+        said |= found.as_json()
+    return replace(plan, predicted={**plan.predicted, entry: said})
+
+
+def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting: Setting | None = None) -> Plan:
+    """A plan with one more entry (eval, another batch size): parameters stay as they are held."""
+    if plan.policy == "auto":
+        cluster = setting.cluster if setting else cluster_of(world)
+        return extend(plan, facts, cluster, setting.training if setting else Training())
+    more = draw(graph, read_request(plan.policy, world), facts, plan.cluster)
+    return replace(
+        plan,
+        entries={**plan.entries, **more.entries},
+        fingerprints={**plan.fingerprints, **more.fingerprints},
+        notes=tuple(dict.fromkeys((*plan.notes, *more.notes))),
+    )
+
+
+def cluster_of(size: int) -> Cluster:
+    """So many processes on this machine, as far as the catalogue knows it."""
+    return find("cpu" if size == 1 else f"cpu:{size}") if not torch.cuda.is_available() else _gpus(size, size)
+
+
+def cluster_here(world: World) -> Cluster:
+    """The cluster that the running processes are on: its device by name, the usual links, nodes as torchrun says."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if world.device.type != "cuda":
+        return cluster_of(world.size)
+    return _gpus(world.size, local if world.size % local == 0 else world.size)
+
+
+def _gpus(size: int, local: int) -> Cluster:
+    here = torch.cuda.get_device_name().lower().replace("-", " ").split()
+    memory = torch.cuda.get_device_properties(0).total_memory
+    fitting = [device for name, device in DEVICES.items() if name.split("-")[0].lower() in here]
+    if not fitting:
+        raise PlanError(
+            f"{torch.cuda.get_device_name()} is not in the catalogue, so that the search does not know how fast it is; "
+            "run shardwright calibrate -o cluster.yaml and pass cluster='cluster.yaml', or name a plan"
+        )
+    device = min(fitting, key=lambda held: abs(held.memory - memory))
+    node = Node(
+        device=device,
+        devices=local,
+        inside=inside(USUAL[device.name].inside),
+        network=usual_network(device.name, local),
+    )
+    return Cluster(name=f"{size // local}x{local}x{device.name}", groups=(Group(node=node, nodes=size // local),))
+
+
+def training_of(optimizer: torch.optim.Optimizer | None, accumulate: int = 1) -> Training:
+    """How a model is trained, from its optimizer; AdamW if there is none, or one whose state is not known."""
+    if optimizer is None:
+        return Training(accumulate=accumulate)
+    name = type(optimizer).__name__.lower()
+    if name == "sgd" and any(group.get("momentum") for group in optimizer.param_groups):
+        name = "momentum"
+    return Training(optimizer=name if name in STATES else "adamw", accumulate=accumulate)
+
+
+def only_scalars(graph: Graph) -> Graph:
+    """A graph that gives back its numbers (the loss) and nothing else: what has rows stays where it is."""
+
+    def kept(output: Output) -> Output:
+        large = output.value is not None and graph.values[output.value].shape
+        return replace(output, value=None, literal=None) if large else output
+
+    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs))
+
+
+__all__ = ["Found", "PlanLike", "Setting", "continue_plan", "find_plan", "make_plan", "only_scalars"]
