@@ -40,6 +40,7 @@ class Input:
     """A table as a step reads it: its axes in the step's order, with 1 where it lacks a variable."""
 
     node: int
+    places: tuple[int, ...]  # for each axis of the table the axis of the step
     axes: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -97,6 +98,11 @@ class Elimination:
     def work(self) -> int:
         """The cells that one solve looks at."""
         return sum(math.prod(step.shape) for step in self.steps)
+
+    @property
+    def possible(self) -> bool:
+        """Whether any states are not forbidden."""
+        return not self.forbidden.any() or math.isfinite(self.run(np.zeros(self.leaves.shape[1])).value)
 
     def run(self, weights: Floats) -> Run:
         """All tables for these weights."""
@@ -189,7 +195,7 @@ class _Steps:
 
 def _input(node: int, places: Scope, shape: tuple[int, ...]) -> Input:
     axes = tuple(sorted(range(len(places)), key=lambda axis: places[axis]))
-    return Input(node, axes, tuple(size if i in places else 1 for i, size in enumerate(shape)))
+    return Input(node, places, axes, tuple(size if i in places else 1 for i, size in enumerate(shape)))
 
 
 def _at_large(problem: Problem) -> Elimination:

@@ -72,7 +72,7 @@ class Problem:
     limit: float = math.inf
 
     def __post_init__(self) -> None:
-        raise_all(PlanError, "the search problem is malformed:", [*self._faults_of_shape(), *self._faults_of_tables()])
+        raise_all(PlanError, "the search problem is malformed:", self._faults_of_shape() or self._faults_of_tables())
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -126,8 +126,6 @@ class Problem:
         return faults
 
     def _faults_of_tables(self) -> list[str]:
-        if self._faults_of_shape():
-            return []  # the rows of a group would not have one length
         faults = []
         sizes = np.array(self.sizes, dtype=np.intp)
         for group in self.groups:

@@ -1,0 +1,165 @@
+"""The best bound that weights can give: the Lagrangean dual, by cutting planes.
+
+A max is the best of all weighted means of its forms, and a limit can be paid for, so for any weights mu (summing to 1
+in each phase) and any price lambda >= 0
+
+    L(mu, lambda) = min over x of  sum over phases p, forms f of mu_pf w_pf . r(x)  +  lambda (memory . r(x) - limit)
+
+is at most the time of every x within the limit. L is concave, and each minimiser r gives a plane above it:
+
+    L(y) <= a(r) + g(r) . y        y = (mu without each phase's first form, lambda)          Multipliers.cut
+
+`Dual.steps` walks: solve at some y, add the plane, let the planes say where L may be largest (`Dual.highest`, a tiny
+linear programme), go on halfway between there and the best y so far. a(r) is at least L(0), which is solved first, so the
+linear programme has an easy start. The least memory is solved second: its plane keeps lambda finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .elimination import Elimination
+from .problem import ROUNDING, Floats, Point, Problem
+from .simplex import maximise
+
+MOST_STEPS = 200
+
+
+@dataclass(frozen=True, eq=False)
+class Multipliers:
+    """The coordinates y of a problem: one for each form but the first of its phase, then lambda if there is a limit."""
+
+    problem: Problem
+    first: Floats  # the sum of the first forms of all phases
+    moves: Floats  # for each coordinate what it adds to the weights: [coordinate, K]
+    phases: tuple[tuple[int, ...], ...]  # coordinates that together are at most 1
+    limited: bool
+
+    def weights(self, y: Floats) -> Floats:
+        """The linear objective at y, but for its constant."""
+        return self.first + y @ self.moves
+
+    def of_time(self, y: Floats) -> Floats:
+        """The part of the weights that stands for time."""
+        return self.weights(y) - (y[-1] * self.problem.memory if self.limited else 0.0)
+
+    def constant(self, y: Floats) -> float:
+        return -float(y[-1]) * self.problem.limit if self.limited else 0.0
+
+    def cut(self, point: Point) -> Floats:
+        """The plane of a point: a(r), then g(r)."""
+        slopes = self.moves @ point.resources
+        if self.limited:
+            slopes[-1] -= self.problem.limit
+        return np.concatenate([[self.first @ point.resources], slopes])
+
+
+def multipliers(problem: Problem, limited: bool) -> Multipliers:
+    moves: list[Floats] = []
+    phases = []
+    for forms in problem.phases:
+        phases.append(tuple(range(len(moves), len(moves) + len(forms) - 1)))
+        moves += [form - forms[0] for form in forms[1:]]
+    if limited:
+        moves.append(problem.memory)
+    first = np.sum([forms[0] for forms in problem.phases], axis=0)
+    stacked = np.array(moves) if moves else np.zeros((0, len(problem.memory)))
+    return Multipliers(problem, first, stacked, tuple(p for p in phases if p), limited)
+
+
+@dataclass(eq=False)
+class Dual:
+    """The state of the search for the best y: the points that were met, their planes, the best bound."""
+
+    problem: Problem
+    elimination: Elimination
+    limited: bool  # whether the memory limit counts
+    points: list[Point] = field(default_factory=list)
+    bound: float = -math.inf
+    ceiling: float = math.inf  # no y gives more than this
+    least_memory: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.space = multipliers(self.problem, self.limited)
+        self.cuts: list[Floats] = []
+        self.best = np.zeros(len(self.space.moves))
+
+    def steps(self) -> Iterator[Point]:
+        """Solve at better and better y, giving each point; ends when the bound can't get better."""
+        origin = np.zeros(len(self.space.moves))
+        if not self.elimination.possible:
+            self.bound = self.least_memory = math.inf
+            return
+        yield self.solve(origin)
+        if self.limited:
+            run = self.elimination.run(self.problem.memory)
+            self.least_memory = run.value
+            yield self._meet(self.problem.point(run.walk()))
+            if not self.problem.fits(self.least_memory):
+                self.bound = math.inf
+                return
+        for y in self._middles(origin):
+            yield self.solve(y)
+        for _ in range(MOST_STEPS):
+            top, y = self.highest()
+            self.ceiling = min(self.ceiling, top)
+            if self.closed:
+                return
+            wide = self.ceiling - self.bound
+            for share in (0.5, 1.0):  # halfway is calmer, all the way is sure to cut
+                yield self.solve(self.best + share * (y - self.best))
+                self.ceiling = min(self.ceiling, self.highest()[0])
+                if self.ceiling - self.bound < 0.7 * wide:
+                    break
+
+    @property
+    def closed(self) -> bool:
+        return self.ceiling - self.bound <= ROUNDING * max(abs(self.ceiling), abs(self.bound))
+
+    def solve(self, y: Floats) -> Point:
+        """The least at y."""
+        run = self.elimination.run(self.space.weights(y))
+        value = run.value + self.space.constant(y)
+        if value > self.bound:
+            self.bound, self.best = value, y
+        return self._meet(self.problem.point(run.walk()))
+
+    def _meet(self, point: Point) -> Point:
+        self.points.append(point)
+        self.cuts.append(self.space.cut(point))
+        return point
+
+    def _middles(self, origin: Floats) -> list[Floats]:
+        """Equal weights for all forms, where there is a choice."""
+        if not self.space.phases:
+            return []
+        y = origin.copy()
+        for phase in self.space.phases:
+            y[list(phase)] = 1 / (len(phase) + 1)
+        return [y]
+
+    def highest(self) -> tuple[float, Floats]:
+        """Where the planes are highest, and how high: max t, t <= a + g . y for all planes."""
+        cuts = np.unique(np.array(self.cuts), axis=0)
+        floor = float(cuts[:, 0].min())  # y = 0 gives at least this
+        unit = max(abs(floor), float(np.ptp(cuts[:, 0]))) or 1.0
+        size = np.abs(cuts[:, 1:]).max(axis=0) / unit  # so that all numbers are about 1
+        size[size == 0] = 1.0
+        dims = len(size)
+        rows = np.concatenate([np.ones((len(cuts), 1)), -cuts[:, 1:] / unit / size], axis=1)
+        right = (cuts[:, 0] - floor) / unit
+        for phase in self.space.phases:
+            row = np.zeros((1, dims + 1))
+            row[0, [1 + each for each in phase]] = 1 / size[list(phase)]
+            rows, right = np.concatenate([rows, row]), np.append(right, 1.0)
+        if self.limited:  # a price that no point asks for: the limit is the least memory itself
+            row = np.zeros((1, dims + 1))
+            row[0, -1] = 1.0
+            rows, right = np.concatenate([rows, row]), np.append(right, 1e6)
+        found = maximise(np.eye(dims + 1)[0], rows, right)
+        assert found is not None, "every coordinate has a row that binds it"
+        return floor + unit * float(found[0]), found[1:] / size

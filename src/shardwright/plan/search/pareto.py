@@ -1,0 +1,220 @@
+"""All that could still be better than the best point, exactly: fronts of linear forms, cell by cell.
+
+The same steps as the elimination's, but a cell holds every vector of (forms of time, memory) that is not dominated
+by another of the cell, since which of them is best shows only in the end (time has a max in it, memory a limit).
+
+What keeps fronts short is the bound. With the tables M of the elimination at the best weights, a vector v of a cell c
+that belongs to any point within the limit has
+
+    bound + (weights . v - M[c])  <=  time of that point                                     the excess of v
+
+because M[c] is the least that stands in its place. So what exceeds `gap` = best time - bound goes (`_Fronts.expand`),
+and the excesses of the inputs add up along the way. Where the gap is small, little is left of the largest problem;
+where it is not, `TooMany` says so.
+
+Vectors are rounded to a grid so fine that it does not matter and so coarse that their sums are exact: equal layers
+in another order give equal vectors, and equal vectors are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import PlanError
+from .dual import Dual
+from .elimination import Elimination, Run, Step, add
+from .problem import ROUNDING, Floats, Ints, Point, Problem
+
+MOST_ROWS = 2**22  # vectors looked at in all
+MOST_COMPARED = 2**28  # pairs of vectors compared in one step
+EXACT_BITS = 48  # of a sum, so that sums of grid points are exact
+
+
+class TooMany(PlanError):
+    """The fronts would be too long."""
+
+
+@dataclass(frozen=True)
+class Found:
+    point: Point | None  # None: nothing is better than what is known
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """The vectors of a table's cells, those of one cell next to each other."""
+
+    start: Ints  # for each cell its first vector; one more at the end
+    values: Floats  # [vector, form]
+    excess: Floats
+    state: Ints  # of the variable that was eliminated
+    origin: Ints  # the vector of each input that this one is made of: [vector, input]
+
+
+def search_front(dual: Dual, best: float, stop: Callable[[], bool]) -> Found | None:
+    """The best point if it is better than `best`. None if it was stopped; TooMany if it is too much."""
+    fronts = _Fronts(dual, best)
+    for step in dual.elimination.steps:
+        if stop():
+            return None
+        fronts.expand(step)
+    return Found(fronts.best_point())
+
+
+class _Forms:
+    """The linear forms that decide: one for all phases of a single form, each form of the others, memory."""
+
+    def __init__(self, problem: Problem, limited: bool) -> None:
+        single = [forms[0] for forms in problem.phases if len(forms) == 1]
+        rows = [np.sum(single, axis=0)] if single else []
+        self.phases = [slice(0, 1)] if single else []
+        for forms in problem.phases:
+            if len(forms) > 1:
+                self.phases.append(slice(len(rows), len(rows) + len(forms)))
+                rows += list(forms)
+        if limited:
+            rows.append(problem.memory)
+        self.rows = np.array(rows)
+
+    def times(self, values: Floats) -> Floats:
+        total: Floats = np.sum([values[:, phase].max(axis=1) for phase in self.phases], axis=0)
+        return total
+
+
+class _Fronts:
+    def __init__(self, dual: Dual, best: float) -> None:
+        self.problem, self.limited = dual.problem, dual.limited
+        self.elimination: Elimination = dual.elimination
+        self.run: Run = self.elimination.run(dual.space.weights(dual.best))
+        self.gap = best - dual.bound + ROUNDING * abs(best)
+        self.forms = _Forms(dual.problem, dual.limited)
+        self.rows = 0
+        self.fronts = self._leaves()
+
+    def _leaves(self) -> list[Front]:
+        """One vector for each cell, rounded to the grid; forbidden cells are never asked for."""
+        values = self.elimination.leaves @ self.forms.rows.T
+        groups = self.elimination.groups
+        lengths = [math.prod(group.table.shape[:-1]) for group in groups]
+        parts = np.split(values, np.cumsum(lengths)[:-1])
+        most = sum(len(group.rows) * np.abs(part).max(axis=0) for group, part in zip(groups, parts, strict=True))
+        grid = 2.0 ** (np.ceil(np.log2(np.maximum(most, 1e-300))) - EXACT_BITS)
+        none = np.zeros(0, dtype=np.intp)
+        return [
+            Front(np.arange(n + 1), np.round(part / grid) * grid, np.zeros(n), none, none)
+            for n, part in zip(lengths, parts, strict=True)
+        ]
+
+    def expand(self, step: Step) -> None:
+        """The front of the next step."""
+        tables = self.run.tables
+        lowest = tables[len(self.fronts)]
+        full = add([given.view(tables) for given in step.inputs])
+        alive = np.isfinite(full) & (full <= lowest + self.gap)
+        cells = np.nonzero(alive)
+        which, excess = np.arange(len(cells[0])), (full - np.where(np.isfinite(lowest), lowest, 0.0))[cells]
+        values = np.zeros((len(which), len(self.forms.rows)))
+        origins: list[Ints] = []
+        for given in step.inputs:
+            front = self.fronts[given.node]
+            shape = tables[given.node].shape
+            cell = np.ravel_multi_index([cells[place] for place in given.places], shape)[which]
+            again, vector = self._join(front, np.asarray(cell))
+            total = excess[again] + front.excess[vector]
+            keep = total <= self.gap
+            again, vector = again[keep], vector[keep]
+            which, excess = which[again], total[keep]
+            values = values[again] + front.values[vector]
+            origins = [*(origin[again] for origin in origins), vector]
+        rest = cells[1:]
+        out = np.ravel_multi_index(rest, step.shape[1:])[which] if rest else np.zeros(len(which), dtype=np.intp)
+        kept = nondominated(np.asarray(out), values)
+        start = np.searchsorted(out[kept], np.arange(lowest.size + 1))
+        origin = np.stack([each[kept] for each in origins], axis=1)
+        self.fronts.append(Front(start, values[kept], excess[kept], cells[0][which[kept]], origin))
+
+    def _join(self, front: Front, cell: Ints) -> tuple[Ints, Ints]:
+        """Pair each row with every vector of its cell: the rows' numbers, and the vectors'."""
+        counts = front.start[cell + 1] - front.start[cell]
+        self.rows += int(counts.sum())
+        if self.rows > MOST_ROWS:
+            raise TooMany(f"the exact search would look at more than {MOST_ROWS:,} vectors")
+        again = np.repeat(np.arange(len(cell)), counts)
+        within = np.arange(len(again)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return again, front.start[cell][again] + within
+
+    def best_point(self) -> Point | None:
+        """The best vector of all parts together that fits, as states."""
+        values, excess = np.zeros((1, len(self.forms.rows))), np.zeros(1)
+        trail: list[tuple[int, int, Ints, Ints]] = []  # table, which of its places, vector so far, vector of the part
+        for node, count in self.elimination.roots:
+            front = self.fronts[node]
+            for place in range(count):
+                before, vector = self._join(front, np.zeros(len(values), dtype=np.intp))
+                total = excess[before] + front.excess[vector]
+                keep = total <= self.gap
+                values = values[before[keep]] + front.values[vector[keep]]
+                kept = nondominated(np.zeros(len(values), dtype=np.intp), values)
+                values, excess = values[kept], total[keep][kept]
+                trail.append((node, place, before[keep][kept], vector[keep][kept]))
+        fits = self.problem.fits(values[:, -1]) if self.limited else np.ones(len(values), dtype=bool)
+        if not fits.any():
+            return None
+        chosen = int(np.where(fits, self.forms.times(values), np.inf).argmin())
+        ends = []
+        for node, place, before, vector in reversed(trail):
+            ends.append((node, place, int(vector[chosen])))
+            chosen = int(before[chosen])
+        return self.problem.point(self._walk(ends))
+
+    def _walk(self, ends: list[tuple[int, int, int]]) -> Ints:
+        """The states of all variables, from the vectors of the tables without variables."""
+        leaves = len(self.elimination.groups)
+        free: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        for node, rows in enumerate(self.elimination.rows, start=leaves):
+            for v, *rest in rows.tolist():
+                free[node, tuple(rest)].append(v)
+        states = np.zeros(self.elimination.variables, dtype=np.intp)
+        todo: list[tuple[int, tuple[int, ...], int]] = [(node, (), vector) for node, _, vector in ends]
+        while todo:
+            node, rest, vector = todo.pop()
+            if node < leaves:
+                continue
+            names = (free[node, rest].pop(), *rest)  # equal parts on equal borders may change places
+            front = self.fronts[node]
+            states[names[0]] = front.state[vector]
+            for given, origin in zip(self.elimination.steps[node - leaves].inputs, front.origin[vector], strict=True):
+                todo.append((given.node, tuple(names[place] for place in given.places), int(origin)))
+        return states
+
+
+def nondominated(group: Ints, values: Floats) -> Ints:
+    """The rows that no other row of their group is as good as in everything, sorted by group; equal rows once."""
+    order = np.lexsort((*values.T[::-1], group))
+    while True:
+        first = np.flatnonzero(np.diff(group[order], prepend=-1))
+        place = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+        if float((place.astype(float)).sum()) > MOST_COMPARED:
+            raise TooMany(f"the exact search would compare more than {MOST_COMPARED:,} vectors")
+        deepest = int(place.max(initial=0))
+        few = min(deepest, 16)
+        beaten = _beaten(values[order], place, range(1, few + 1))
+        if deepest <= few:
+            return order[~beaten]
+        if not beaten.any():
+            return order[~_beaten(values[order], place, range(few + 1, deepest + 1))]
+        order = order[~beaten]
+
+
+def _beaten(values: Floats, place: Ints, distances: range) -> NDArray[np.bool_]:
+    """Which rows are no better in anything than the row some distances before them in their group."""
+    beaten = np.zeros(len(values), dtype=bool)
+    for distance in distances:
+        later = np.flatnonzero((place >= distance) & ~beaten)
+        beaten[later] = (values[later - distance] <= values[later]).all(axis=1)
+    return beaten

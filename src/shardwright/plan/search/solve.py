@@ -1,0 +1,142 @@
+"""The search: a bound from weights, points met on the way, mixes of them, and the exact front where it stays small.
+
+    relax    a quick bound on time, whatever the memory
+    solve    1. weights and prices that give the best bound (dual.py), each solve exact (elimination.py)
+             2. mixes of the points that were met (recombine.py)
+             3. if there still is a gap: all that could close it (pareto.py), given up when it is too much
+             Graphs too wide for elimination go to an integer programme instead (ilp.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations, islice
+
+import numpy as np
+
+from .dual import Dual
+from .elimination import TooWide, eliminate
+from .ilp import least_of_each, solve_ilp
+from .pareto import TooMany, search_front
+from .problem import ROUNDING, Point, Problem, Solution
+from .recombine import recombine
+
+QUICK = 6  # solves of `relax`
+POOL = 6  # points of which all pairs are mixed
+
+Stop = Callable[[], bool]
+Progress = Callable[[float, float], None]  # the best time so far (maybe inf) and the bound
+
+
+def relax(problem: Problem) -> float:
+    """A quick lower bound on the time of anything, without the memory limit."""
+    try:
+        dual = Dual(problem, eliminate(problem), limited=False)
+    except TooWide:
+        return least_of_each(problem, np.sum([np.mean(forms, axis=0) for forms in problem.phases], axis=0))
+    for _ in islice(dual.steps(), QUICK):
+        pass
+    return dual.bound
+
+
+def solve(
+    problem: Problem,
+    *,
+    upper: float = math.inf,
+    stop: Stop | None = None,
+    progress: Progress | None = None,
+    aim: float = 0.001,
+) -> Solution:
+    """The fastest states within the limit, and how near to the best they are known to be.
+
+    Ends early when the bound exceeds `upper`, when `stop()` says so, or when the gap is at most `aim`.
+    """
+    search = _Search(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim)
+    try:
+        eliminate(problem)
+    except TooWide as reason:
+        return solve_ilp(problem, stop=search.stop, aim=aim, because=str(reason))
+    return search.run()
+
+
+@dataclass(eq=False)
+class _Search:
+    problem: Problem
+    upper: float
+    stop: Stop
+    progress: Progress
+    aim: float
+    best: Point | None = None
+    bound: float = -math.inf
+    stopped: bool = False
+
+    def run(self) -> Solution:
+        dual = Dual(self.problem, eliminate(self.problem), limited=math.isfinite(self.problem.limit))
+        for point in dual.steps():
+            self.offer(point)
+            self.mix(dual, self.best, point)
+            if self.done(dual.bound):
+                break
+        self.bound = max(self.bound, dual.bound)
+        if self.best is not None and not self.done(dual.bound):
+            self.mix_pool(dual)
+            if not self.done(dual.bound):
+                self.search_front(dual)
+        return self.solution(dual)
+
+    def done(self, bound: float) -> bool:
+        """Whether to stop here. Something that fits is found first: at most one more solve."""
+        self.bound = max(self.bound, bound)
+        self.progress(math.inf if self.best is None else self.best.time, self.bound)
+        if self.best is None:
+            return False
+        self.stopped = self.stopped or self.stop()
+        near = self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
+        return self.stopped or near or self.bound > self.upper
+
+    def offer(self, point: Point | None) -> None:
+        if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
+            self.best = point
+
+    def mix(self, dual: Dual, one: Point | None, other: Point) -> None:
+        if one is not None and one is not other:
+            self.offer(recombine(self.problem, one, other, dual.space.of_time(dual.best)))
+
+    def mix_pool(self, dual: Dual) -> None:
+        """Mix all pairs of the points that are least at the best weights, and the best point with each."""
+        y = np.concatenate([[1.0], dual.best])
+        near = sorted(range(len(dual.points)), key=lambda i: float(dual.cuts[i] @ y))[:POOL]
+        pool = [dual.points[i] for i in near]
+        for one, other in combinations(pool, 2):
+            self.mix(dual, one, other)
+        before = math.inf
+        while self.best is not None and self.best.time < before:
+            before = self.best.time
+            for other in pool:
+                self.mix(dual, self.best, other)
+
+    def search_front(self, dual: Dual) -> None:
+        """Whatever could still be better than the best, exactly."""
+        assert self.best is not None
+        try:
+            found = search_front(dual, self.best.time, self.stop)
+        except TooMany:
+            return
+        if found is None:
+            self.stopped = True
+        else:
+            self.offer(found.point)
+            self.bound = self.best.time
+
+    def solution(self, dual: Dual) -> Solution:
+        best = self.best
+        if best is None:
+            return Solution(None, None, math.inf, math.inf, math.inf, True, dual.least_memory, False)
+        known = dual.least_memory > -math.inf
+        least = dual.least_memory if known else dual.elimination.run(self.problem.memory).value
+        exact = best.time <= self.bound + ROUNDING * abs(self.bound)
+        states = tuple(best.states.tolist())
+        bound = min(self.bound, best.time)
+        return Solution(states, best.resources, best.time, best.memory, bound, exact, least, self.stopped)
