@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
 from .emit import emit
-from .errors import InputError
+from .errors import InputError, PlanError, ShardwrightError
 from .ir import Graph
 from .layout import Layout, Mesh
 from .lower import Program, lower
@@ -31,7 +31,7 @@ from .plan import Plan, read_request
 from .plan.plan import read as read_plan
 from .plan.rows import replica_axes
 from .plan.strings import REPLICAS
-from .planning import PlanLike, continue_plan, make_plan
+from .planning import PlanLike, Setting, continue_plan, make_plan
 from .probe import probing
 from .rules import Analysis, analyse
 from .runtime.gradients import GradientSync

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .capture import find_opaque
-from .compile import Compiler, PlanLike, replicas_of
+from .compile import Compiler, replicas_of
 from .errors import InputError, raise_all
 from .layout import FANNED, make_layout
+from .planning import PlanLike
 from .runtime.gradients import GradientSync
 from .runtime.holding import Held, wanted_groups
 from .runtime.inputs import Mode

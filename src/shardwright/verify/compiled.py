@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from ..capture import Captured
-from ..compile import Compiler, PlanLike
+from ..compile import Compiler
+from ..planning import PlanLike
 from ..runtime.holding import Held, gather, storage_layout
 from ..runtime.model import Holding, ParallelModel
 from ..runtime.parameters import ShardParameter, raw_gradient

@@ -22,10 +22,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..compile import PlanLike
 from ..ir import Op
 from ..layout import Layout
 from ..lower.program import base_of
+from ..planning import PlanLike
 from ..runtime.inputs import digest
 from ..runtime.random import Randomness
 from . import ranks

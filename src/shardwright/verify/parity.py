@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..capture import AUTO, Captured, capture, find_opaque
-from ..compile import PlanLike, skeleton_of
+from ..compile import skeleton_of
 from ..errors import InputError, PlanError
 from ..ir import Graph
 from ..plan import Plan, read_request
+from ..planning import PlanLike
 from ..runtime.world import here, start
 from . import ranks, rebind
 from .compiled import Compiled, Order
