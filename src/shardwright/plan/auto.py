@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ..cluster import Cluster
@@ -25,11 +26,13 @@ from ..ir import Graph
 from ..layout import Axis, Mesh
 from ..rules import Analysis
 from .draft import Draft
-from .homes import Storage, Storing
+from .homes import Storing
+from .kinds import Kinds
 from .meshes import Candidate, candidates
 from .plan import Plan
 from .recompute import faults_of, layers_of, prefixes
 from .search import Problem, Solution, relax, solve
+from .skeleton import Skeleton
 from .spaces import Spaces
 from .tables import Tables
 
@@ -105,7 +108,6 @@ def search(
     wishes: Wishes | None = None,
     *,
     size: int | None = None,
-    rows: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Found:
     """The best plan for a graph on a cluster."""
@@ -116,15 +118,18 @@ def search(
     def late() -> bool:
         return time.monotonic() - began > wishes.seconds
 
+    kinds = Kinds(facts, training)
+    plain = Skeleton(kinds)
     looked: list[Looked] = []
     for candidate in candidates(cluster, size, data_only=wishes.data_only):
-        tables = make_tables(facts, cluster, training, candidate, rows=rows)
-        bound = relax(_problem(tables, cluster, training, math.inf))
+        tables = make_tables(plain, cluster, candidate, wishes.data_only)
+        bound = relax(_problem(tables, cluster, math.inf))
         looked.append(Looked(candidate=candidate, bound=bound, tables=tables))
         if progress is not None:
             progress(f"bounded {candidate}", math.inf)
         if late():
             break
+    again = _Later(lambda: Skeleton(kinds, recomputable(facts.graph)))
     order = sorted(range(len(looked)), key=lambda at: looked[at].bound)
     best: Looked | None = None
     stopped = False
@@ -135,7 +140,7 @@ def search(
         if late() and best is not None:
             stopped = True
             break
-        looked[at] = _solve(looked[at], facts, cluster, training, wishes, limit, upper, late, rows)
+        looked[at] = _solve(looked[at], again, cluster, wishes, limit, upper, late)
         solution = looked[at].solution
         if solution is not None and solution.states is not None and solution.time < upper:
             best = looked[at]
@@ -144,7 +149,7 @@ def search(
     if best is None:
         raise _nothing_fits(facts, looked, limit)
     stopped = stopped or bool(best.solution and best.solution.stopped)
-    return _found(facts, cluster, training, best, looked, began, stopped)
+    return _found(facts, cluster, best, looked, began, stopped)
 
 
 def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
@@ -156,10 +161,10 @@ def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) ->
         for op in facts.graph.ops
         if op.name in known
     }
-    moves = Moves(plan.mesh, cluster)
-    spaces = Spaces(facts, moves, training, allowed=allowed)
-    tables = Tables(spaces, Storing(spaces, fixed=plan.storage), rows=())
-    solution = solve(_problem(tables, cluster, training, math.inf))
+    kinds = Kinds(facts, training, {**allowed, **plan.storage})
+    spaces = Spaces(kinds, Moves(plan.mesh, cluster), allowed=allowed)
+    tables = Tables(Skeleton(kinds), spaces, Storing(spaces, fixed=plan.storage))
+    solution = solve(_problem(tables, cluster, math.inf))
     assert solution.states is not None
     draft = Draft(facts.graph, plan.mesh, facts)
     draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
@@ -172,22 +177,10 @@ def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) ->
     )
 
 
-def make_tables(
-    facts: Analysis,
-    cluster: Cluster,
-    training: Training,
-    candidate: Candidate,
-    *,
-    recompute: bool = False,
-    rows: tuple[str, ...] = (),
-    choices: Mapping[str, Mapping[str, str]] | None = None,
-    storage: Mapping[str, Storage] | None = None,
-) -> Tables:
-    """The problem of one mesh. With `choices` and `storage` there is nothing left to choose: it prices a plan."""
-    moves = Moves(candidate.mesh, cluster)
-    spaces = Spaces(facts, moves, training, data=candidate.data, fixed=choices)
-    layers = recomputable(facts.graph) if recompute else {}
-    return Tables(spaces, Storing(spaces, fixed=storage), layers=layers, rows=rows)
+def make_tables(skeleton: Skeleton, cluster: Cluster, candidate: Candidate, rows: bool = False) -> Tables:
+    """The problem of one mesh."""
+    spaces = Spaces(skeleton.kinds, Moves(candidate.mesh, cluster), data=candidate.data)
+    return Tables(skeleton, spaces, Storing(spaces), candidate.data if rows else ())
 
 
 def recomputable(graph: Graph) -> dict[str, tuple[frozenset[str], ...]]:
@@ -208,40 +201,49 @@ def recomputable(graph: Graph) -> dict[str, tuple[frozenset[str], ...]]:
     return found
 
 
-def _problem(tables: Tables, cluster: Cluster, training: Training, limit: float) -> Problem:
+def _problem(tables: Tables, cluster: Cluster, limit: float) -> Problem:
     return Problem(
-        sizes=tuple(tables.sizes),
-        factors=tuple(tables.factors),
-        blocks=tuple(tables.blocks),
-        phases=phases(cluster.overlap, training.accumulate),
+        sizes=tables.sizes,
+        factors=tables.factors,
+        blocks=tables.blocks,
+        phases=phases(cluster.overlap, tables.training.accumulate),
         memory=memory(),
         limit=limit,
     )
 
 
+class _Later:
+    """Something that is made when it is first asked for."""
+
+    def __init__(self, make: Callable[[], Skeleton]) -> None:
+        self._make = make
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        return self._make()
+
+
 def _solve(
     looked: Looked,
-    facts: Analysis,
+    later: _Later,
     cluster: Cluster,
-    training: Training,
     wishes: Wishes,
     limit: float,
     upper: float,
     late: Callable[[], bool],
-    rows: tuple[str, ...],
 ) -> Looked:
     """Solve one mesh. Recomputing is looked at only where memory is short: it never makes a step faster."""
-    problem = _problem(looked.tables, cluster, training, limit)
+    problem = _problem(looked.tables, cluster, limit)
     solution = solve(problem, upper=upper, stop=late, aim=wishes.aim)
     plain = replace(looked, solution=solution)
     short = solution.states is None or solution.time > looked.bound * (1 + wishes.aim)
-    if not (short and wishes.recompute and recomputable(facts.graph)) or solution.bound >= upper:
+    if not (short and wishes.recompute and later.skeleton.layers) or looked.bound >= upper:
         return plain
-    tables = make_tables(facts, cluster, training, looked.candidate, recompute=True, rows=rows)
+    tables = make_tables(later.skeleton, cluster, looked.candidate, wishes.data_only)
     upper = min(upper, solution.time) if solution.states is not None else upper
-    again = solve(_problem(tables, cluster, training, limit), upper=upper, stop=late, aim=wishes.aim)
+    again = solve(_problem(tables, cluster, limit), upper=upper, stop=late, aim=wishes.aim)
     if again.states is None or (solution.states is not None and again.time >= solution.time):
-        lower = min(solution.bound, again.bound) if solution.states is not None else again.bound
+        lower = min(solution.bound, again.bound)
         return replace(plain, solution=replace(solution, bound=lower, least_memory=again.least_memory))
     return replace(plain, tables=tables, solution=again, recompute=True)
 
@@ -249,7 +251,6 @@ def _solve(
 def _found(
     facts: Analysis,
     cluster: Cluster,
-    training: Training,
     best: Looked,
     looked: Sequence[Looked],
     began: float,

@@ -14,7 +14,7 @@ Collectives of parameters go in buckets (or, at level 3, units), so each pays it
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -53,10 +53,11 @@ class Homes:
     layouts: tuple[Layout, ...]
     storage: tuple[Storage, ...]
     used: np.ndarray  # [state, resource]
+    alone: bool  # one op uses it
 
 
 class Storing:
-    """Makes the homes of parameters. Equal parameters of equal layers share them."""
+    """Makes the homes of parameters."""
 
     def __init__(
         self,
@@ -68,20 +69,9 @@ class Storing:
         self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
         self.graph, self.mesh = spaces.facts.graph, spaces.mesh
         self.fixed, self.most = fixed, most or {}
-        self._known: dict[Hashable, Homes] = {}
-        self.units = _unit_bytes(spaces)
 
-    def of(self, parameter: Parameter, uses: Sequence[tuple[int, int]], asked: Sequence[tuple[Layout, ...]]) -> Homes:
-        """`uses` are (kind of op, number of input), `asked` the layouts that they may ask for."""
-        value = self.graph.values[parameter.value]
-        said = self.fixed.get(parameter.key, ()) if self.fixed is not None else self.most.get(parameter.key)
-        unit = self.units[parameter.key]
-        key = (tuple(uses), value.shape, value.dtype, parameter.trainable, said, unit, len(parameter.keys))
-        if key not in self._known:
-            self._known[key] = self._make(parameter, asked, unit)
-        return self._known[key]
-
-    def _make(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
+    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
+        """`asked` are the layouts that each use may ask for, `unit` the elements that are gathered together."""
         layouts: list[Layout] = []
         storage: list[Storage] = []
         used: list[np.ndarray] = []
@@ -90,7 +80,8 @@ class Storing:
                 layouts.append(layout)
                 storage.append(held)
                 used.append(self._used(parameter, layout, held, unit))
-        return Homes(layouts=tuple(layouts), storage=tuple(storage), used=np.array(used).reshape(-1, COUNT))
+        return Homes(layouts=tuple(layouts), storage=tuple(storage), used=np.array(used).reshape(-1, COUNT),
+                     alone=len(asked) == 1)  # fmt: skip
 
     def _layouts(self, asked: Sequence[tuple[Layout, ...]]) -> Iterator[Layout]:
         """Every layout that a use asks for; where several share a parameter, what one of them sums is a sum."""
@@ -195,13 +186,3 @@ def block_of(path: str) -> str:
         if part.isdigit():
             return ".".join(parts[: at + 1])
     return ""
-
-
-def _unit_bytes(spaces: Spaces) -> dict[str, float]:
-    """For each parameter the elements of all that are gathered with it."""
-    graph = spaces.facts.graph
-    sums: dict[str, float] = {}
-    for parameter in graph.parameters:
-        block = block_of(parameter.key) or parameter.key
-        sums[block] = sums.get(block, 0.0) + graph.values[parameter.value].elements
-    return {parameter.key: sums[block_of(parameter.key) or parameter.key] for parameter in graph.parameters}

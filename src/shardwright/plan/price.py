@@ -22,8 +22,10 @@ from ..cost.sends import algorithm_sends
 from ..errors import PlanError
 from ..rules import Analysis
 from .homes import Storing
+from .kinds import Kinds
 from .plan import Plan
 from .search import Problem, solve
+from .skeleton import EdgeTable, End, OpTable, Skeleton, UseTable
 from .spaces import Spaces
 from .tables import Tables
 
@@ -132,15 +134,16 @@ def price(
         raise PlanError(f"the plan has no entry {entry!r}; it has {', '.join(plan.entries)}")
     choices = plan.choices(entry)
     recompute = plan.entries[entry][0].recompute
-    moves = Moves(plan.mesh, cluster)
-    spaces = Spaces(facts, moves, training, fixed=choices)
-    layers = {path: (frozenset([path]),) for path in recompute}
-    tables = Tables(spaces, Storing(spaces, fixed=plan.storage), layers=layers, rows=rows)
+    said: dict[str, object] = {**choices, **plan.storage}
+    kinds = Kinds(facts, training, said)
+    skeleton = Skeleton(kinds, {path: (frozenset([path]),) for path in recompute})
+    spaces = Spaces(kinds, Moves(plan.mesh, cluster), fixed=choices)
+    tables = Tables(skeleton, spaces, Storing(spaces, fixed=plan.storage), rows)
     overlap = cluster.overlap
     problem = Problem(
-        sizes=tuple(tables.sizes),
-        factors=tuple(tables.factors),
-        blocks=tuple(tables.blocks),
+        sizes=tables.sizes,
+        factors=tables.factors,
+        blocks=tables.blocks,
         phases=phases(overlap, training.accumulate),
         memory=memory(),
     )
@@ -163,16 +166,16 @@ def price(
 def _parts(tables: Tables, states: tuple[int, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     ops: list[Part] = []
     edges: list[Part] = []
-    for factor, label in zip(tables.factors, tables.labels, strict=True):
-        if label.what == "parameter":
-            continue
+    kinds = list(tables.skeleton.tables)
+    for factor, entry in zip(tables.factors, tables.skeleton.entries, strict=True):
         used = factor.table[tuple(states[at] for at in factor.variables)]
-        time = float(used[: Resource.UPDATE].sum())
-        if label.what == "op":
-            ops.append(Part(name=label.name, seconds=time, kept=float(used[Resource.KEPT])))
-        elif time > 0:
-            name = f"{label.name} to {label.reader}" if label.reader else label.name
-            edges.append(Part(name=name, seconds=time, kept=float(used[Resource.KEPT])))
+        time, kept = float(used[: Resource.UPDATE].sum()), float(used[Resource.KEPT])
+        table = kinds[entry.table]
+        if isinstance(table, OpTable):
+            ops.append(Part(name=entry.name, seconds=time, kept=kept))
+        elif isinstance(table, EdgeTable | UseTable) and time > 0:
+            name = f"{entry.name} to {entry.reader}" if entry.reader else entry.name
+            edges.append(Part(name=name, seconds=time, kept=kept))
     ops.sort(key=lambda part: -part.seconds)
     edges.sort(key=lambda part: -part.seconds)
     return tuple(ops), tuple(edges)
@@ -200,16 +203,22 @@ Entry = tuple[str, str, tuple[str, ...], float, bool]
 def _of_values(tables: Tables, states: tuple[int, ...]) -> Iterator[Entry]:
     """The steps of conversions; the price of each edge is shared among its steps."""
     values, sizes = tables.graph.values, tables.mesh.sizes
-    for factor, label in zip(tables.factors, tables.labels, strict=True):
-        if label.what != "value":
+    kinds = list(tables.skeleton.tables)
+    for factor, entry in zip(tables.factors, tables.skeleton.entries, strict=True):
+        table = kinds[entry.table]
+        if not isinstance(table, EdgeTable | UseTable):
             continue
         used = factor.table[tuple(states[at] for at in factor.variables)]
         price = {"forward": float(used[Resource.SEND_FORWARD]), "backward": float(used[Resource.SEND_BACKWARD])}
         if not any(price.values()):
             continue
-        source = label.source[states[factor.variables[0]]]
-        goal = label.goal[states[factor.variables[1]] if len(label.goal) > 1 else 0]
-        value = values[label.name]
+        if isinstance(table, UseTable):
+            starts, goals = tables.homes[table.home].layouts, tables.layouts(End("in", table.kind, table.index))
+        else:
+            starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
+        source = starts[states[factor.variables[0]]]
+        goal = goals[states[factor.variables[1]] if len(goals) > 1 else 0]
+        value = values[entry.name]
         _, steps, _ = find_steps([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
         for when, time in price.items():
             sending = [step for step in steps if SENDS[step.kind][when == "backward"]]
@@ -218,7 +227,7 @@ def _of_values(tables: Tables, states: tuple[int, ...]) -> Iterator[Entry]:
 
 
 def _of_ops(tables: Tables, choices: Mapping[str, Mapping[str, str]]) -> Iterator[Entry]:
-    for name in tables.ops:
+    for name in tables.skeleton.ops:
         signature = tables.facts.signatures[name]
         for sent in algorithm_sends(signature, choices.get(name, {}), tables.mesh, tables.training):
             if sent.when == "forward" or tables.spaces.backward:
@@ -229,10 +238,10 @@ def _of_ops(tables: Tables, choices: Mapping[str, Mapping[str, str]]) -> Iterato
 def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Entry]:
     whens = {Resource.BESIDE_FORWARD: "forward", Resource.BESIDE_BACKWARD: "backward", Resource.UPDATE: "update"}
     for parameter in tables.graph.parameters:
-        if parameter.key not in tables.homes:
+        if parameter.key not in tables.skeleton.homes:
             continue
         layout, held = tables.home(parameter.key, states)
-        for sent in tables.storing.sends(parameter, layout, held, tables.storing.units[parameter.key]):
+        for sent in tables.storing.sends(parameter, layout, held, tables.skeleton.units[parameter.key]):
             beside = sent.resource != Resource.UPDATE
             yield whens[sent.resource], sent.collective, sent.axes, sent.seconds, beside
 

@@ -1,7 +1,6 @@
-"""The ways in which each op can be split on a mesh, and what each of them uses.
+"""The ways in which each kind of op can be split on a mesh, and what each of them uses.
 
-Ops that differ in nothing but their names (those of equal layers) are of one **kind** and share one space. A space
-lists, for every axis, the op's roles, running whole, and where it can pay
+A space lists, for every axis, the op's roles, running whole, and where it can pay
 
     FAN        an op of parameters only hands its gradients back in parts
     ROWS       a reduction lets a partial sum through
@@ -12,14 +11,14 @@ label without a parameter) or on one of the `MOST` labels of parameters that hav
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
 import numpy as np
 
-from ..cost import Training, call_of, flops, is_product
+from ..cost import call_of, flops, is_product
 from ..cost.keeps import kept_bytes
 from ..cost.moves import Moves
 from ..cost.resources import COUNT, Resource
@@ -28,8 +27,8 @@ from ..cost.time import op_time
 from ..errors import PlanError
 from ..ir import Op
 from ..layout import Axis, Layout
-from ..rules import FAN, ROWS, Analysis, Role, Signature
-from ..rules.kept import OPAQUE
+from ..rules import FAN, ROWS, Role, Signature
+from .kinds import Kinds
 
 MOST = 2
 """On a mesh of several axes: labels of parameters that an op may be split on."""
@@ -43,8 +42,6 @@ class Space:
     inputs: tuple[tuple[Layout, ...], ...]  # of each input, in each state
     outputs: tuple[tuple[Layout, ...], ...]
     used: np.ndarray  # [state, resource]
-    keeps_inputs: tuple[bool, ...]  # what backward needs
-    keeps_outputs: tuple[bool, ...]
 
     @property
     def size(self) -> int:
@@ -52,13 +49,12 @@ class Space:
 
 
 class Spaces:
-    """The spaces of all ops of a graph on one mesh."""
+    """The spaces of all kinds of ops of a graph on one mesh."""
 
     def __init__(
         self,
-        facts: Analysis,
+        kinds: Kinds,
         moves: Moves,
-        training: Training,
         *,
         data: Iterable[str] = (),
         fixed: Mapping[str, Mapping[str, str]] | None = None,
@@ -66,43 +62,18 @@ class Spaces:
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
-        `allowed`: for some ops on some axes the choices that people allow ("" is whole).
+        `allowed`: for some ops on some axes the choices that people allow ("" is whole). What is said of ops in
+        these two has to be known to `kinds` too.
         """
-        self.facts, self.moves, self.training, self.mesh = facts, moves, training, moves.mesh
+        self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
+        self.training, self.backward = kinds.training, kinds.backward
         self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
-        self.backward = facts.graph.entry.startswith("train")
-        self._known: dict[Hashable, Space] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self._kinds: dict[str, int] = {}
+        self._known: dict[int, Space] = {}
 
-    def of(self, op: Op) -> Space:
-        kind = self._key(op)
+    def of(self, kind: int) -> Space:
         if kind not in self._known:
-            self._known[kind] = self._make(op)
+            self._known[kind] = self._make(self.kinds.first[kind])
         return self._known[kind]
-
-    def kind(self, op: Op) -> int:
-        """A number that equal ops share."""
-        if op.name not in self._kinds:
-            self._kinds[op.name] = self._numbers.setdefault(self._key(op), len(self._numbers))
-        return self._kinds[op.name]
-
-    def _key(self, op: Op) -> Hashable:
-        signature = self.facts.signatures[op.name]
-        atoms, dims, graph = self.facts.atoms, self.facts.dims, self.facts.graph
-        shapes = []
-        for name in (*op.inputs, *op.outputs):
-            value, parameter = graph.values[name], graph.parameter_of(name)
-            shapes.append((value.shape, value.dtype, value.gradient, parameter and parameter.trainable))
-        roles = [
-            (role.name, role.size, tuple(atoms.blocks(dim, role.atom) for name in op.inputs for dim in dims[name]))
-            for role in self._roles(signature)
-        ]
-        arguments = [item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "held")]
-        said = repr(self.fixed.get(op.name)) if self.fixed is not None else repr(self.allowed.get(op.name))
-        rule = signature.rule.text if signature.rule else ""
-        lean = op.name in self._lean
-        return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), op.no_grad, op.region is None, said, lean
 
     def _roles(self, signature: Signature) -> tuple[Role, ...]:
         """The roles worth looking at (see the top of the file)."""
@@ -132,18 +103,6 @@ class Spaces:
                     found[atom] += work
         return found
 
-    @cached_property
-    def _lean(self) -> frozenset[str]:
-        """Ops with a gradient that depend on parameters only."""
-        graph = self.facts.graph
-        lean = {parameter.value for parameter in graph.parameters} | set(self.facts.constants)
-        found: set[str] = set()
-        for op in graph.ops:
-            if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
-                lean.update(op.outputs)
-                found.add(op.name)
-        return frozenset(found)
-
     def _make(self, op: Op) -> Space:
         signature = self.facts.signatures[op.name]
         choices: list[Mapping[str, str]] = []
@@ -161,7 +120,6 @@ class Spaces:
                 choices.append(choice)
                 found.append(layouts)
         used = np.zeros((len(choices), COUNT))
-        keeps: tuple[tuple[bool, ...], tuple[bool, ...], float] = ((), (), 0.0)
         for state, choice in enumerate(choices):
             call = call_of(signature, choice, self.mesh, self.training)
             time = op_time(call, self.moves.device)
@@ -171,16 +129,15 @@ class Spaces:
                 if when == "forward" or self.backward:
                     sent = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
                     used[state, sent] += self.moves.collective(kind, bytes, axes)
-            keeps = kept_bytes(call, signature) if self.backward else ((False,) * 99, (False,) * 99, 0.0)
-            own = sum(held.bytes for held, kept in zip(call.outputs, keeps[1], strict=False) if kept)
-            used[state, Resource.KEPT] = keeps[2] + own
+            if self.backward:
+                _, outputs, beside = kept_bytes(call, signature)
+                own = sum(held.bytes for held, kept in zip(call.outputs, outputs, strict=True) if kept)
+                used[state, Resource.KEPT] = beside + own
         return Space(
             choices=tuple(choices),
             inputs=tuple(tuple(held[0][at] for held in found) for at in range(len(op.inputs))),
             outputs=tuple(tuple(held[1][at] for held in found) for at in range(len(op.outputs))),
             used=used,
-            keeps_inputs=keeps[0],
-            keeps_outputs=keeps[1],
         )
 
     def _choices(self, op: Op, signature: Signature) -> Iterable[Mapping[str, str]]:
@@ -198,7 +155,7 @@ class Spaces:
         if axis.name in self.data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
         found = [*([] if axis.name in self.data and roles else [""]), *roles]
-        if op.name in self._lean:
+        if op.name in self.kinds.lean:
             found.append(FAN)
         found += [f"{ROWS}{group}" for group in self._rows(op, signature)]
         said = self.allowed.get(op.name, {}).get(axis.name)

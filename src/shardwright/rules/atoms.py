@@ -209,7 +209,7 @@ class Atoms:
             if where is None or repeat != 1 or where[0] != 1 or len(blocks) != 1 or len(where[1]) != 1:
                 return None
             (block,), (held,) = blocks, where[1]
-            if held.size % parts:
+            if held.size % parts or (other == atom and block.size % parts):
                 return None
             if other == atom:
                 blocks = (Block(block.outer, block.size // parts, block.inner),)

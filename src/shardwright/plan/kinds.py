@@ -1,0 +1,100 @@
+"""Ops that differ in nothing but their names, as those of equal layers do, are of one kind.
+
+Everything the search computes about an op it computes once for its kind, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import cached_property
+
+from ..cost import Training, call_of
+from ..cost.keeps import kept_bytes
+from ..cost.strides import VIEWS, kind_of
+from ..ir import Op
+from ..layout import Mesh
+from ..rules import Analysis
+from ..rules.kept import OPAQUE
+
+ALONE = Mesh(axes=())
+
+
+class Kinds:
+    """The kinds of a graph's ops, by number; the first op of a kind stands for all."""
+
+    def __init__(self, facts: Analysis, training: Training, said: Mapping[str, object] | None = None) -> None:
+        """`said` is what somebody has decided about some ops: ops that differ in it are of different kinds."""
+        self.facts, self.training, self.graph = facts, training, facts.graph
+        self.said = said or {}
+        self.backward = facts.graph.entry.startswith("train")
+        self.live = [op for op in self.graph.ops if not all(name in facts.constants for name in op.outputs)]
+        self.of: dict[str, int] = {}
+        self.first: list[Op] = []
+        self._keeps: dict[int, tuple[tuple[bool, ...], tuple[bool, ...]]] = {}
+        numbers: dict[Hashable, int] = {}
+        for op in self.live:
+            kind = numbers.setdefault(self._key(op), len(numbers))
+            self.of[op.name] = kind
+            if kind == len(self.first):
+                self.first.append(op)
+
+    def _key(self, op: Op) -> Hashable:
+        signature = self.facts.signatures[op.name]
+        blocks, dims, graph = self.facts.atoms.blocks, self.facts.dims, self.graph
+        shapes = []
+        for name in (*op.inputs, *op.outputs):
+            value, parameter = graph.values[name], graph.parameter_of(name)
+            shapes.append((value.shape, value.dtype, value.gradient, parameter and parameter.trainable))
+        every = [dim for name in op.inputs for dim in dims[name]]
+        roles = [(role.name, role.size, *(blocks(dim, role.atom) for dim in every)) for role in signature.roles]
+        arguments = [item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "held")]
+        rule = signature.rule.text if signature.rule else ""
+        said = repr(self.said.get(op.name)) if self.said else ""
+        flags = (op.no_grad, op.region is None, op.name in self.lean)
+        return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), said, flags
+
+    @cached_property
+    def lean(self) -> frozenset[str]:
+        """Ops with a gradient that depend on parameters only."""
+        graph = self.graph
+        lean = {parameter.value for parameter in graph.parameters} | set(self.facts.constants)
+        found: set[str] = set()
+        for op in graph.ops:
+            if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
+                lean.update(op.outputs)
+                found.add(op.name)
+        return frozenset(found)
+
+    def keeps(self, kind: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which inputs and which outputs of an op backward needs."""
+        if kind not in self._keeps:
+            op = self.first[kind]
+            signature = self.facts.signatures[op.name]
+            if self.backward:
+                inputs, outputs, _ = kept_bytes(call_of(signature, {}, ALONE, self.training), signature)
+            else:
+                inputs, outputs = (False,) * len(op.inputs), (False,) * len(op.outputs)
+            self._keeps[kind] = inputs, outputs
+        return self._keeps[kind]
+
+    @cached_property
+    def wanted(self) -> dict[str, bool]:
+        """Whether backward needs a value, itself or through a view of it."""
+        found: dict[str, bool] = dict.fromkeys(self.graph.values, False)
+        for op in reversed(self.live):
+            through = shares(op) and any(found[name] for name in op.outputs)
+            kept, _ = self.keeps(self.of[op.name])
+            for index, name in enumerate(op.inputs):
+                found[name] = found[name] or kept[index] or (index == 0 and through)
+        return found
+
+    def reads_kept(self, op: Op, index: int) -> bool:
+        """Whether backward needs what an op reads."""
+        if self.keeps(self.of[op.name])[0][index]:
+            return True
+        return index == 0 and shares(op) and any(self.wanted[name] for name in op.outputs)
+
+
+def shares(op: Op) -> bool:
+    """Whether what an op makes lies in the storage of its input."""
+    return kind_of(op.target) in VIEWS

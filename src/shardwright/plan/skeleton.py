@@ -1,0 +1,263 @@
+"""The structure of the search, without a mesh: its variables, and which of them share a table.
+
+    variable   its states                                        stands for
+    op         its choices on all axes                           every op that is no constant
+    hub        the layouts of a value                            a value that is read more than once
+    home       layouts and storage                               a parameter
+    layer      which of its modules are recomputed               a repeated layer, where recomputing is looked at
+
+A value that is read once is a table over its producer and its reader: the price of the conversion between them. With
+several readers the producer delivers to a hub, and every reader takes from there; so a sum that all need is done once.
+What backward needs is charged once for each storage, where it is made: views share that of their input.
+
+Equal layers have equal tables: an entry names its table by a number, and `tables` fills each number once for a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ..ir import Op, Parameter
+from .homes import block_of
+from .kinds import Kinds, shares
+from .recompute import prefixes
+
+Region = tuple[int, ...]
+"""For each way to recompute a layer the region in which something runs; -1 is none."""
+
+Ways = Mapping[str, Sequence[frozenset[str]]]
+"""For each layer the ways to recompute it: sets of module paths."""
+
+
+class End(NamedTuple):
+    """Where a value comes from or goes to: an output or input of a kind of op, a kind of hub, or out of the model."""
+
+    what: Literal["out", "in", "hub", "leaving"]
+    kind: int
+    at: int = 0
+
+
+class Side(NamedTuple):
+    """An end in the graph: its variable (-1: none), its layer's variable, and its region in each way."""
+
+    end: End
+    variable: int
+    layer: int = -1
+    region: Region = ()
+    reader: str = ""
+
+
+@dataclass(frozen=True)
+class OpTable:
+    kind: int
+    region: Region = ()  # empty: no layer; (0,): always run again
+
+
+@dataclass(frozen=True)
+class EdgeTable:
+    """A conversion. `kept`: backward needs what arrives; `held`: what is handed over as it is costs no memory.
+
+    `ways` says for each way to recompute what becomes of it: "plain", "enters" a region, or runs "again" inside one.
+    """
+
+    size: tuple[tuple[int, ...], str, bool]
+    value: str = field(compare=False)
+    start: End
+    goal: End
+    kept: bool
+    held: bool
+    ways: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HomeTable:
+    home: int
+
+
+@dataclass(frozen=True)
+class UseTable:
+    home: int
+    kind: int
+    index: int
+    value: str = field(compare=False)
+
+
+Table = OpTable | EdgeTable | HomeTable | UseTable
+
+
+class Variable(NamedTuple):
+    what: Literal["op", "hub", "home", "layer"]
+    kind: int
+    block: int
+
+
+class Entry(NamedTuple):
+    """A factor: variables, the number of its table, and what it is the price of."""
+
+    variables: tuple[int, ...]
+    table: int
+    name: str
+    reader: str = ""
+
+
+class Skeleton:
+    """The variables and entries of one graph."""
+
+    def __init__(self, kinds: Kinds, layers: Ways | None = None) -> None:
+        self.kinds, self.facts, self.graph = kinds, kinds.facts, kinds.graph
+        self.layers = layers or {}
+        self.variables: list[Variable] = []
+        self.entries: list[Entry] = []
+        self.tables: dict[Table, int] = {}
+        self.ops: dict[str, int] = {}
+        self.hubs: dict[str, int] = {}
+        self.homes: dict[str, int] = {}
+        self.recomputed: dict[str, int] = {}
+        self.hub_kinds: dict[tuple[End, ...], int] = {}
+        self.home_kinds: dict[Hashable, int] = {}
+        self.home_firsts: list[Parameter] = []
+        self._where: dict[str, tuple[int, Region]] = {}
+        self._ways: dict[int, Sequence[frozenset[str]]] = {}
+        self.sinks = frozenset(self.graph.sinks())
+        self._build()
+
+    def _variable(self, what: Literal["op", "hub", "home", "layer"], kind: int, block: int) -> int:
+        self.variables.append(Variable(what, kind, block))
+        return len(self.variables) - 1
+
+    def _build(self) -> None:
+        blocks: dict[str, int] = {}
+        number, last = 0, ""
+        for op in self.kinds.live:
+            block = block_of(op.module_path)
+            if block != last:
+                number, last = number + 1, block
+            blocks[op.name] = number
+            path = next((held for held in prefixes(op.module_path) if held in self.layers), None)
+            if path is not None and path not in self.recomputed:
+                self.recomputed[path] = self._variable("layer", len(self.layers[path]), number)
+                self._ways[self.recomputed[path]] = self.layers[path]
+            self.ops[op.name] = self._variable("op", self.kinds.of[op.name], number)
+            self._where[op.name] = self._place(op, path)
+        for op in self.kinds.live:
+            self._add_op(op)
+            for at in range(len(op.outputs)):
+                self._add_value(op, at, blocks[op.name])
+        for parameter in self.graph.parameters:
+            self._add_parameter(parameter, blocks)
+
+    def _place(self, op: Op, path: str | None) -> tuple[int, Region]:
+        """The variable of the layer that an op is in, and its regions."""
+        if path is None:
+            return -1, ()
+        ways, above = self.layers[path], set(prefixes(op.module_path))
+        every = sorted({held for way in ways for held in way})
+        region = tuple(next((every.index(held) for held in way if held in above), -1) for way in ways)
+        return self.recomputed[path], region
+
+    def _add(self, variables: tuple[int, ...], table: Table, name: str, reader: str = "") -> None:
+        self.entries.append(Entry(variables, self.tables.setdefault(table, len(self.tables)), name, reader))
+
+    def _add_op(self, op: Op) -> None:
+        layer, region = self._where[op.name]
+        variable, kind = self.ops[op.name], self.kinds.of[op.name]
+        if layer < 0:
+            self._add((variable,), OpTable(kind, () if op.region is None else (0,)), op.name)
+        else:
+            self._add((variable, layer), OpTable(kind, region), op.name)
+
+    def _side(self, op: Op, what: Literal["out", "in"], at: int) -> Side:
+        layer, region = self._where[op.name]
+        return Side(End(what, self.kinds.of[op.name], at), self.ops[op.name], layer, region, op.name)
+
+    def _add_value(self, op: Op, at: int, block: int) -> None:
+        name = op.outputs[at]
+        users = [(user, index) for user, index in self.graph.users[name] if user.name in self.ops]
+        leaves = name in self.sinks
+        if not users and not leaves:
+            return
+        kinds = self.kinds
+        made = self._side(op, "out", at)
+        held = kinds.keeps(kinds.of[op.name])[1][at] or shares(op)  # its storage is charged elsewhere
+        apart = bool(self.layers) and any(self._where[user.name][0] != made.layer for user, _ in users)
+        out = Side(End("leaving", len(self.graph.values[name].shape)), -1)
+        if not users:
+            self._edge(name, made, out, kept=False, held=held)
+            return
+        if len(users) == 1 and not leaves and not apart:
+            ((user, index),) = users
+            self._edge(name, made, self._side(user, "in", index), kept=kinds.reads_kept(user, index), held=held)
+            return
+        hub = self._hub(made, users, block)
+        self.hubs[name] = hub.variable
+        self._edge(name, made, hub, kept=kinds.wanted[name], held=held)
+        for user, index in users:
+            self._edge(name, hub, self._side(user, "in", index), kept=kinds.reads_kept(user, index), held=True)
+        if leaves:
+            self._edge(name, hub, out, kept=False, held=True)
+
+    def _hub(self, made: Side, users: list[tuple[Op, int]], block: int) -> Side:
+        """A place for a value with several readers; in a region only if all that touch it are."""
+        ends = (made.end, *(End("in", self.kinds.of[user.name], index) for user, index in users))
+        kind = self.hub_kinds.setdefault(ends, len(self.hub_kinds))
+        layer, region = made.layer, made.region
+        places = [self._where[user.name] for user, _ in users]
+        same = all(held == layer for held, _ in places)
+        region = tuple(
+            at if same and all(other[way] == at for _, other in places) else -1 for way, at in enumerate(region)
+        )
+        return Side(End("hub", kind), self._variable("hub", kind, block), layer, region)
+
+    def _edge(self, name: str, a: Side, b: Side, *, kept: bool, held: bool) -> None:
+        value = self.graph.values[name]
+        ends = (a.variable,) if b.variable < 0 else (a.variable, b.variable)
+        layer, ways = self._ways_of(a, b)
+        size = (value.shape, value.dtype, value.gradient)
+        table = EdgeTable(size, name, a.end, b.end, kept, held, ways)
+        self._add((*ends, layer) if ways else ends, table, name, b.reader)
+
+    def _ways_of(self, a: Side, b: Side) -> tuple[int, tuple[str, ...]]:
+        """The layer whose way of recomputing decides about an edge, and what becomes of the edge in each."""
+        layer = b.layer if any(at >= 0 for at in b.region) else a.layer
+        if layer < 0 or not any(at >= 0 for at in (*a.region, *b.region)):
+            return -1, ()
+        found = []
+        for way in range(len(self._ways[layer])):
+            start = a.region[way] if a.layer == layer else -1
+            goal = b.region[way] if b.layer == layer else -1
+            found.append("again" if start == goal >= 0 else "enters" if goal >= 0 else "plain")
+        return (layer, tuple(found)) if set(found) != {"plain"} else (-1, ())
+
+    def _add_parameter(self, parameter: Parameter, blocks: Mapping[str, int]) -> None:
+        name = parameter.value
+        users = [(user, index) for user, index in self.graph.users[name] if user.name in self.ops]
+        if not users:
+            return
+        value, unit = self.graph.values[name], self.units[parameter.key]
+        said = repr(self.kinds.said.get(parameter.key))
+        uses = tuple((self.kinds.of[user.name], index) for user, index in users)
+        key = (uses, value.shape, value.dtype, parameter.trainable, said, unit)
+        kind = self.home_kinds.setdefault(key, len(self.home_kinds))
+        if kind == len(self.home_firsts):
+            self.home_firsts.append(parameter)
+        variable = self._variable("home", kind, blocks[users[0][0].name])
+        self.homes[parameter.key] = variable
+        self._add((variable,), HomeTable(kind), parameter.key)
+        for user, index in users:
+            table = UseTable(kind, self.kinds.of[user.name], index, name)
+            self._add((variable, self.ops[user.name]), table, name, user.name)
+
+    @property
+    def units(self) -> dict[str, float]:
+        """For each parameter the elements of all that are gathered with it."""
+        held: dict[str, float] | None = self.__dict__.get("_units")
+        if held is None:
+            sums: dict[str, float] = {}
+            blocks = {parameter.key: block_of(parameter.key) or parameter.key for parameter in self.graph.parameters}
+            for parameter in self.graph.parameters:
+                block = blocks[parameter.key]
+                sums[block] = sums.get(block, 0.0) + self.graph.values[parameter.value].elements
+            held = self.__dict__["_units"] = {key: sums[block] for key, block in blocks.items()}
+        return held
