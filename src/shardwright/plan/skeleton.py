@@ -52,7 +52,8 @@ class Side(NamedTuple):
 @dataclass(frozen=True)
 class OpTable:
     kind: int
-    region: Region = ()  # empty: no layer; (0,): always run again
+    again: bool = False  # in a region of the user's model
+    region: Region = ()  # in each way to recompute its layer
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,9 @@ class Skeleton:
         layer, region = self._where[op.name]
         variable, kind = self.ops[op.name], self.kinds.of[op.name]
         if layer < 0:
-            self._add((variable,), OpTable(kind, () if op.region is None else (0,)), op.name)
+            self._add((variable,), OpTable(kind, op.region is not None), op.name)
         else:
-            self._add((variable, layer), OpTable(kind, region), op.name)
+            self._add((variable, layer), OpTable(kind, op.region is not None, region), op.name)
 
     def _side(self, op: Op, what: Literal["out", "in"], at: int) -> Side:
         layer, region = self._where[op.name]

@@ -72,11 +72,10 @@ class Tables:
     def _fill(self, table: Table) -> np.ndarray:
         if isinstance(table, OpTable):
             used = self.spaces.of(table.kind).used
+            plain = _again(used) if table.again else used
             if not table.region:
-                return used
-            if table.region == (0,):
-                return _again(used)
-            return np.stack([_again(used) if at >= 0 else used for at in table.region], axis=1)
+                return plain
+            return np.stack([_again(used) if at >= 0 else plain for at in table.region], axis=1)
         if isinstance(table, EdgeTable):
             return self._edge(table)
         if isinstance(table, HomeTable):

@@ -204,13 +204,15 @@ class Atoms:
         if found is None:
             return None
         repeat, blocks = found
+        left = {other: self.size[other] for other, _ in taken}
         for other, parts in taken:
             where = self.blocks(dim, other)
             if where is None or repeat != 1 or where[0] != 1 or len(blocks) != 1 or len(where[1]) != 1:
                 return None
             (block,), (held,) = blocks, where[1]
-            if held.size % parts or (other == atom and block.size % parts):
+            if left[other] % parts:
                 return None
+            left[other] //= parts
             if other == atom:
                 blocks = (Block(block.outer, block.size // parts, block.inner),)
             elif held.outer * held.size <= block.outer:
