@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 
 from .errors import LayoutError
-from .layout import FANNED, WHOLE, Block, Cut, Layout, Partial, Placement, make_layout
+from .layout import FANNED, WHOLE, Block, Cut, Layout, Mesh, Partial, Placement, make_layout, whole
 
 LATENCY = 20_000.0
 """What starting a collective costs, in bytes that could have been moved meanwhile."""
@@ -288,3 +288,59 @@ def find_steps(
 def forget_gradient(layout: Layout) -> Layout:
     """The layout of a value that has no gradient: FANNED means nothing there."""
     return make_layout(layout.cuts, {name: held for name, held in layout.rest if held != FANNED})
+
+
+@dataclass
+class Form:
+    """A value in one layout, and the step that makes it from another form of the same value."""
+
+    layout: Layout
+    parent: Form | None = None
+    step: Step | None = None
+    name: str | None = None  # set by who places it, once it stands in a program
+
+
+def forms_of(
+    produced: Layout,
+    goals: Iterable[Layout],
+    shape: Sequence[int],
+    item_size: int,
+    sizes: Mapping[str, int],
+    gradient: bool,
+) -> tuple[Form, dict[Layout, Form]]:
+    """The form that is produced, and for each layout that a use wants its form.
+
+    They make a tree: uses are served in the order of their cost, each from the nearest form that is there already.
+    """
+
+    def steps(starts: list[Layout], goal: Layout) -> tuple[int, tuple[Step, ...], float]:
+        return find_steps(starts, goal, shape, item_size, sizes, gradient)
+
+    root = Form(layout=produced if gradient else forget_gradient(produced))
+    known, by_use = [root], dict[Layout, Form]()
+    wanted = {goal if gradient else forget_gradient(goal) for goal in goals}
+    for goal in sorted(wanted, key=lambda goal: (steps([root.layout], goal)[2], str(goal), repr(goal))):
+        index, path, _ = steps([form.layout for form in known], goal)
+        form = known[index]
+        for step in path:
+            there = next((held for held in known if held.layout == step.after), None)
+            form = there or Form(layout=step.after, parent=form, step=step)
+            if there is None:
+                known.append(form)
+        by_use[goal] = form
+    return root, by_use
+
+
+def home_layout(uses: Sequence[Layout], mesh: Mesh, rank: int) -> Layout:
+    """Where a parameter lives: cut as its most split use, with gradients that are summed once a step."""
+    if not uses:
+        return whole(rank)
+    best = max(uses, key=lambda held: sum(mesh.axis(cut.axis).size for cuts in held.cuts for cut in cuts))
+    cut_axes = {cut.axis for cuts in best.cuts for cut in cuts}
+    rest: dict[str, Placement] = {}
+    for axis in mesh.axes:
+        if axis.name in cut_axes:
+            continue
+        split = any(held.cut_of(axis.name) is not None or held.placement(axis.name) == FANNED for held in uses)
+        rest[axis.name] = FANNED if split else WHOLE
+    return make_layout(best.cuts, rest)

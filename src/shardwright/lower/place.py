@@ -11,33 +11,17 @@ use their result too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from ..conversion import Step, find_steps, forget_gradient, same
+from ..conversion import Form, Step, forget_gradient, forms_of, home_layout, same
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
-from ..layout import FANNED, WHOLE, Layout, Mesh, Placement, make_layout, whole
+from ..layout import FANNED, WHOLE, Layout, whole
 from ..plan import Plan, regions_of
 from ..plan.rows import replica_axes, rows_layout
 from ..rules import FAN, Analysis
 from .program import Holding, Program
-
-
-@dataclass
-class _Node:
-    """A value in one layout, and the step that makes it from its parent."""
-
-    layout: Layout
-    parent: _Node | None = None
-    step: Step | None = None
-    name: str | None = None  # set once it stands in the program
-
-
-@dataclass
-class _Tree:
-    nodes: list[_Node]
-    by_use: dict[Layout, _Node] = field(default_factory=dict)
 
 
 class Placer:
@@ -51,7 +35,7 @@ class Placer:
         self.values: dict[str, Value] = {}
         self.layouts: dict[str, Layout] = {}
         self.ops: list[Op] = []
-        self.trees: dict[str, _Tree] = {}
+        self.forms: dict[str, dict[Layout, Form]] = {}
         self.counts: dict[str, int] = {}
         self.choices = plan.choices(graph.entry)
         self.regions = regions_of(graph, plan.entries[graph.entry][0].recompute)
@@ -124,24 +108,10 @@ class Placer:
         value = self.graph.values[name]
         self.values[name] = value
         self.layouts[name] = layout
-        root = _Node(layout=layout if value.gradient else forget_gradient(layout), name=name)
-        tree = _Tree(nodes=[root])
-        goals = {goal if value.gradient else forget_gradient(goal) for goal in self.uses[name]}
-        pending = sorted(goals, key=lambda goal: (self._steps(name, [root.layout], goal)[2], str(goal), repr(goal)))
-        for goal in pending:
-            index, steps, _ = self._steps(name, [node.layout for node in tree.nodes], goal)
-            node = tree.nodes[index]
-            for step in steps:
-                known = next((held for held in tree.nodes if held.layout == step.after), None)
-                node = known or _Node(layout=step.after, parent=node, step=step)
-                if known is None:
-                    tree.nodes.append(node)
-            tree.by_use[goal] = node
-        self.trees[name] = tree
-
-    def _steps(self, name: str, starts: list[Layout], goal: Layout) -> tuple[int, tuple[Step, ...], float]:
-        value = self.graph.values[name]
-        return find_steps(starts, goal, value.shape, ITEM_SIZE.get(value.dtype, 4), self.sizes, value.gradient)
+        goals, item = self.uses[name], ITEM_SIZE.get(value.dtype, 4)
+        root, forms = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
+        root.name = name
+        self.forms[name] = forms
 
     def _enter(self, region: str | None) -> None:
         if region != self.region:
@@ -168,9 +138,9 @@ class Placer:
         """The program's name for a value in the layout that a use wants, converters placed before it."""
         if not self.graph.values[name].gradient:
             layout = forget_gradient(layout)
-        return self._materialise(name, self.trees[name].by_use[layout], op)
+        return self._materialise(name, self.forms[name][layout], op)
 
-    def _materialise(self, name: str, node: _Node, op: Op | None, before: bool = False) -> str:
+    def _materialise(self, name: str, node: Form, op: Op | None, before: bool = False) -> str:
         """Place the converters that lead to a node. `before` the region goes what a sending converter needs."""
         if node.name is not None:
             return node.name
@@ -191,16 +161,16 @@ class Placer:
         self._add(replace(made, region=self.region), before=before and source not in self.inside)
         return node.name
 
-    def _used_elsewhere(self, name: str, node: _Node) -> bool:
+    def _used_elsewhere(self, name: str, node: Form) -> bool:
         """Whether something outside of the region that is being placed uses a node, or what is made of it."""
         for op, index in self.graph.users[name]:
             if self.regions.get(op.name) != self.region and self._leads_to(node, name, self.placed[op.name][0][index]):
                 return True
         return any(held == name and self._leads_to(node, name, self._leaving(name)) for held in self.graph.sinks())
 
-    def _leads_to(self, node: _Node, name: str, goal: Layout) -> bool:
+    def _leads_to(self, node: Form, name: str, goal: Layout) -> bool:
         goal = goal if self.graph.values[name].gradient else forget_gradient(goal)
-        at: _Node | None = self.trees[name].by_use[goal]
+        at: Form | None = self.forms[name][goal]
         while at is not None and at is not node:
             at = at.parent
         return at is node
@@ -246,21 +216,6 @@ def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op
         module_path=near.module_path if near else "",
         no_grad=False,
     )
-
-
-def home_layout(uses: list[Layout], mesh: Mesh, rank: int) -> Layout:
-    """Where a parameter lives: cut as its most split use, with gradients that are summed once a step."""
-    if not uses:
-        return whole(rank)
-    best = max(uses, key=lambda held: sum(mesh.axis(cut.axis).size for cuts in held.cuts for cut in cuts))
-    cut_axes = {cut.axis for cuts in best.cuts for cut in cuts}
-    rest: dict[str, Placement] = {}
-    for axis in mesh.axes:
-        if axis.name in cut_axes:
-            continue
-        split = any(held.cut_of(axis.name) is not None or held.placement(axis.name) == FANNED for held in uses)
-        rest[axis.name] = FANNED if split else WHOLE
-    return make_layout(best.cuts, rest)
 
 
 def check_edges(program: Program) -> Program:

@@ -1,0 +1,224 @@
+"""The memory of a rank, predicted and measured: `python -m bench.memory` prints one table.
+
+python -m bench.memory                              all models under all plans
+python -m bench.memory --models gpt --plans tp=2    some of them
+python -m bench.memory --models gpt --plans tp=2 --parts    with what the peak is made of
+
+Measured is what torch has allocated on rank 0 at the worst moment of the second training step,
+with AdamW, one gloo process a rank: what lives before the first step is counted once by its
+storages, and from there on the profiler lists every allocation and every release. What gloo
+allocates for itself is not torch's, and is not counted.
+"""
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.profiler import ProfilerActivity
+
+import shardwright as sw
+from shardwright.verify.ranks import run_processes
+from tests.models import nets
+from tests.models.transformer import Transformer, TransformerConfig
+from tests.models.zoo import loss_of
+
+Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+MODELS: dict[str, Callable[[], Case]] = {}
+PLANS = ("single", "dp=2", "tp=2", "sp=2", "zero1=2", "zero2=2", "zero3=2", "dp=2,tp=2", "zero3=2,tp=2")
+
+
+def model(make: Callable[[], Case]) -> Callable[[], Case]:
+    def build() -> Case:
+        torch.manual_seed(0)
+        module, args, kwargs = make()
+        return module.train(), args, kwargs
+
+    MODELS[make.__name__] = build
+    return build
+
+
+class Tower(nn.Module):
+    """Residual blocks of two products each."""
+
+    def __init__(self, d: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(d), nn.Linear(d, hidden), nn.GELU(), nn.Linear(hidden, d)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+@model
+def mlp() -> Case:
+    return Tower(512, 2048, 4), (torch.randn(1024, 512), torch.randn(1024, 512)), {}
+
+
+@model
+def gpt() -> Case:
+    config = TransformerConfig(vocab=4096, seq=128, d=256, n_layer=4, n_head=8, dropout=0.1)
+    idx = torch.randint(4096, (8, 129))
+    return Transformer(config), (idx[:, :-1].contiguous(), idx[:, 1:].contiguous()), {}
+
+
+@model
+def llama() -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    idx = torch.randint(4096, (8, 128))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)), (idx,), {"labels": idx.clone(), "use_cache": False}
+
+
+@model
+def bert() -> Case:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = BertConfig(**sizes, intermediate_size=1024, max_position_embeddings=128)
+    idx = torch.randint(4096, (8, 128))
+    return BertForMaskedLM(config), (idx,), {"labels": idx.clone()}
+
+
+@model
+def resnet() -> Case:
+    return nets.ResNet(channels=64, classes=10), (torch.randn(16, 3, 32, 32), torch.randint(10, (16,))), {}
+
+
+@model
+def vit() -> Case:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
+    config = ViTConfig(**sizes, image_size=64, patch_size=8, num_labels=10, hidden_dropout_prob=0.1)
+    return ViTForImageClassification(config), (torch.randn(16, 3, 64, 64),), {"labels": torch.randint(10, (16,))}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes that torch holds on a rank: before the measured step, and the most in each part of it."""
+
+    before: int
+    forward: int
+    backward: int
+    update: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward, self.update)
+
+
+def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
+    """What rank 0 of a run of a model under a plan has allocated."""
+    size = 1
+    for part in plan.split(","):
+        size *= int(part.partition("=")[2] or 1)
+    found: list[Measured] = run_processes(size, measure_here, name, plan, timeout=timeout)
+    return found[0]
+
+
+def measure_here(rank: int, name: str, plan: str) -> Measured:
+    """Two steps on this rank, of which the second is measured."""
+    module, args, kwargs = MODELS[name]()
+    optimizer = torch.optim.AdamW(module.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        compiled, optimizer = sw.parallelize(module, optimizer, example=(args, kwargs), plan=plan, directory=folder)
+    del module
+    gc.collect()
+    start = sum(alive().values())
+
+    def step() -> None:
+        with torch.profiler.record_function("forward"):
+            loss = loss_of(compiled(*args, **kwargs))
+        with torch.profiler.record_function("backward"):
+            loss.backward()
+        del loss
+        with torch.profiler.record_function("update"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with patient(), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+        step()
+    events = profile.profiler.kineto_results.events()
+    begins = {name: max(e.start_ns() for e in events if e.name() == name) for name in ("forward", "backward", "update")}
+    most = dict.fromkeys(begins, 0)
+    held = before = start
+    for when, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        held += change
+        now = [name for name, begin in begins.items() if when >= begin]
+        if now:
+            most[now[-1]] = max(most[now[-1]], held)
+        else:
+            before = held
+    return Measured(before, **most)
+
+
+class Patient:
+    """A collective that is on its way, awaited a little longer than needed."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work: dist.Work | None = work
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+            time.sleep(0.004)
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Within this gloo's threads let go of tensors before ours does: the profiler sees no releases on other threads."""
+    names = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
+    known = {name: getattr(dist, name) for name in names}
+
+    def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            work = call(*args, **kwargs)
+            if work is not None:
+                return Patient(work)
+            time.sleep(0.004)
+            return None
+
+        return run
+
+    for name in names:
+        setattr(dist, name, slowly(known[name]))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(dist, name, known[name])
+
+
+def alive() -> dict[int, int]:
+    """The bytes of every storage that some tensor in this process has."""
+    found: dict[int, int] = {}
+    for held in gc.get_objects():
+        if issubclass(type(held), Tensor) and not isinstance(held, FakeTensor) and held.device.type == "cpu":
+            storage = Tensor.untyped_storage(held)
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+if __name__ == "__main__":
+    import sys, json
+    for m in sys.argv[1].split("/"):
+        for p in sys.argv[2].split("/"):
+            r=measure(m,p); print("CELL",json.dumps([m,p,r.before,r.forward,r.backward,r.update]), flush=True)

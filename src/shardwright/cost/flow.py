@@ -1,0 +1,135 @@
+"""What an op needs while it runs, forward and backward, beside what goes in and comes out.
+
+For each input backward makes a gradient in one of three ways: it hands the incoming one on
+(PASS: an add, a view), makes a tensor of the input's size (FRESH), or makes one that has no
+memory of its own (FREE: the gradient of a sum is one number, seen in a larger shape). Work
+is what an op allocates and lets go again before it is done, in bytes. Both are what the ops
+of torch and of the runtime do on a CPU; kernels for other devices have less work, not more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ..rules import Signature
+from .call import Call, Tensor
+from .keeps import split_classes
+from .strides import VIEWS, kind_of
+
+
+class Back(Enum):
+    """How the gradient of an input is made."""
+
+    NONE = 0
+    PASS = 1
+    FRESH = 2
+    FREE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes of work forward and backward, and how backward makes the gradient of each input."""
+
+    forward: float
+    backward: float
+    back: tuple[Back, ...]
+
+
+ADDING = frozenset("add sub rsub".split())
+JOINING = frozenset("cat stack concat hstack vstack".split())
+HANDED_ON = (
+    VIEWS - frozenset("slice select split split_with_sizes chunk unbind narrow diagonal unfold expand".split())
+) | {"clone"}
+"""Views whose backward is a view; those that pick a part fill the rest with zeros, and a stretched one sums."""
+
+WORK = {  # kind: (forward, backward), in sizes of the result
+    "dropout": (1.0, 1.0),  # x * mask, then * scale
+    "native_dropout": (1.0, 1.0),
+    "_native_batch_norm_legit_functional": (1.0, 3.0),
+    "batch_norm": (1.0, 3.0),
+    "_native_batch_norm_legit": (1.0, 3.0),
+    "pow": (0.0, 2.0),  # x ** (n - 1), then * n
+    "rms_norm": (1.0, 2.0),
+    "mul": (0.0, 0.0),
+    "rsqrt": (0.0, 2.0),
+    "div": (0.0, 1.0),
+}
+
+
+def flow(call: Call, signature: Signature) -> Flow:
+    """The work of a call, and the way of its gradients."""
+    kind = kind_of(call.op.target)
+    out = call.outputs[0].bytes if call.outputs else 0.0
+    back = tuple(_back(kind, held, call.outputs[0].elements) if held.gradient else Back.NONE for held in call.inputs)
+    forward, backward = (factor * out for factor in WORK.get(kind, (0.0, 0.0)))
+    if kind == "cross_entropy_loss":
+        logits = call.inputs[0].bytes
+        split = split_classes(call, signature)
+        return Flow(logits if split else 0.0, 0.0 if split else logits, back)
+    if kind == "scaled_dot_product_attention":
+        forward, backward = _attention(call, signature)
+    if kind in ("mul", "div", "where", "add", "sub", "rsub") and any(
+        held.gradient and held.elements < call.outputs[0].elements for held in call.inputs
+    ):
+        backward = max(backward, out)  # made at full size, then summed
+    return Flow(forward, backward, back)
+
+
+def _back(kind: str, held: Tensor, size: float) -> Back:
+    if kind in HANDED_ON or kind in JOINING:
+        return Back.PASS
+    if kind in ADDING and held.elements == size:
+        return Back.PASS
+    return Back.FREE if kind == "sum" else Back.FRESH
+
+
+def _attention(call: Call, signature: Signature) -> tuple[float, float]:
+    """The scores, where the fused kernel can't be used."""
+    shape = signature.facts.graph.values[call.op.inputs[0]].shape
+    keys = signature.facts.graph.values[call.op.inputs[1]].shape[-2]
+    query = call.inputs[0]
+    scores = query.bytes / max(shape[-1], 1) * keys
+    if call.op.argument("dropout_p", 0.0):
+        return 2 * scores, 2 * scores
+    if len(call.inputs) > 3 and call.inputs[3].gradient:
+        return 2 * scores, 2 * scores
+    return 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A converter as memory sees it: whether each way gives a view, and its work in bytes."""
+
+    shares: bool
+    forward: float
+    back: Back
+    backward: float
+
+
+def converted(kind: str, small: bool, whole: float, piece: float, simple: bool, first: bool) -> Converted:
+    """A converter between a whole of some bytes and a piece of it.
+
+    small     whether the result is the piece (else it is the whole)
+    simple    whether the piece is one run of the dim
+    first     whether the dim is the first one, so that pieces lie one after the other
+    """
+    gather = 0.0 if simple and first else whole  # pieces come stacked, and are put side by side
+    stack = 0.0 if simple and first else whole
+    take = Back.PASS if simple else Back.FRESH
+    table = {
+        "fan_in": Converted(False, 0.0, Back.PASS, 0.0),
+        "fan_out": Converted(True, 0.0, Back.FRESH, 0.0),
+        "fan_in_out": Converted(False, 0.0, Back.FRESH, 0.0),
+        "gather": Converted(False, gather, take, 0.0),
+        "gather_sum": Converted(False, gather, Back.FRESH, stack),
+        "take": Converted(simple, 0.0, Back.FRESH, gather),
+        "take_pad": Converted(simple, 0.0, Back.FRESH, 0.0),
+        "reduce_scatter": Converted(False, stack, Back.FRESH, gather),
+        "pad": Converted(False, 0.0, take, 0.0),
+        "exchange": Converted(False, 2 * piece, Back.FRESH, 2 * piece),
+        "on_first": Converted(True, 0.0, Back.PASS, 0.0),
+        "gradient_on_first": Converted(True, 0.0, Back.PASS, 0.0),
+        "reduce": Converted(False, 0.0, Back.NONE, 0.0),
+    }
+    return table[kind]

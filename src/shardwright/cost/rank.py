@@ -1,0 +1,374 @@
+"""The program of one rank as memory sees it: steps that read, make, keep and release tensors.
+
+`steps_of` says what lowering would: every use of a value in the layout that its op wants, with
+converters where they are needed (one for each form of a value), biases folded into their
+products, sums in place, and products joined with the converter before them. It says nothing
+about arguments and names, so it is quick enough for a planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..conversion import Form, forget_gradient, forms_of, home_layout
+from ..ir import Op
+from ..ir.graph import ITEM_SIZE
+from ..layout import FANNED, WHOLE, Layout, Mesh, whole
+from ..rules import Analysis
+from .call import call_of, local_elements
+from .flow import Back, converted, flow
+from .keeps import keeps
+from .strides import Strides, kind_of, strides_of
+from .training import Training
+
+Choices = Mapping[str, Mapping[str, str]]
+Storage = Mapping[str, Sequence[tuple[str, int]]]
+
+PRODUCTS = frozenset("linear mm conv1d conv2d conv3d convolution".split())
+SUMMED_IN_PLACE = frozenset("linear mm addmm bmm matmul embedding".split())
+
+
+@dataclass(slots=True)
+class Local:
+    """A tensor of this rank."""
+
+    bytes: float
+    gradient: bool
+    shape: tuple[int, ...] = ()
+    parameter: str | None = None
+    fixed: bool = False  # lives for ever: a parameter, an input, a constant
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One call: the numbers of the tensors that it reads and makes, and what it does to memory."""
+
+    name: str
+    kind: str
+    inputs: list[int]
+    outputs: list[int]
+    back: list[Back]
+    kept: list[int]
+    extra: float = 0.0
+    work: float = 0.0
+    backward_work: float = 0.0
+    shares: bool = False
+    region: str | None = None
+    gradient: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a parameter is held: its bytes as it is computed with, and what ZeRO makes of it."""
+
+    key: str
+    value: int
+    bytes: float
+    gathered: float  # bytes of the whole that level 3 gathers, in the dtype of computing
+    trainable: bool
+    sums: tuple[str, ...]  # the axes over which its gradient is summed
+    level: int = 0
+    parts: int = 1  # over how many ranks ZeRO splits it
+
+    @property
+    def share(self) -> float:
+        """Bytes of what this rank's optimizer updates."""
+        return self.bytes / self.parts
+
+    @property
+    def kept(self) -> float:
+        """Bytes of the parameter as it is stored."""
+        return self.share if self.level == 3 else self.bytes
+
+
+@dataclass(slots=True)
+class RankProgram:
+    steps: list[Step] = field(default_factory=list)
+    tensors: list[Local] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    constants: float = 0.0
+    inputs: float = 0.0
+
+
+def steps_of(
+    facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: Training, recompute: Sequence[str] = ()
+) -> RankProgram:
+    """The steps of the first rank of a mesh."""
+    program = _Builder(facts, mesh, choices, storage, training, recompute).run()
+    _fold_biases(program)
+    _sum_in_place(program)
+    _join_products(program)
+    return program
+
+
+class _Builder:
+    def __init__(
+        self, facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: Training,
+        recompute: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.facts, self.graph, self.mesh, self.training = facts, facts.graph, mesh, training
+        self.choices, self.storage, self.recompute = choices, storage, tuple(recompute)
+        self.sizes = mesh.sizes
+        self.program = RankProgram()
+        self.strides: Strides = strides_of(facts.graph)
+        self.placed = {op.name: facts.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
+        self.uses: dict[str, list[Layout]] = {name: [] for name in self.graph.values}
+        for op in self.graph.ops:
+            for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
+                self.uses[name].append(layout)
+        for name in self.graph.sinks():
+            self.uses[name].append(whole(len(self.graph.values[name].shape)))
+        self.forms: dict[str, dict[Layout, Form]] = {}
+        self.numbers: dict[int, int] = {}  # the tensor of a form, by its identity
+        self.alive: list[Form] = []  # so that identities stay theirs
+        self.known: dict[object, object] = {}
+
+    def _choice(self, op: Op) -> Mapping[str, str]:
+        return {} if self._constant(op) else self.choices.get(op.name, {})
+
+    def _constant(self, op: Op) -> bool:
+        return all(name in self.facts.constants for name in op.outputs)
+
+    def run(self) -> RankProgram:
+        graph, program = self.graph, self.program
+        for name in (*(held.value for held in graph.inputs), *(held.value for held in graph.buffers)):
+            value = graph.values[name]
+            self._produce(name, whole(len(value.shape)), fixed=True)
+            program.inputs += value.bytes
+        self._hold()
+        for op in graph.ops:
+            self._place(op)
+        for output in graph.outputs:
+            if output.value is not None:
+                program.outputs.append(self._use(output.value, whole(len(graph.values[output.value].shape)), None))
+        for buffer in graph.buffers:
+            if buffer.update is not None:
+                program.outputs.append(self._use(buffer.update, whole(len(graph.values[buffer.update].shape)), None))
+        return program
+
+    def _hold(self) -> None:
+        first = {name: at for at, op in reversed(list(enumerate(self.graph.ops))) for name in op.inputs}
+        order = sorted(self.graph.parameters, key=lambda held: first.get(held.value, len(first)))
+        for parameter in order:
+            value = self.graph.values[parameter.value]
+            uses = self.uses[parameter.value]
+            home = home_layout(uses, self.mesh, len(value.shape))
+            wish = tuple(self.storage.get(parameter.key, ()))
+            for axis, _ in wish if uses else ():
+                home = home.with_placement(axis, FANNED) if home.placement(axis) == WHOLE else home
+            zero = [held for held in wish if not parameter.trainable or home.placement(held[0]) == FANNED]
+            local = home.local_shape(value.shape, self.sizes, dict.fromkeys(self.mesh.names, 0))
+            elements = local_elements(value.shape, home, self.mesh)
+            parts = 1
+            for axis, _ in zero:
+                if max(local, default=0) > 1:
+                    parts *= self.sizes[axis]
+            number = self._produce(parameter.value, home if parameter.trainable else forget_gradient(home), fixed=True)
+            self.program.tensors[number].parameter = parameter.key
+            sums = tuple(
+                axis.name for axis in self.mesh.axes if axis.size > 1 and home.placement(axis.name) == FANNED
+            )
+            self.program.held.append(
+                Held(
+                    key=parameter.key,
+                    value=number,
+                    bytes=elements * ITEM_SIZE.get(value.dtype, 4),
+                    gathered=elements * self.training.item(value),
+                    trainable=parameter.trainable,
+                    sums=sums,
+                    level=zero[0][1] if zero and parts > 1 else 0,
+                    parts=parts,
+                )
+            )
+
+    def _new(self, name: str, layout: Layout, fixed: bool = False) -> int:
+        value = self.graph.values[name]
+        size = local_elements(value.shape, layout, self.mesh) * self.training.item(value)
+        self.program.tensors.append(Local(size, value.gradient, value.shape, fixed=fixed))
+        return len(self.program.tensors) - 1
+
+    def _produce(self, name: str, layout: Layout, fixed: bool = False) -> int:
+        value = self.graph.values[name]
+        item = ITEM_SIZE.get(value.dtype, 4)
+        goals = self.uses[name]
+        if all(goal == layout for goal in goals):  # the common case, without a search
+            root = Form(layout=layout)
+            self.forms[name] = dict.fromkeys((layout, forget_gradient(layout)), root)
+        else:
+            root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
+        self.alive.append(root)
+        number = self.numbers[id(root)] = self._new(name, layout, fixed)
+        return number
+
+    def _use(self, name: str, layout: Layout, op: Op | None) -> int:
+        value = self.graph.values[name]
+        return self._form(name, self.forms[name][layout if value.gradient else forget_gradient(layout)], op)
+
+    def _form(self, name: str, form: Form, op: Op | None) -> int:
+        """The tensor of a form, converters placed before it."""
+        known = self.numbers.get(id(form))
+        if known is not None:
+            return known
+        assert form.parent is not None and form.step is not None
+        source = self._form(name, form.parent, op)
+        step, tensors = form.step, self.program.tensors
+        constant = name in self.facts.constants
+        made = self._new(name, form.layout, fixed=constant)
+        self.numbers[id(form)] = made
+        self.alive.append(form)
+        before, after = tensors[source].bytes, tensors[made].bytes
+        axis_size = self.sizes[step.axes[0]]
+        cut = step.cut
+        simple = cut is None or cut.simple(axis_size)
+        memory = converted(step.kind, after < before, max(before, after), min(before, after), simple, step.dim == 0)
+        gradient = tensors[made].gradient
+        self.program.steps.append(
+            Step(
+                name=f"{op.name if op else name} < {step.kind}",
+                kind=step.kind,
+                inputs=[source],
+                outputs=[made],
+                back=[memory.back if gradient else Back.NONE],
+                kept=[],
+                work=memory.forward,
+                backward_work=memory.backward,
+                shares=memory.shares,
+                region=self._region(op) if op else None,
+                gradient=gradient,
+            )
+        )
+        return made
+
+    def _region(self, op: Op) -> str | None:
+        if op.region is not None:
+            return op.region
+        for path in self.recompute:
+            if op.module_path == path or op.module_path.startswith(path + "."):
+                return path
+        return None
+
+    def _place(self, op: Op) -> None:
+        inputs, outputs = self.placed[op.name]
+        numbers = [self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True)]
+        shared = op.name in self.strides.views
+        if self._constant(op):
+            for name, layout in zip(op.outputs, outputs, strict=True):
+                self._produce(name, layout, fixed=True)
+                if not shared and any(not self._constant(user) for user, _ in self.graph.users[name]):
+                    self.program.constants += self.graph.values[name].bytes
+            return
+        signature = self.facts.signatures[op.name]
+        call = call_of(signature, self._choice(op), self.mesh, self.training)
+        values = self.graph.values
+        kept = keeps(call, signature, [self.strides.flat(name, values[name].shape) for name in op.inputs])
+        memory = flow(call, signature)
+        made = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
+        pairs = (*zip(numbers, kept.inputs, strict=True), *zip(made, kept.outputs, strict=True))
+        self.program.steps.append(
+            Step(
+                name=op.name,
+                kind=kind_of(op.target),
+                inputs=numbers,
+                outputs=made,
+                back=list(memory.back),
+                kept=list(dict.fromkeys(number for number, is_kept in pairs if is_kept)),
+                extra=kept.extra,
+                work=memory.forward,
+                backward_work=memory.backward,
+                shares=shared,
+                region=self._region(op),
+                gradient=call.gradient,
+            )
+        )
+
+
+def _readers(program: RankProgram) -> dict[int, list[Step]]:
+    found: dict[int, list[Step]] = {}
+    for step in program.steps:
+        for number in dict.fromkeys(step.inputs):
+            found.setdefault(number, []).append(step)
+    for number in program.outputs:
+        found.setdefault(number, []).append(_OUTSIDE)
+    return found
+
+
+_OUTSIDE = Step("", "", [], [], [], [])
+
+
+def _fold_biases(program: RankProgram) -> None:
+    """A product and the bias added right after it are one call."""
+    readers = _readers(program)
+    made = {number: step for step in program.steps for number in step.outputs}
+    gone: set[int] = set()
+    for step in program.steps:
+        if step.kind != "add" or len(step.inputs) != 2:
+            continue
+        product = made.get(step.inputs[0])
+        bias = program.tensors[step.inputs[1]]
+        view = made.get(step.inputs[1])
+        held = bias.parameter is not None or (
+            view is not None and view.shares and program.tensors[view.inputs[0]].parameter is not None
+        )
+        if product is None or product.kind not in PRODUCTS or not held or product.region != step.region:
+            continue
+        if readers[step.inputs[0]] != [step] or len(product.inputs) != 2:
+            continue
+        product.inputs.append(step.inputs[1])
+        product.back.append(step.back[1])
+        product.outputs = step.outputs
+        gone.add(id(step))
+    program.steps = [step for step in program.steps if id(step) not in gone]
+
+
+def _sum_in_place(program: RankProgram) -> None:
+    """A partial sum that only its converter reads is summed where it stands."""
+    readers = _readers(program)
+    made = {number: step for step in program.steps for number in step.outputs}
+    for step in program.steps:
+        maker = made.get(step.inputs[0]) if step.inputs else None
+        if step.kind == "fan_in" and maker is not None and maker.kind in SUMMED_IN_PLACE:
+            step.shares = readers[step.inputs[0]] == [step]
+
+
+def _join_products(program: RankProgram) -> None:
+    """A value whose gradient is to be summed, and the products that alone read it, are one call."""
+    readers = _readers(program)
+    joined: dict[int, Step] = {}
+    gone: set[int] = set()
+    tensors = program.tensors
+    for step in program.steps:
+        if step.kind not in ("fan_out", "gather_sum") or not step.gradient:
+            continue
+        layers = readers.get(step.outputs[0], [])
+        if not layers or any(not _is_layer(layer, step.outputs[0], tensors) for layer in layers):
+            continue
+        if len({layer.region for layer in layers}) > 1:
+            continue
+        large = tensors[step.outputs[0]].bytes
+        weights = [number for layer in layers for number in layer.inputs[1:]]
+        back = [how for layer in layers for how in layer.back[1:]]
+        gathers = step.kind == "gather_sum"
+        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is Back.FRESH)
+        whole_bytes = max(large + step.backward_work - of_weights, large) if gathers else 0.0
+        joined[id(layers[0])] = Step(
+            name=layers[0].name,
+            kind="linear",
+            inputs=[step.inputs[0], *weights],
+            outputs=[number for layer in layers for number in layer.outputs],
+            back=[Back.FRESH, *back],
+            kept=[*([] if gathers else [step.inputs[0]]), *weights],
+            extra=large if gathers else 0.0,
+            work=step.work if gathers else 0.0,
+            backward_work=whole_bytes,
+            region=layers[0].region,
+        )
+        gone.update((id(step), *(id(layer) for layer in layers[1:])))
+    program.steps = [joined.get(id(step), step) for step in program.steps if id(step) not in gone]
+
+
+def _is_layer(step: Step, x: int, tensors: list[Local]) -> bool:
+    if step.kind != "linear" or not step.gradient or step.inputs[0] != x:
+        return False
+    return all(tensors[number].parameter is not None for number in step.inputs[1:])

@@ -1,0 +1,211 @@
+"""The memory of gradients on their way to the optimizer: buckets, and the units of ZeRO-3.
+
+Both follow the runtime: `runtime/gradients.py` for buckets, `runtime/zero.py` for units.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .heap import BUFFER, GRADIENT, Heap
+from .rank import Held, Step
+from .training import Training
+
+FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
+IN_FLIGHT = 2
+"""How many sums of split gradients are under way before the oldest is awaited."""
+
+_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
+
+
+class Bucket:
+    def __init__(self) -> None:
+        self.bytes = self.share = 0.0
+        self.missing = 0
+        self.flat: int | None = None
+
+
+class Buckets:
+    """Gradients that are summed in flat buffers.
+
+    Those of ZeRO 0 and 1 are the gradients, and their memory is never given back. At level 2 a buffer lives until
+    its sum is through, and the own share of it stays.
+    """
+
+    def __init__(self, held: Sequence[Held], heap: Heap, training: Training) -> None:
+        self.heap = heap
+        self.of: dict[str, Bucket] = {}
+        self.order: list[Bucket] = []
+        self.sent: list[Bucket] = []
+        synced = [one for one in held if one.trainable and one.sums and one.level < 3]
+        heap.new(sum(one.bytes for one in synced if one.level < 2), GRADIENT)
+        if training.accumulate > 1:  # gradients of earlier backwards, not summed yet
+            heap.new(sum(one.bytes for one in held if one.trainable and one.level < 3), GRADIENT)
+        room: dict[tuple[str, ...], float] = {}
+        open_: dict[tuple[str, ...], Bucket] = {}
+        for one in reversed(synced):
+            key = (*one.sums, str(one.level))
+            if key not in open_ or one.bytes > room[key]:
+                room[key] = BUCKET if self.order else FIRST_BUCKET
+                open_[key] = Bucket()
+                self.order.append(open_[key])
+            bucket = open_[key]
+            bucket.missing += 1
+            room[key] -= one.bytes
+            if one.level == 2:
+                bucket.bytes += one.bytes
+                bucket.share += one.share
+            self.of[one.key] = bucket
+        self.next = 0
+
+    def arrived(self, held: Held) -> None:
+        bucket = self.of[held.key]
+        if bucket.flat is None:
+            bucket.flat = self.heap.new(bucket.bytes, BUFFER)
+        bucket.missing -= 1
+        while self.next < len(self.order) and not self.order[self.next].missing:
+            self._send(self.order[self.next])
+            self.next += 1
+
+    def _send(self, bucket: Bucket) -> None:
+        self.heap.new(bucket.share, GRADIENT)
+        self.sent.append(bucket)
+        while len(self.sent) > IN_FLIGHT:
+            self._finish(self.sent.pop(0))
+
+    def _finish(self, bucket: Bucket) -> None:
+        if bucket.flat is not None:
+            self.heap.drop(bucket.flat)
+
+    def end(self) -> None:
+        for bucket in self.order[self.next :]:
+            if bucket.flat is None:
+                bucket.flat = self.heap.new(bucket.bytes, BUFFER)
+            self._send(bucket)
+        for bucket in self.sent:
+            self._finish(bucket)
+
+
+class Unit:
+    """Parameters that ZeRO-3 gathers together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.whole = self.trained = self.share = 0.0
+        self.missing = 0
+        self.rows: int | None = None  # gathered, rank by rank
+        self.flat: int | None = None  # the whole parameters
+        self.gradients: list[int] = []
+
+
+class Units:
+    """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use."""
+
+    def __init__(self, held: Sequence[Held], steps: Sequence[Step], heap: Heap) -> None:
+        self.heap = heap
+        self.units: dict[str, Unit] = {}
+        self.of: dict[int, Unit] = {}
+        for one in held:
+            if one.level == 3:
+                unit = self.units.setdefault(unit_of(one.key), Unit(unit_of(one.key)))
+                self.of[one.value] = unit
+                unit.whole += one.gathered
+                if one.trainable:
+                    unit.trained += one.bytes
+                    unit.share += one.share
+                    unit.missing += 1
+        self.opens: dict[int, list[Unit]] = {}
+        self.closes: dict[int, list[Unit]] = {}
+        self.keeps: dict[int, list[Unit]] = {}
+        self.sent: list[int] = []
+        self.regathered: list[Unit] = []
+        self.order: list[Unit] = []
+        self._find_uses(steps)
+
+    def _find_uses(self, steps: Sequence[Step]) -> None:
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for at, step in enumerate(steps) if self.units else ():
+            for unit in dict.fromkeys(self.of[number] for number in step.inputs if number in self.of):
+                first.setdefault(unit.name, at)
+                last[unit.name] = at
+            kept = dict.fromkeys(self.of[number] for number in step.kept if number in self.of)
+            if kept:
+                self.keeps[at] = list(kept)
+        for name, at in sorted(first.items(), key=lambda pair: pair[1]):
+            self.opens.setdefault(at, []).append(self.units[name])
+            self.order.append(self.units[name])
+            if name:
+                self.closes.setdefault(last[name], []).append(self.units[name])
+
+    def before(self, at: int) -> None:
+        for unit in self.opens.get(at, ()):
+            self._gather(unit, 1)
+
+    def after(self, at: int) -> None:
+        for unit in self.closes.get(at, ()):
+            self._release(unit)
+
+    def again(self, at: int) -> None:
+        """Backward wants what a step kept of a unit."""
+        for unit in self.keeps.get(at, ()):
+            if unit in self.regathered:
+                continue
+            self.regathered.append(unit)
+            while len(self.regathered) > IN_FLIGHT:
+                self._release(self.regathered.pop(0))
+            self._gather(unit, -1)
+
+    def _gather(self, unit: Unit, ahead: int) -> None:
+        self._fetch(unit)
+        if unit.flat is None:
+            unit.flat = self.heap.new(unit.whole, BUFFER)
+            assert unit.rows is not None
+            self.heap.drop(unit.rows)
+            unit.rows = None
+        place = self.order.index(unit) + ahead
+        if 0 <= place < len(self.order):
+            self._fetch(self.order[place])
+
+    def _fetch(self, unit: Unit) -> None:
+        if unit.rows is None and unit.flat is None:
+            unit.rows = self.heap.new(unit.whole, BUFFER)
+
+    def _release(self, unit: Unit) -> None:
+        for storage in (unit.rows, unit.flat):
+            if storage is not None:
+                self.heap.drop(storage)
+        unit.rows = unit.flat = None
+
+    def arrived(self, held: Held, storage: int | None) -> None:
+        """A whole gradient; the last of a unit sends all of them off."""
+        unit = self.of[held.value]
+        if storage is not None:
+            unit.gradients.append(storage)
+        unit.missing -= 1
+        if unit.missing:
+            return
+        if unit in self.regathered:
+            self.regathered.remove(unit)
+        self._release(unit)
+        self.sent.append(self.heap.new(unit.trained, BUFFER))
+        self.heap.new(unit.share, GRADIENT)
+        for held_gradient in unit.gradients:
+            self.heap.drop(held_gradient)
+        unit.gradients.clear()
+        while len(self.sent) > IN_FLIGHT:
+            self.heap.drop(self.sent.pop(0))
+
+    def end(self) -> None:
+        for storage in self.sent:
+            self.heap.drop(storage)
+        self.sent.clear()
+        for unit in self.order:
+            self._release(unit)
+
+
+def unit_of(key: str) -> str:
+    """The unit of a parameter: the layer that it is in, or "" outside of layers."""
+    found = _LAYER.match(key)
+    return "" if found is None else f"{found[1]}.{found[2]}" if found[1] else found[2]
