@@ -31,7 +31,7 @@ from shardwright.plan import POLICIES, Draft
 from .language import Language
 
 FILES = ("published_fsdp.csv", "published_scaling.csv")
-OVERLAP_LOSS = 0.10
+OVERLAP_LOSS = 0.7
 """The part of hidden communication that shows: it takes memory bandwidth and some of the processors."""
 
 SMALL_BATCH = 4
@@ -270,7 +270,7 @@ def cluster_of(row: Row, assumed: Assumed | None = None) -> Cluster:
         return cluster
     (group,) = cluster.groups
     known = DEVICES[row.gpu]
-    device = replace(known, efficiency=curves(assumed, known.flops, known.bandwidth))
+    device = replace(known, efficiency=curves(assumed, known.flops, known.bandwidth), edge=assumed.edge)
     node = replace(group.node, device=device)
     return replace(cluster, groups=(Group(node=node, nodes=group.nodes),))
 

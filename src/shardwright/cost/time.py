@@ -81,9 +81,8 @@ LOOKUPS = frozenset("embedding index index_select gather take take_along_dim".sp
 MADE = frozenset("arange full zeros ones empty linspace eye tril_indices triu_indices scalar_tensor".split())
 STREAMED = frozenset("embedding_bag".split()) | LOOKUPS
 
-EDGE = 96.0
-"""A product works in tiles of 64 to 256 rows and columns, and fills and empties a pipeline along what it sums: with a
-smallest side of so many elements it reaches half of what a large one does."""
+LARGE = 1e9
+"""The side of a product that nothing is known of."""
 
 BLOCK = 128
 """Rows of attention that are computed together; on the diagonal of a causal one half of a block is wasted."""
@@ -136,7 +135,7 @@ def _moved(bytes: float, device: Device, kernels: int = 1) -> float:
 
 
 def _product(call: Call, device: Device) -> OpTime:
-    forward = _product_time(call, device, "matmul", call.flops / _shape_part(call))
+    forward = _product_time(call, device, "matmul", call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
         return OpTime(forward, 0.0)
     wanted = sum(held.gradient for held in call.inputs[:2]) if _kind(call.op.target) != "opaque" else 2
@@ -164,20 +163,19 @@ def _floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _shape_part(call: Call) -> float:
-    """The part of the efficiency that a product keeps with the sides that it has.
+def _smallest_side(call: Call) -> float:
+    """Of a product of b matrices m x k and k x n the smallest of m, n and k.
 
     With A = b m k, B = b k n and C = b m n elements and F = 2 b m n k flops, b = A B C / (F / 2)^2, and the
     sides follow: m = sqrt(A C / (B b)), and so on.
     """
     if len(call.inputs) < 2 or not call.outputs or call.flops <= 0:
-        return 1.0
+        return LARGE
     a, b, c = call.inputs[0].elements, call.inputs[1].elements, call.outputs[0].elements
     if not (a and b and c):
-        return 1.0
+        return LARGE
     batch = max(1.0, a * b * c / (call.flops / 2) ** 2)
-    smallest = math.sqrt(min(a * b / c, a * c / b, b * c / a) / batch)
-    return smallest / (smallest + EDGE)
+    return math.sqrt(min(a * b / c, a * c / b, b * c / a) / batch)
 
 
 def _attention(call: Call, device: Device) -> OpTime:
