@@ -34,13 +34,13 @@ class Assumed:
     edge: float  # the smallest side of a product that halves its rate: about a tile, and the filling of its pipeline
 
 
-# Those of A100 and H100 hold against published throughputs (docs/cost-model.md). The others are by analogy, untested.
+# Those of A100 and H100 were fitted to published throughputs of training, no kernel was measured; docs/cost-model.md says
+# how they were chosen and how well they hold. The others are by analogy, untested.
 ASSUMED = {
     "V100": Assumed(0.75, 0.30, 0.75, 5 * MICRO, 128),  # no flash attention for it in torch; tiles are smaller
-    # cuBLAS gives 250 of 312 TFLOPS to large products for hours. Of attention, kernels spend their time in softmax too.
     "A100": Assumed(0.77, 0.38, 0.75, 5 * MICRO, 192),
-    # 700 W do not last for 989 TFLOPS. Flash attention of 2023 does not use Hopper's asynchronous units: it is 1.7 times
-    # as fast as on an A100, where the peak is 3.2 times as high.
+    # Less of a higher peak: by this fit attention is 1.7 times as fast as on an A100, and the peak 3.2 times as high.
+    # The kernels of the published runs were not written for Hopper; with newer ones measure, or say it in a file.
     "H100": Assumed(0.63, 0.20, 0.75, 5 * MICRO, 192),
     "B200": Assumed(0.63, 0.15, 0.75, 5 * MICRO, 256),
     "MI250": Assumed(0.60, 0.30, 0.65, 8 * MICRO, 192),

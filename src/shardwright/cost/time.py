@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
+from ..rules.kept import OPAQUE
 from .call import Call
 from .work import PRODUCTS
 
@@ -96,11 +98,11 @@ MASKED = 1.6
 
 def op_time(call: Call, device: Device) -> OpTime:
     """Seconds that a device needs for a call, forward and backward (0 if there is none)."""
-    kind = _kind(call.op.target)
+    kind, is_product = _known(call.op.target)
     special = _SPECIAL.get(kind)
     if special is not None:
         return special(call, device)
-    if _is_product(call, kind):
+    if is_product or (is_product is None and _does_much(call)):
         return _product(call, device)
     return _pointwise(call, device, PASSES.get(kind, POINTWISE))
 
@@ -110,16 +112,17 @@ def join_time(bytes: float, uses: int, device: Device) -> float:
     return max(0, uses - 1) * device.op_time(0.0, 3.0 * bytes, "pointwise", "")
 
 
-def _kind(target: str) -> str:
-    """The op without its room and overload: "layer_norm"."""
+@lru_cache(maxsize=4096)
+def _known(target: str) -> tuple[str, bool | None]:
+    """An op without its room and overload ("layer_norm"), and whether it is a product (None: its name does not say)."""
     parts = target.split(".")
-    return parts[1] if len(parts) > 1 else target
+    kind = parts[1] if len(parts) > 1 else target
+    return kind, any(word in kind for word in PRODUCTS) if target.startswith("aten.") else None
 
 
-def _is_product(call: Call, kind: str) -> bool:
-    if call.op.target.startswith("aten."):
-        return any(word in kind for word in PRODUCTS)
-    return call.flops > 2 * sum(held.elements for held in call.outputs)  # an own op, experts, an opaque submodule
+def _does_much(call: Call) -> bool:
+    """An own op, experts or an opaque submodule that has more arithmetic than elements."""
+    return call.flops > 2 * sum(held.elements for held in call.outputs)
 
 
 def _bytes(call: Call) -> float:
@@ -138,7 +141,7 @@ def _product(call: Call, device: Device) -> OpTime:
     forward = _product_time(call, device, "matmul", call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
         return OpTime(forward, 0.0)
-    wanted = sum(held.gradient for held in call.inputs[:2]) if _kind(call.op.target) != "opaque" else 2
+    wanted = sum(held.gradient for held in call.inputs[:2]) if call.op.target != OPAQUE else 2
     return OpTime(forward, wanted * forward)
 
 
