@@ -144,6 +144,19 @@ def test_parts_are_views_whose_gradients_are_put_together():
     assert op_time(call("slice", [whole], [half]), HALF) == pytest.approx(OpTime(0.0, 8e-3))  # with zeros around
 
 
+def test_joining_copies_and_its_gradients_are_views():
+    third = tensor(MEGA)
+    assert op_time(call("cat", [third] * 3, [tensor(3 * MEGA)]), HALF) == pytest.approx(OpTime(24e-3, 0.0))
+
+
+def test_what_is_added_to_a_product_is_no_factor_of_it():
+    bias, a, b = tensor(10**4), tensor(10**4, 10**4, gradient=False), tensor(10**4, 10**4)
+    time = op_time(call("addmm", [bias, a, b], [a], flops=2e12), HALF)
+    assert time.backward == 0  # the output has no gradient
+    time = op_time(call("addmm", [bias, a, b], [b], flops=2e12), HALF)
+    assert time.backward == pytest.approx(time.forward)
+
+
 def test_what_is_stretched_is_summed_backward():
     assert op_time(call("expand", [tensor(1000)], [tensor(1000, 1000)]), HALF).backward == pytest.approx(4e-3, rel=0.01)
 

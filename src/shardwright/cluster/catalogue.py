@@ -34,8 +34,8 @@ class Assumed:
     edge: float  # the smallest side of a product that halves its rate: about a tile, and the filling of its pipeline
 
 
-# Those of A100 and H100 were fitted to published throughputs of training, no kernel was measured; docs/cost-model.md says
-# how they were chosen and how well they hold. The others are by analogy, untested.
+# Those of A100 and H100 were fitted to published throughputs of training, no kernel was measured; docs/cost-model.md
+# says how they were chosen and how well they hold. The others are by analogy, untested.
 ASSUMED = {
     "V100": Assumed(0.75, 0.30, 0.75, 5 * MICRO, 128),  # no flash attention for it in torch; tiles are smaller
     "A100": Assumed(0.77, 0.38, 0.75, 5 * MICRO, 192),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..cluster import Device, Kind
 from ..rules.kept import OPAQUE
-from .call import Call
+from .call import Call, Tensor
 from .work import PRODUCTS
 
 
@@ -59,8 +59,7 @@ def _passes(names: str, held: Passes) -> None:
 
 
 # a gradient that goes on as it is: no kernel; what was stretched is summed (see `_pointwise`)
-_passes("add sub rsub clone contiguous alias lift_fresh_copy", Passes(results=0, given=0))
-_passes("cat concat stack", Passes(results=0, given=0))  # gradients are views of one
+_passes("add sub rsub clone contiguous lift_fresh_copy", Passes(results=0, given=0))
 # only the gradient is read, nothing was saved
 _passes("neg to _to_copy type_as flip roll cumsum constant_pad_nd pad repeat tile repeat_interleave", Passes(given=1))
 _passes("where masked_fill", Passes(results=1.5, given=1))  # and a mask of 1 byte
@@ -72,6 +71,7 @@ _passes("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit
 _passes("sum mean nansum", Passes(results=1, given=1))
 _passes("var std var_mean std_mean logsumexp linalg_vector_norm norm", Passes(inputs=1, given=2))
 _passes("sort topk argsort", Passes(inputs=8, outputs=2, results=1, given=1))  # digits one after the other
+_passes("nll_loss nll_loss_nd", Passes(inputs=0, given=1))  # one score a row is read, zeros are written for all
 _passes("dropout native_dropout", Passes(outputs=1.5, results=1.5, given=1))  # the mask too
 
 VIEWS = frozenset(
@@ -79,9 +79,9 @@ VIEWS = frozenset(
     view_as_complex movedim swapaxes expand expand_copy broadcast_to diagonal alias numpy_T mT conj real imag""".split()
 )
 PARTS = frozenset("split split_with_sizes chunk tensor_split unbind slice select narrow unfold".split())
-LOOKUPS = frozenset("embedding index index_select gather take take_along_dim".split())
+LOOKUPS = frozenset("embedding embedding_bag index index_select gather take take_along_dim".split())
+JOINED = frozenset("cat concat concatenate stack hstack vstack".split())
 MADE = frozenset("arange full zeros ones empty linspace eye tril_indices triu_indices scalar_tensor".split())
-STREAMED = frozenset("embedding_bag".split()) | LOOKUPS
 
 LARGE = 1e9
 """The side of a product that nothing is known of."""
@@ -141,8 +141,16 @@ def _product(call: Call, device: Device) -> OpTime:
     forward = _product_time(call, device, "matmul", call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
         return OpTime(forward, 0.0)
-    wanted = sum(held.gradient for held in call.inputs[:2]) if call.op.target != OPAQUE else 2
+    wanted = sum(held.gradient for held in _operands(call)) if call.op.target != OPAQUE else 2
     return OpTime(forward, wanted * forward)
+
+
+def _operands(call: Call) -> tuple[Tensor, ...]:
+    """What is multiplied: not what is added to it."""
+    kind, _ = _known(call.op.target)
+    if kind == "einsum":
+        return call.inputs
+    return call.inputs[1:3] if kind in ("addmm", "baddbmm", "addbmm", "addmv") else call.inputs[:2]
 
 
 def _product_time(call: Call, device: Device, kind: Kind, flops: float) -> float:
@@ -172,9 +180,10 @@ def _smallest_side(call: Call) -> float:
     With A = b m k, B = b k n and C = b m n elements and F = 2 b m n k flops, b = A B C / (F / 2)^2, and the
     sides follow: m = sqrt(A C / (B b)), and so on.
     """
-    if len(call.inputs) < 2 or not call.outputs or call.flops <= 0:
+    operands = _operands(call)
+    if len(operands) != 2 or not call.outputs or call.flops <= 0:
         return LARGE
-    a, b, c = call.inputs[0].elements, call.inputs[1].elements, call.outputs[0].elements
+    a, b, c = operands[0].elements, operands[1].elements, call.outputs[0].elements
     if not (a and b and c):
         return LARGE
     batch = max(1.0, a * b * c / (call.flops / 2) ** 2)
@@ -234,6 +243,11 @@ def _part(call: Call, device: Device) -> OpTime:
     return OpTime(0.0, _moved(zeros + 2.0 * parts, device))
 
 
+def _joined(call: Call, device: Device) -> OpTime:
+    """Tensors put together. Backward the parts of the gradient are views."""
+    return OpTime(_moved(_bytes(call), device), 0.0)
+
+
 def _lookup(call: Call, device: Device) -> OpTime:
     """Rows are read where they are wanted. Backward fills the whole table's gradient with zeros and adds rows to it.
 
@@ -244,7 +258,7 @@ def _lookup(call: Call, device: Device) -> OpTime:
     forward = _moved(2.0 * rows + ids, device)
     if not call.gradient:
         return OpTime(forward, 0.0)
-    table = max(held.bytes for held in call.inputs if held.gradient)
+    table = max((held.bytes for held in call.inputs if held.gradient), default=0.0)
     return OpTime(forward, _moved(table, device) + _moved(8.0 * ids, device) + _moved(3.0 * rows, device))
 
 
@@ -262,7 +276,8 @@ def _made(call: Call, device: Device) -> OpTime:
 _SPECIAL: dict[str, Callable[[Call, Device], OpTime]] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(PARTS, _part),
-    **dict.fromkeys(STREAMED, _lookup),
+    **dict.fromkeys(LOOKUPS, _lookup),
+    **dict.fromkeys(JOINED, _joined),
     **dict.fromkeys(MADE, _made),
     "scaled_dot_product_attention": _attention,
     "cross_entropy_loss": _cross_entropy,
