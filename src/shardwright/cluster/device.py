@@ -5,6 +5,10 @@ The time of an op is a roofline with the efficiency of its kind at its size:
     matmul, attention    max(flops / (peak * efficiency at flops), bytes / (bandwidth * efficiency of copies))
     pointwise, copy      bytes / (bandwidth * efficiency at bytes)
 
+A product whose smallest side is `edge` reaches half of what the curve says, one of large sides all of it: products work
+in tiles, and fill and empty a pipeline along what they sum. Curves that were measured are of products as they are, with
+no edge.
+
 Below the smallest size of an efficiency curve the time no longer shrinks: what is left is the time to start
 a kernel. An efficiency above 1 is possible, where a cache is faster than the memory.
 """
@@ -51,6 +55,7 @@ class Device:
     memory: int
     bandwidth: float
     efficiency: tuple[Efficiency, ...] = field(repr=False)
+    edge: float = 0.0
     _peaks: dict[str, float] = field(init=False, repr=False, compare=False)
     _curves: dict[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)  # found once, asked often
 
@@ -63,6 +68,8 @@ class Device:
         for what, value in (*self.flops, ("memory", self.memory), ("bandwidth", self.bandwidth)):
             if not 0 < value < math.inf:
                 raise ClusterError(f"{named}: {what} is {value}; it must be a positive number")
+        if not 0 <= self.edge < math.inf:
+            raise ClusterError(f"{named}: edge is {self.edge}; it must be zero or more elements")
         if len(dict(self.flops)) != len(self.flops):
             raise ClusterError(f"{named} says the flops of a dtype twice")
         said = [(item.kind, item.dtype) for item in self.efficiency]
@@ -102,7 +109,11 @@ class Device:
     def matmul_time(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Seconds for `batch` products of an m x k and a k x n matrix."""
         moved = (m * k + k * n + m * n) * batch * item_bytes(dtype)
-        return self.op_time(2.0 * m * n * k * batch, moved, "matmul", dtype)
+        return self.op_time(2.0 * m * n * k * batch / self.side_part(min(m, n, k)), moved, "matmul", dtype)
+
+    def side_part(self, smallest: float) -> float:
+        """The part of its rate that a product keeps whose smallest side has so many elements."""
+        return smallest / (smallest + self.edge)
 
     def _compute_time(self, flops: float, kind: Kind, dtype: str) -> float:
         if flops <= 0:

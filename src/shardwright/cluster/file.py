@@ -137,12 +137,13 @@ def _device(device: Device) -> dict[str, Any]:
             efficiency.setdefault(item.kind, {})[item.dtype] = _curve(item.curve)
         else:
             efficiency[item.kind] = _curve(item.curve)
-    return {
+    data = {
         "flops": {dtype: quantity.write(peak, "flops") for dtype, peak in device.flops},
         "memory": quantity.write(device.memory, "bytes"),
         "bandwidth": quantity.write(device.bandwidth, "bytes/s"),
         "efficiency": efficiency,
     }
+    return data | {"edge": quantity.write(device.edge, "number")} if device.edge else data
 
 
 def _link(link: Link) -> dict[str, Any]:

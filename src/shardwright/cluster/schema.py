@@ -73,7 +73,7 @@ class Reader:
 
     def device(self, data: Any, at: str, name: str) -> Device:
         before = len(self.faults)
-        if not self.has_keys(data, at, ("like", *DEVICE_KEYS)):
+        if not self.has_keys(data, at, ("like", *DEVICE_KEYS, "edge")):
             return A_DEVICE
         like = self.named(data["like"], f"{at}.like", {}, catalogue.device, A_DEVICE) if "like" in data else None
         missing = [key for key in DEVICE_KEYS if key not in data]
@@ -90,9 +90,10 @@ class Reader:
         taken = () if like is None else tuple(item for item in like.efficiency if item.kind not in said)
         memory = self.number(data.get("memory", base.memory), "bytes", f"{at}.memory")
         bandwidth = self.number(data.get("bandwidth", base.bandwidth), "bytes/s", f"{at}.bandwidth")
+        edge = self.number(data.get("edge", like.edge if like else 0.0), "number", f"{at}.edge")
         return self.made(at, before, A_DEVICE, lambda: Device(
             name=name, flops=flops if "flops" in data else base.flops, memory=int(memory), bandwidth=bandwidth,
-            efficiency=(*efficiency, *taken),
+            efficiency=(*efficiency, *taken), edge=edge,
         ))  # fmt: skip
 
     def efficiency(self, data: Any, at: str) -> tuple[Efficiency, ...]:

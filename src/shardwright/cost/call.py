@@ -32,7 +32,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op on a device. `flops` are those of the forward pass; a reshape `copies` if it can't be a view."""
+    """One call of an op on a device.
+
+    flops     those of the forward pass
+    copies    a reshape that can't be a view
+    """
 
     op: Op
     flops: float

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
-from .call import Call
+from ..rules.kept import OPAQUE
+from .call import Call, Tensor
 from .work import PRODUCTS
 
 
@@ -57,8 +59,7 @@ def _passes(names: str, held: Passes) -> None:
 
 
 # a gradient that goes on as it is: no kernel; what was stretched is summed (see `_pointwise`)
-_passes("add sub rsub clone contiguous alias lift_fresh_copy", Passes(results=0, given=0))
-_passes("cat concat stack", Passes(results=0, given=0))  # gradients are views of one
+_passes("add sub rsub clone contiguous lift_fresh_copy", Passes(results=0, given=0))
 # only the gradient is read, nothing was saved
 _passes("neg to _to_copy type_as flip roll cumsum constant_pad_nd pad repeat tile repeat_interleave", Passes(given=1))
 _passes("where masked_fill", Passes(results=1.5, given=1))  # and a mask of 1 byte
@@ -70,6 +71,7 @@ _passes("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit
 _passes("sum mean nansum", Passes(results=1, given=1))
 _passes("var std var_mean std_mean logsumexp linalg_vector_norm norm", Passes(inputs=1, given=2))
 _passes("sort topk argsort", Passes(inputs=8, outputs=2, results=1, given=1))  # digits one after the other
+_passes("nll_loss nll_loss_nd", Passes(inputs=0, given=1))  # one score a row is read, zeros are written for all
 _passes("dropout native_dropout", Passes(outputs=1.5, results=1.5, given=1))  # the mask too
 
 VIEWS = frozenset(
@@ -77,13 +79,12 @@ VIEWS = frozenset(
     view_as_complex movedim swapaxes expand expand_copy broadcast_to diagonal alias numpy_T mT conj real imag""".split()
 )
 PARTS = frozenset("split split_with_sizes chunk tensor_split unbind slice select narrow unfold".split())
-LOOKUPS = frozenset("embedding index index_select gather take take_along_dim".split())
+LOOKUPS = frozenset("embedding embedding_bag index index_select gather take take_along_dim".split())
+JOINED = frozenset("cat concat concatenate stack hstack vstack".split())
 MADE = frozenset("arange full zeros ones empty linspace eye tril_indices triu_indices scalar_tensor".split())
-STREAMED = frozenset("embedding_bag".split()) | LOOKUPS
 
-EDGE = 96.0
-"""A product works in tiles of 64 to 256 rows and columns, and fills and empties a pipeline along what it sums: with a
-smallest side of so many elements it reaches half of what a large one does."""
+LARGE = 1e9
+"""The side of a product that nothing is known of."""
 
 BLOCK = 128
 """Rows of attention that are computed together; on the diagonal of a causal one half of a block is wasted."""
@@ -97,11 +98,11 @@ MASKED = 1.6
 
 def op_time(call: Call, device: Device) -> OpTime:
     """Seconds that a device needs for a call, forward and backward (0 if there is none)."""
-    kind = _kind(call.op.target)
+    kind, is_product = _known(call.op.target)
     special = _SPECIAL.get(kind)
     if special is not None:
         return special(call, device)
-    if _is_product(call, kind):
+    if is_product or (is_product is None and _does_much(call)):
         return _product(call, device)
     return _pointwise(call, device, PASSES.get(kind, POINTWISE))
 
@@ -111,16 +112,17 @@ def join_time(bytes: float, uses: int, device: Device) -> float:
     return max(0, uses - 1) * device.op_time(0.0, 3.0 * bytes, "pointwise", "")
 
 
-def _kind(target: str) -> str:
-    """The op without its room and overload: "layer_norm"."""
+@lru_cache(maxsize=4096)
+def _known(target: str) -> tuple[str, bool | None]:
+    """An op without its room and overload ("layer_norm"), and whether it is a product (None: its name does not say)."""
     parts = target.split(".")
-    return parts[1] if len(parts) > 1 else target
+    kind = parts[1] if len(parts) > 1 else target
+    return kind, any(word in kind for word in PRODUCTS) if target.startswith("aten.") else None
 
 
-def _is_product(call: Call, kind: str) -> bool:
-    if call.op.target.startswith("aten."):
-        return any(word in kind for word in PRODUCTS)
-    return call.flops > 2 * sum(held.elements for held in call.outputs)  # an own op, experts, an opaque submodule
+def _does_much(call: Call) -> bool:
+    """An own op, experts or an opaque submodule that has more arithmetic than elements."""
+    return call.flops > 2 * sum(held.elements for held in call.outputs)
 
 
 def _bytes(call: Call) -> float:
@@ -136,11 +138,19 @@ def _moved(bytes: float, device: Device, kernels: int = 1) -> float:
 
 
 def _product(call: Call, device: Device) -> OpTime:
-    forward = _product_time(call, device, "matmul", call.flops / _shape_part(call))
+    forward = _product_time(call, device, "matmul", call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
         return OpTime(forward, 0.0)
-    wanted = sum(held.gradient for held in call.inputs[:2]) if _kind(call.op.target) != "opaque" else 2
+    wanted = sum(held.gradient for held in _operands(call)) if call.op.target != OPAQUE else 2
     return OpTime(forward, wanted * forward)
+
+
+def _operands(call: Call) -> tuple[Tensor, ...]:
+    """What is multiplied: not what is added to it."""
+    kind, _ = _known(call.op.target)
+    if kind == "einsum":
+        return call.inputs
+    return call.inputs[1:3] if kind in ("addmm", "baddbmm", "addbmm", "addmv") else call.inputs[:2]
 
 
 def _product_time(call: Call, device: Device, kind: Kind, flops: float) -> float:
@@ -164,20 +174,20 @@ def _floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _shape_part(call: Call) -> float:
-    """The part of the efficiency that a product keeps with the sides that it has.
+def _smallest_side(call: Call) -> float:
+    """Of a product of b matrices m x k and k x n the smallest of m, n and k.
 
     With A = b m k, B = b k n and C = b m n elements and F = 2 b m n k flops, b = A B C / (F / 2)^2, and the
     sides follow: m = sqrt(A C / (B b)), and so on.
     """
-    if len(call.inputs) < 2 or not call.outputs or call.flops <= 0:
-        return 1.0
-    a, b, c = call.inputs[0].elements, call.inputs[1].elements, call.outputs[0].elements
+    operands = _operands(call)
+    if len(operands) != 2 or not call.outputs or call.flops <= 0:
+        return LARGE
+    a, b, c = operands[0].elements, operands[1].elements, call.outputs[0].elements
     if not (a and b and c):
-        return 1.0
+        return LARGE
     batch = max(1.0, a * b * c / (call.flops / 2) ** 2)
-    smallest = math.sqrt(min(a * b / c, a * c / b, b * c / a) / batch)
-    return smallest / (smallest + EDGE)
+    return math.sqrt(min(a * b / c, a * c / b, b * c / a) / batch)
 
 
 def _attention(call: Call, device: Device) -> OpTime:
@@ -233,6 +243,11 @@ def _part(call: Call, device: Device) -> OpTime:
     return OpTime(0.0, _moved(zeros + 2.0 * parts, device))
 
 
+def _joined(call: Call, device: Device) -> OpTime:
+    """Tensors put together. Backward the parts of the gradient are views."""
+    return OpTime(_moved(_bytes(call), device), 0.0)
+
+
 def _lookup(call: Call, device: Device) -> OpTime:
     """Rows are read where they are wanted. Backward fills the whole table's gradient with zeros and adds rows to it.
 
@@ -243,7 +258,7 @@ def _lookup(call: Call, device: Device) -> OpTime:
     forward = _moved(2.0 * rows + ids, device)
     if not call.gradient:
         return OpTime(forward, 0.0)
-    table = max(held.bytes for held in call.inputs if held.gradient)
+    table = max((held.bytes for held in call.inputs if held.gradient), default=0.0)
     return OpTime(forward, _moved(table, device) + _moved(8.0 * ids, device) + _moved(3.0 * rows, device))
 
 
@@ -261,7 +276,8 @@ def _made(call: Call, device: Device) -> OpTime:
 _SPECIAL: dict[str, Callable[[Call, Device], OpTime]] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(PARTS, _part),
-    **dict.fromkeys(STREAMED, _lookup),
+    **dict.fromkeys(LOOKUPS, _lookup),
+    **dict.fromkeys(JOINED, _joined),
     **dict.fromkeys(MADE, _made),
     "scaled_dot_product_attention": _attention,
     "cross_entropy_loss": _cross_entropy,

@@ -1,0 +1,57 @@
+"""Calls of single ops, made by hand or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.capture import capture
+from shardwright.cluster import KINDS, Curve, Device, Efficiency
+from shardwright.cost import Call, Tensor, Training, call_of
+from shardwright.ir import Op
+from shardwright.layout import Mesh
+from shardwright.rules import Signature, analyse
+
+FLAT = tuple(Efficiency(kind=kind, curve=Curve(((1.0, 0.5),))) for kind in KINDS)
+HALF = Device(
+    name="half", flops=(("float32", 2e12), ("bfloat16", 8e12)), memory=2**30, bandwidth=2e9, efficiency=FLAT
+)
+"""A device that reaches half of everything at every size: 1e12 flops in float32, 1e9 bytes a second."""
+
+
+def tensor(*shape: int, gradient: bool = True, dtype: str = "float32", parameter: bool = False) -> Tensor:
+    elements = 1.0
+    for size in shape:
+        elements *= size
+    item = {"float32": 4, "bfloat16": 2, "int64": 8}[dtype]
+    return Tensor(elements=elements, item=item, dtype=dtype, gradient=gradient, parameter=parameter)
+
+
+def call(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], flops: float = 0.0, **rest: Any) -> Call:
+    names = tuple(f"x{at}" for at in range(len(inputs)))
+    made = tuple(f"y{at}" for at in range(len(outputs)))
+    op = Op(
+        name=rest.pop("name", f"/ {kind}"), target=f"aten.{kind}.default", inputs=names, outputs=made,
+        arguments=tuple(rest.pop("arguments", {}).items()),
+    )  # fmt: skip
+    return Call(op=op, flops=flops, inputs=tuple(inputs), outputs=tuple(outputs), **rest)
+
+
+def linear(rows: int, wide: int, out: int, *, data: bool = True, weight: bool = True, dtype: str = "float32") -> Call:
+    """[rows, wide] by [out, wide], of which some have a gradient."""
+    tensors = [tensor(rows, wide, gradient=data, dtype=dtype), tensor(out, wide, gradient=weight, dtype=dtype)]
+    made = tensor(rows, out, gradient=data or weight, dtype=dtype)
+    return call("linear", tensors, [made], flops=2.0 * rows * wide * out)
+
+
+def signatures(module: nn.Module, *args: torch.Tensor) -> dict[str, Signature]:
+    """The signatures of a module's ops, by the names of their kinds."""
+    found = analyse(capture(module, args).graph).signatures
+    return {signature.op.target: signature for signature in found.values()}
+
+
+def whole(signature: Signature) -> Call:
+    return call_of(signature, {}, Mesh(axes=()), Training())
