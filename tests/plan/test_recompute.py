@@ -80,7 +80,7 @@ def test_the_file_has_a_star_where_all_layers_do_it(tmp_path, paths, said):
 def test_a_file_that_names_what_is_not_there_is_refused(tmp_path):
     path = tmp_path / "plan.json"
     plan = drawn("gpt", "dp=2,recompute")
-    path.write_text(plan.to_json().replace("blocks.*\"\n", "layers.*\"\n"))
+    path.write_text(plan.to_json().replace('"blocks.*"', '"layers.*"'))
 
     with pytest.raises(PlanError, match=r"'layers\.\*' names nothing in the model"):
         load(path, graph_of("gpt"))
@@ -107,17 +107,30 @@ def test_a_region_of_the_users_model_is_taken_in_or_left_alone():
 
     assert {regions[op.name] for op in graph.ops if op.module_path.startswith("blocks.0")} == {"r0"}
     assert {regions[op.name] for op in graph.ops if op.module_path.startswith("blocks.1")} == {"recompute blocks.1"}
-    with pytest.raises(PlanError, match="but the model checkpoints a region that reaches beyond it, to blocks.0"):
+    with pytest.raises(PlanError, match="but the model checkpoints a region that reaches beyond it"):
         regions_of(graph, ["blocks.0.attn"])
 
 
-def test_every_call_of_a_module_is_a_region():
-    graph = graph_of("repeated")
-    path = next(op.module_path for op in graph.ops if "linear" in op.target).split(".")[0]
-    regions = regions_of(graph, [path])
+class Again(nn.Module):
+    """One block called four times in a row."""
 
-    assert sorted(set(regions.values())) == [f"recompute {path}", *(f"recompute {path}@{at}" for at in (1, 2, 3))]
-    assert len({list(regions.values()).count(region) for region in regions.values()}) == 1
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        for _ in range(4):
+            x = x + self.block(x)
+        return x.square().mean()
+
+
+def test_every_call_of_a_module_is_a_region():
+    graph = capture(Again(), (torch.randn(2, 4),), {}).graph
+    regions = list(regions_of(graph, ["block"]).values())
+
+    wanted = ["recompute block", "recompute block@1", "recompute block@2", "recompute block@3"]
+    assert sorted(set(regions)) == wanted
+    assert len({regions.count(region) for region in wanted}) == 1
 
 
 class Remembering(nn.Module):
@@ -137,7 +150,7 @@ def test_a_module_that_reads_a_buffer_which_the_step_changes_is_refused():
     module = nn.Sequential(nn.Linear(4, 4), Remembering())
     graph = capture(module, (torch.randn(2, 4),), {}).graph
 
-    with pytest.raises(PlanError, match="reads the buffer '1.scale', which the step changes before backward"):
+    with pytest.raises(PlanError, match=r"reads the buffer '1\.scale', which the step changes before backward"):
         regions_of(graph, ["1"])
     assert regions_of(graph, ["0"])
 
