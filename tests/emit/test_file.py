@@ -9,7 +9,12 @@ from itertools import pairwise
 
 import pytest
 
+from shardwright.emit import emit
+from shardwright.lower import lower
+from shardwright.rules import analyse
 from tests.emit.emitted import deep_text, text_of
+from tests.plan.graphs import deep_gpt
+from tests.plan.recomputing import plan_of
 
 NAMES = ["gpt", "gqa_fused", "rotary", "hf_llama", "resnet", "unet", "checkpointed_gpt", "regularized", "contrastive"]
 PLANS = ["tp=2", "dp=2", "zero3=2,tp=2"]
@@ -105,6 +110,50 @@ def test_a_region_that_the_model_recomputes_is_a_method_run_by_recompute():
 
     assert "runtime.recompute(self.block, at, " in text
     assert text.count("F.scaled_dot_product_attention") == 1
+
+
+def recomputed(plan: str, *paths: str) -> str:
+    graph = deep_gpt(6)
+    facts = analyse(graph)
+    return emit(lower(graph, plan_of(graph, plan, *paths, facts=facts), facts)).text
+
+
+def test_layers_that_are_all_recomputed_are_one_method_and_a_loop():
+    text = text_of("tp=2,recompute")
+
+    assert "        for at in self.blocks:\n            x = runtime.recompute(self.block, at, x)\n" in text
+    assert list(methods(text)) == ["constants", "block", "forward"]
+
+
+def test_layers_of_which_some_are_recomputed_are_one_method_and_two_loops():
+    text = recomputed("sp=2", "blocks.0", "blocks.1", "blocks.2")
+
+    assert "        for at in self.blocks[0:3]:\n            x = runtime.recompute(self.block, at, x)\n" in text
+    assert "        for at in self.blocks[3:6]:\n            x = self.block(at, x)\n" in text
+    assert list(methods(text)) == ["constants", "block", "forward"]
+
+
+def test_one_layer_that_is_recomputed_shares_the_method_of_the_others():
+    text = recomputed("tp=2", "blocks.2")
+
+    assert "runtime.recompute(self.block, self.blocks[2], x)" in text
+    assert list(methods(text)) == ["constants", "block", "forward"]
+
+
+def test_a_part_of_each_layer_is_a_method_that_the_layer_calls_and_is_gathered_for_outside():
+    text = recomputed("sp=2", *(f"blocks.{at}.attn" for at in range(6)))
+
+    assert list(methods(text)) == ["constants", "attn", "block", "forward"]
+    assert "proj = runtime.recompute(self.attn, at, ln1)" in text
+    assert "gather" not in text[text.index("def attn") : text.index("def block")]
+    assert text.count("runtime.recompute") == 1
+
+
+def test_a_region_of_several_layers_is_a_method_with_their_loop():
+    text = recomputed("dp=2", "blocks")
+
+    assert "        for at in self.blocks:\n            x = self.block(at, x)\n        return x\n" in text
+    assert "runtime.recompute(self.recomputed_blocks, x)" in text
 
 
 def test_zero3_opens_units_in_the_order_of_the_list():

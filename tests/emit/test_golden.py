@@ -17,7 +17,14 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gpt", "tp=2"), ("gpt", "dp=2,tp=2"), ("gqa_fused", "tp=2"), ("gpt", "zero3=2"), ("resnet", "dp=2")],
+    [
+        ("gpt", "tp=2"),
+        ("gpt", "dp=2,tp=2"),
+        ("gqa_fused", "tp=2"),
+        ("gpt", "zero3=2"),
+        ("resnet", "dp=2"),
+        ("gpt", "zero3=2,recompute"),
+    ],
 )
 def test_the_text_is_the_one_that_was_last_looked_at(name, plan):
     path = GOLDEN / f"{name}-{plan.replace('=', '').replace(',', '-')}.py.txt"

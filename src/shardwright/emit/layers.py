@@ -124,8 +124,8 @@ class Folder:
         self.maker: dict[str, range] = {}  # the numbers of the ops of the run that makes a value
         self.methods: list[Method] = []
         self.layers: dict[Any, Method] = {}  # by what a layer does and gives
-        self.names: set[str] = {*RESERVED, *program.mesh.names, *(key.split(".")[0] for key in self.keys.values())}
-        self.names.update(program.graph.branches)
+        self.tops = {*RESERVED, *program.mesh.names, *(key.split(".")[0] for key in self.keys.values())}
+        self.names = {*self.tops, *program.graph.branches}
         self.totals: dict[str, int] = {}
         for op in program.body:
             found = layer_of(op.module_path)
@@ -353,8 +353,9 @@ class Folder:
             if name in self.needed or any(self.program.body[r].name not in own for r in self.readers.get(name, ()))
         ]
         path = region_path(ops[0].region or "")
+        word = "" if path is None else _word(path)
         method = Method(
-            name=self._free("recomputed" if path is None else _word(path)),
+            name=self._free(word if word and word not in self.tops else f"recomputed_{word}".rstrip("_")),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             items=tuple(items),
@@ -375,4 +376,4 @@ def _word(path: str) -> str:
     outer, _, word = path.rpartition(".")
     if word.isdigit():
         return _singular(outer)
-    return word if word.isidentifier() else "recomputed"
+    return word if word.isidentifier() else ""

@@ -72,9 +72,12 @@ def faults_of(graph: Graph, path: str) -> list[str]:
         if beyond is not None:
             faults.append(f"but the model checkpoints a region that reaches beyond it, to {beyond}; leave that to it")
     changed = {buffer.value: buffer.key for buffer in graph.buffers if buffer.update is not None}
+    updates = {buffer.update for buffer in graph.buffers}
     for op in ops:
-        if "batch_norm" in op.target or not any(graph.users[name] for name in op.outputs):
-            continue  # a batch norm that trains only writes its buffers
+        if "batch_norm" in op.target:  # one that trains only writes its buffers
+            continue
+        if all(name in updates and not graph.users[name] for name in op.outputs):  # backward has no use for it
+            continue
         for key in (changed[name] for name in op.inputs if name in changed):
             faults.append(f"where {op} reads the buffer {key!r}, which the step changes before backward")
     return faults

@@ -49,7 +49,28 @@ def totals(program: Program) -> tuple[Total, ...]:
     )
 
 
+KEEP_NOTHING = frozenset(
+    "add sub neg clone view reshape _unsafe_view transpose permute split split_with_sizes unbind chunk slice select "
+    "unsqueeze squeeze expand t contiguous".split()
+)
+"""Ops whose backward reads no value."""
+
+
+def runs_again(program: Program) -> set[str]:
+    """The ops that backward runs again: those of a region up to the last one that keeps something."""
+    found: set[str] = set()
+    pending: dict[str, list[str]] = {}
+    for op in program.body:
+        if op.region is not None:
+            pending.setdefault(op.region, []).append(op.name)
+            keeps = not op.target.startswith("comm.") and op.target.split(".")[1] not in KEEP_NOTHING
+            if keeps and any(program.values[name].gradient for name in op.outputs):
+                found.update(pending.pop(op.region))
+    return found
+
+
 def _of_converters(program: Program) -> Iterator[Sent]:
+    again = runs_again(program)
     for op in program.body:
         kind = converter_of(op)
         if kind is None:
@@ -61,6 +82,8 @@ def _of_converters(program: Program) -> Iterator[Sent]:
             size *= math.prod(program.mesh.sizes[axis] for axis in axes)
         if forward:
             yield Sent(when="forward", collective=forward, axes=axes, bytes=size)
+        if forward and op.name in again and program.graph.entry.startswith("train"):
+            yield Sent(when="backward", collective=forward, axes=axes, bytes=size)
         if backward and value.gradient and program.graph.entry.startswith("train"):
             yield Sent(when="backward", collective=backward, axes=axes, bytes=size)
 

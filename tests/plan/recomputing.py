@@ -1,0 +1,25 @@
+"""Plans that recompute modules which a test names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwright.ir import Graph
+from shardwright.plan import POLICIES, Draft, Plan, read_request
+from shardwright.rules import Analysis
+
+
+def plan_of(graph: Graph, text: str, *paths: str, facts: Analysis | None = None) -> Plan:
+    """The plan of a plan string, with modules that are recomputed."""
+    request = read_request(text)
+    draft = Draft(graph, request.mesh, facts)
+    for name, axis in request.parts:
+        POLICIES[name](draft, axis)
+    for path in paths:
+        draft.recompute(path)
+    return draft.finish(str(request))
+
+
+def recomputing(text: str, *paths: str) -> Callable[[Graph, int], Plan]:
+    """The same as a policy, for `verify` and `parallelize`."""
+    return lambda graph, world: plan_of(graph, text, *paths)
