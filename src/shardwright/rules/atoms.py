@@ -215,7 +215,7 @@ class Atoms:
             left[other] //= parts
             if other == atom:
                 blocks = (Block(block.outer, block.size // parts, block.inner),)
-            elif held.outer * held.size <= block.outer:
+            elif held.outer * held.size <= found[1][0].outer:
                 blocks = (Block(block.outer // parts, block.size, block.inner),)
             else:
                 blocks = (Block(block.outer, block.size, block.inner // parts),)

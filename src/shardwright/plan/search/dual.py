@@ -78,6 +78,7 @@ class Dual:
     problem: Problem
     elimination: Elimination
     limited: bool  # whether the memory limit counts
+    hint: Floats | None = None  # multipliers that were good for a problem like this one
     points: list[Point] = field(default_factory=list)
     bound: float = -math.inf
     ceiling: float = math.inf  # no y gives more than this
@@ -102,6 +103,8 @@ class Dual:
             if not self.problem.fits(self.least_memory):
                 self.bound = math.inf
                 return
+        if self.hint is not None and len(self.hint) == len(origin):
+            yield self.solve(self.hint)
         for y in self._middles(origin):
             yield self.solve(y)
         for _ in range(MOST_STEPS):

@@ -48,12 +48,14 @@ def solve(
     stop: Stop | None = None,
     progress: Progress | None = None,
     aim: float = 0.001,
+    hint: Floats | None = None,
 ) -> Solution:
     """The fastest states within the limit, and how near to the best they are known to be.
 
-    Ends early when the bound exceeds `upper`, when `stop()` says so, or when the gap is at most `aim`.
+    Ends early when the bound exceeds `upper`, when `stop()` says so, or when the gap is at most `aim`. `hint` are the
+    multipliers of a solution of a problem like this one: with them the bound is good from the start.
     """
-    search = _Search(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim)
+    search = _Search(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim, hint)
     try:
         eliminate(problem)
     except TooWide as reason:
@@ -68,12 +70,14 @@ class _Search:
     stop: Stop
     progress: Progress
     aim: float
+    hint: Floats | None
     best: Point | None = None
     bound: float = -math.inf
     stopped: bool = False
 
     def run(self) -> Solution:
-        dual = Dual(self.problem, eliminate(self.problem), limited=math.isfinite(self.problem.limit))
+        limited = math.isfinite(self.problem.limit)
+        dual = Dual(self.problem, eliminate(self.problem), limited=limited, hint=self.hint)
         for point in dual.steps():
             self.offer(point)
             self.mix(dual, self.best, point)
@@ -90,11 +94,13 @@ class _Search:
         """Whether to stop here. Something that fits is found first: at most one more solve."""
         self.bound = max(self.bound, bound)
         self.progress(math.inf if self.best is None else self.best.time, self.bound)
+        if self.bound > self.upper:
+            return True
         if self.best is None:
             return False
         self.stopped = self.stopped or self.stop()
         near = self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
-        return self.stopped or near or self.bound > self.upper
+        return self.stopped or near
 
     def offer(self, point: Point | None) -> None:
         if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
