@@ -107,17 +107,16 @@ class Dual:
             yield self.solve(self.hint)
         for y in self._middles(origin):
             yield self.solve(y)
+        share = 0.5
+        self.ceiling, y = self.highest()
         for _ in range(MOST_STEPS):
-            top, y = self.highest()
-            self.ceiling = min(self.ceiling, top)
             if self.closed:
                 return
             wide = self.ceiling - self.bound
-            for share in (0.5, 1.0):  # halfway is calmer, all the way is sure to cut
-                yield self.solve(self.best + share * (y - self.best))
-                self.ceiling = min(self.ceiling, self.highest()[0])
-                if self.ceiling - self.bound < 0.7 * wide:
-                    break
+            yield self.solve(self.best + share * (y - self.best))
+            self.ceiling, y = self.highest()
+            gained = self.ceiling - self.bound < 0.7 * wide
+            share = 0.5 if gained else 1.0  # halfway is calmer, all the way is sure to cut
 
     @property
     def closed(self) -> bool:

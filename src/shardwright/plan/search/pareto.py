@@ -1,16 +1,17 @@
-"""All that could still be better than the best point, exactly: fronts of linear forms, cell by cell.
+"""All that is at most so much slower than the bound, exactly: fronts of linear forms, cell by cell.
 
 The same steps as the elimination's, but a cell holds every vector of (forms of time, memory) that is not dominated
 by another of the cell, since which of them is best shows only in the end (time has a max in it, memory a limit).
 
-What keeps fronts short is the bound. With the tables M of the elimination at the best weights, a vector v of a cell c
-that belongs to any point within the limit has
+What keeps fronts short is the bound. Let M be the tables of the elimination at the best weights. Through a cell c of
+a table no point is better, by these weights, than bound + detour[c] (`_detours`, from the last step backwards); and a
+vector v of the cell lies another
 
-    bound + (weights . v - M[c])  <=  time of that point                                     the excess of v
+    excess(v) = weights . v - M[c]  >=  0
 
-because M[c] is the least that stands in its place. So what exceeds `gap` = best time - bound goes (`_Fronts.expand`),
-and the excesses of the inputs add up along the way. Where the gap is small, little is left of the largest problem;
-where it is not, `TooMany` says so.
+above that. By these weights a point within the limit is never slower than its time. So what has detour + excess > gap
+belongs to no point with a time up to bound + gap, and goes (`Fronts.expand`). Excesses of a step's inputs add up.
+Where the gap is small, little is left of the largest problem; where it is not, `TooMany` says so.
 
 Vectors are rounded to a grid so fine that it does not matter and so coarse that their sums are exact: equal layers
 in another order give equal vectors, and equal vectors are one.
@@ -28,11 +29,12 @@ from numpy.typing import NDArray
 
 from ...errors import PlanError
 from .dual import Dual
-from .elimination import Elimination, Run, Step, add
+from .elimination import Elimination, Step, add
 from .problem import ROUNDING, Floats, Ints, Point, Problem
 
-MOST_ROWS = 2**22  # vectors looked at in all
-MOST_COMPARED = 2**28  # pairs of vectors compared in one step
+MOST_CELLS = 2**23  # of a step
+MOST_ROWS = 2**21  # vectors looked at in all
+MOST_COMPARED = 2**25  # pairs of vectors compared in one step
 EXACT_BITS = 48  # of a sum, so that sums of grid points are exact
 
 
@@ -40,9 +42,8 @@ class TooMany(PlanError):
     """The fronts would be too long."""
 
 
-@dataclass(frozen=True)
-class Found:
-    point: Point | None  # None: nothing is better than what is known
+class Stopped(PlanError):
+    """The search was told to stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +55,6 @@ class Front:
     excess: Floats
     state: Ints  # of the variable that was eliminated
     origin: Ints  # the vector of each input that this one is made of: [vector, input]
-
-
-def search_front(dual: Dual, best: float, stop: Callable[[], bool]) -> Found | None:
-    """The best point if it is better than `best`. None if it was stopped; TooMany if it is too much."""
-    fronts = _Fronts(dual, best)
-    for step in dual.elimination.steps:
-        if stop():
-            return None
-        fronts.expand(step)
-    return Found(fronts.best_point())
 
 
 class _Forms:
@@ -86,15 +77,35 @@ class _Forms:
         return total
 
 
-class _Fronts:
-    def __init__(self, dual: Dual, best: float) -> None:
+class Fronts:
+    """The search for a problem at the best weights of its dual, for one gap after the other."""
+
+    def __init__(self, dual: Dual) -> None:
         self.problem, self.limited = dual.problem, dual.limited
         self.elimination: Elimination = dual.elimination
-        self.run: Run = self.elimination.run(dual.space.weights(dual.best))
-        self.gap = best - dual.bound + ROUNDING * abs(best)
+        if (most := max(math.prod(step.shape) for step in self.elimination.steps)) > MOST_CELLS:
+            raise TooMany(f"a step of the exact search has {most:,} cells, more than {MOST_CELLS:,}")
+        self.tables = self.elimination.run(dual.space.weights(dual.best)).tables
+        self.detours = _detours(self.elimination, self.tables)
+        self.rounding = ROUNDING * abs(dual.bound)
         self.forms = _Forms(dual.problem, dual.limited)
+        self.leaves = self._leaves()
+
+    def search(self, gap: float, stop: Callable[[], bool], thin: int | None = None) -> Point | None:
+        """The best point with a time up to bound + gap, if there is one; maybe one that is slower.
+
+        With `thin`, no cell keeps more vectors than that, and what is found need not be the best. TooMany if it is
+        too much, Stopped if it is told to.
+        """
+        self.thin = thin
+        self.gap = gap + self.rounding
         self.rows = 0
-        self.fronts = self._leaves()
+        self.fronts = list(self.leaves)
+        for step in self.elimination.steps:
+            if stop():
+                raise Stopped
+            self.expand(step)
+        return self._best_point()
 
     def _leaves(self) -> list[Front]:
         """One vector for each cell, rounded to the grid; forbidden cells are never asked for."""
@@ -105,19 +116,18 @@ class _Fronts:
         most = sum(len(group.rows) * np.abs(part).max(axis=0) for group, part in zip(groups, parts, strict=True))
         grid = 2.0 ** (np.ceil(np.log2(np.maximum(most, 1e-300))) - EXACT_BITS)
         none = np.zeros(0, dtype=np.intp)
-        return [
+        return [  # their detours are not asked for: a step looks at its own first
             Front(np.arange(n + 1), np.round(part / grid) * grid, np.zeros(n), none, none)
             for n, part in zip(lengths, parts, strict=True)
         ]
 
     def expand(self, step: Step) -> None:
         """The front of the next step."""
-        tables = self.run.tables
-        lowest = tables[len(self.fronts)]
-        full = add([given.view(tables) for given in step.inputs])
-        alive = np.isfinite(full) & (full <= lowest + self.gap)
-        cells = np.nonzero(alive)
-        which, excess = np.arange(len(cells[0])), (full - np.where(np.isfinite(lowest), lowest, 0.0))[cells]
+        tables, node = self.tables, len(self.fronts)
+        above = _above(step, tables, tables[node])
+        cells = np.nonzero(above + self.detours[node] <= self.gap)
+        which, excess = np.arange(len(cells[0])), above[cells]
+        allowed = self.gap - np.broadcast_to(self.detours[node], step.shape)[cells]
         values = np.zeros((len(which), len(self.forms.rows)))
         origins: list[Ints] = []
         for given in step.inputs:
@@ -126,15 +136,15 @@ class _Fronts:
             cell = np.ravel_multi_index([cells[place] for place in given.places], shape)[which]
             again, vector = self._join(front, np.asarray(cell))
             total = excess[again] + front.excess[vector]
-            keep = total <= self.gap
+            keep = total <= allowed[which[again]]
             again, vector = again[keep], vector[keep]
             which, excess = which[again], total[keep]
             values = values[again] + front.values[vector]
             origins = [*(origin[again] for origin in origins), vector]
         rest = cells[1:]
         out = np.ravel_multi_index(rest, step.shape[1:])[which] if rest else np.zeros(len(which), dtype=np.intp)
-        kept = nondominated(np.asarray(out), values)
-        start = np.searchsorted(out[kept], np.arange(lowest.size + 1))
+        kept = self._keep(np.asarray(out), values)
+        start = np.searchsorted(out[kept], np.arange(tables[node].size + 1))
         origin = np.stack([each[kept] for each in origins], axis=1)
         self.fronts.append(Front(start, values[kept], excess[kept], cells[0][which[kept]], origin))
 
@@ -148,7 +158,11 @@ class _Fronts:
         within = np.arange(len(again)) - np.repeat(np.cumsum(counts) - counts, counts)
         return again, front.start[cell][again] + within
 
-    def best_point(self) -> Point | None:
+    def _keep(self, group: Ints, values: Floats) -> Ints:
+        kept = nondominated(group, values)
+        return kept if self.thin is None else kept[spread(group[kept], self.thin)]
+
+    def _best_point(self) -> Point | None:
         """The best vector of all parts together that fits, as states."""
         values, excess = np.zeros((1, len(self.forms.rows))), np.zeros(1)
         trail: list[tuple[int, int, Ints, Ints]] = []  # table, which of its places, vector so far, vector of the part
@@ -159,7 +173,7 @@ class _Fronts:
                 total = excess[before] + front.excess[vector]
                 keep = total <= self.gap
                 values = values[before[keep]] + front.values[vector[keep]]
-                kept = nondominated(np.zeros(len(values), dtype=np.intp), values)
+                kept = self._keep(np.zeros(len(values), dtype=np.intp), values)
                 values, excess = values[kept], total[keep][kept]
                 trail.append((node, place, before[keep][kept], vector[keep][kept]))
         fits = self.problem.fits(values[:, -1]) if self.limited else np.ones(len(values), dtype=bool)
@@ -193,6 +207,39 @@ class _Fronts:
         return states
 
 
+def _above(step: Step, tables: list[Floats], lowest: Floats) -> Floats:
+    """How much each state of the variable is above the best, in each cell; infinite where it is forbidden."""
+    full = add([given.view(tables) for given in step.inputs])
+    return np.where(np.isfinite(full), full - np.where(np.isfinite(lowest), lowest, 0.0), np.inf)
+
+
+def _detours(elimination: Elimination, tables: list[Floats]) -> list[Floats]:
+    """For each cell of each table how much worse than the best everything through it is, wherever the table stands."""
+    detours = [np.full(table.shape, np.inf) for table in tables]
+    for node, _ in elimination.roots:
+        detours[node] = np.zeros(())
+    leaves = len(elimination.groups)
+    for node in range(len(tables) - 1, leaves - 1, -1):
+        step = elimination.steps[node - leaves]
+        through = _above(step, tables, tables[node]) + detours[node]
+        for given in step.inputs:
+            others = tuple(axis for axis in range(through.ndim) if axis not in given.places)
+            least = through.min(axis=others)  # its axes in the step's order
+            own = np.minimum(detours[given.node], least.transpose(np.argsort(given.axes)))
+            detours[given.node] = own
+    return detours
+
+
+def spread(group: Ints, most: int) -> NDArray[np.bool_]:
+    """Which rows to keep so that no group has more than `most`: evenly from its first to its last."""
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    sizes = np.diff(first, append=len(group))
+    place, size = np.arange(len(group)) - np.repeat(first, sizes), np.repeat(sizes, sizes)
+    slot = place * (most - 1) // np.maximum(size - 1, 1)
+    kept: NDArray[np.bool_] = (size <= most) | (place == 0) | (slot != np.roll(slot, 1))
+    return kept
+
+
 def nondominated(group: Ints, values: Floats) -> Ints:
     """The rows that no other row of their group is as good as in everything, sorted by group; equal rows once."""
     order = np.lexsort((*values.T[::-1], group))
@@ -214,7 +261,10 @@ def nondominated(group: Ints, values: Floats) -> Ints:
 def _beaten(values: Floats, place: Ints, distances: range) -> NDArray[np.bool_]:
     """Which rows are no better in anything than the row some distances before them in their group."""
     beaten = np.zeros(len(values), dtype=bool)
+    later = np.arange(len(values))
     for distance in distances:
-        later = np.flatnonzero((place >= distance) & ~beaten)
-        beaten[later] = (values[later - distance] <= values[later]).all(axis=1)
+        later = later[place[later] >= distance]
+        lost = (values[later - distance] <= values[later]).all(axis=1)
+        beaten[later[lost]] = True
+        later = later[~lost]
     return beaten

@@ -19,11 +19,14 @@ import numpy as np
 from .dual import Dual
 from .elimination import TooWide, eliminate
 from .ilp import least_of_each, solve_ilp
-from .pareto import TooMany, search_front
+from .narrow import narrow
+from .pareto import Fronts, Stopped, TooMany
 from .problem import ROUNDING, Point, Problem, Solution
 from .recombine import recombine
 
 QUICK = 6  # solves of `relax`
+WIDER = 6  # how often the gap of the exact search doubles, at most
+THIN = (256, 64, 16)  # vectors of a cell in a mix of points
 POOL = 6  # points of which all pairs are mixed
 
 Stop = Callable[[], bool]
@@ -85,9 +88,10 @@ class _Search:
                 break
         self.bound = max(self.bound, dual.bound)
         if self.best is not None and not self.done(dual.bound):
-            self.mix_pool(dual)
-            if not self.done(dual.bound):
-                self.search_front(dual)
+            for improve in (self.mix_pool, self.splice, self.search_front):
+                improve(dual)
+                if self.done(dual.bound):
+                    break
         return self.solution(dual)
 
     def done(self, bound: float) -> bool:
@@ -110,11 +114,15 @@ class _Search:
         if one is not None and one is not other:
             self.offer(recombine(self.problem, one, other, dual.space.of_time(dual.best)))
 
-    def mix_pool(self, dual: Dual) -> None:
-        """Mix all pairs of the points that are least at the best weights, and the best point with each."""
+    def pool(self, dual: Dual) -> list[Point]:
+        """The points that are least at the best weights."""
         y = np.concatenate([[1.0], dual.best])
-        near = sorted(range(len(dual.points)), key=lambda i: float(dual.cuts[i] @ y))[:POOL]
-        pool = [dual.points[i] for i in near]
+        near = sorted(range(len(dual.points)), key=lambda i: float(dual.cuts[i] @ y))
+        return [dual.points[i] for i in near[:POOL]]
+
+    def mix_pool(self, dual: Dual) -> None:
+        """Mix all pairs of the pool, and the best point with each."""
+        pool = self.pool(dual)
         for one, other in combinations(pool, 2):
             self.mix(dual, one, other)
         before = math.inf
@@ -123,18 +131,39 @@ class _Search:
             for other in pool:
                 self.mix(dual, self.best, other)
 
-    def search_front(self, dual: Dual) -> None:
-        """Whatever could still be better than the best, exactly."""
+    def splice(self, dual: Dual) -> None:
+        """Mix the pool and the best point in every way, as far as fronts of some length show it."""
         assert self.best is not None
+        small = narrow(self.problem, self.pool(dual)[: len(dual.best) + 1])
+        inside = Dual(small.problem, eliminate(small.problem), dual.limited)
+        inside.solve(dual.best)
+        gap = max(self.best.time - inside.bound, 0.0)
+        for thin in THIN:
+            try:
+                found = Fronts(inside).search(gap / 4, self.stop, thin)
+            except TooMany:
+                continue
+            except Stopped:
+                self.stopped = True
+                return
+            if found is not None:
+                self.offer(self.problem.point(small.widen(found.states)))
+            return
+
+    def search_front(self, dual: Dual) -> None:
+        """All that is within a gap of the bound: a small gap first, then wider ones, until the best is among it."""
+        assert self.best is not None
+        gap = (self.best.time - dual.bound) / 2**WIDER
         try:
-            found = search_front(dual, self.best.time, self.stop)
+            fronts = Fronts(dual)
+            while not self.done(self.bound):
+                self.offer(fronts.search(gap, self.stop))
+                self.bound = min(self.best.time, dual.bound + gap)  # all that is faster would have been found
+                gap *= 2
         except TooMany:
             return
-        if found is None:
+        except Stopped:
             self.stopped = True
-        else:
-            self.offer(found.point)
-            self.bound = self.best.time
 
     def solution(self, dual: Dual) -> Solution:
         best = self.best
