@@ -17,12 +17,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ..cluster import Cluster
 from ..cost import Training, flops, is_product
 from ..cost.moves import Moves
+from ..cost.peak import peak
 from ..cost.resources import memory, phases
 from ..errors import PlanError
-from ..ir import Graph
 from ..layout import Axis, Mesh
 from ..rules import Analysis
 from .draft import Draft
@@ -36,6 +38,9 @@ from .skeleton import Skeleton
 from .spaces import Spaces
 from .tables import Tables
 
+ATTEMPTS = 4
+"""How often a mesh is solved until it fits: what comes and goes in a step is known only when there is one."""
+
 Progress = Callable[[str, float], None]
 """Called with what is being looked at, and the best time so far in seconds (infinity if there is none)."""
 
@@ -48,13 +53,15 @@ class Wishes:
     recompute     whether layers may be recomputed
     seconds       how long to search at most
     aim           the relative gap at which a mesh is solved well enough
+    slack         what another mesh must be better by, relatively, to be worth a look
     data_only     every axis splits the batch
     """
 
     memory: float | None = None
     recompute: bool = True
     seconds: float = math.inf
-    aim: float = 0.001
+    aim: float = 0.002
+    slack: float = 0.005
     data_only: bool = False
 
 
@@ -66,7 +73,7 @@ class Looked:
     bound: float
     tables: Tables
     solution: Solution | None = None
-    recompute: bool = False
+    again: Tables | None = None  # with layers that may be recomputed
 
     @property
     def time(self) -> float:
@@ -111,45 +118,113 @@ def search(
     progress: Progress | None = None,
 ) -> Found:
     """The best plan for a graph on a cluster."""
-    wishes = wishes or Wishes()
-    began = time.monotonic()
-    limit = wishes.memory if wishes.memory is not None else cluster.memory * (1.0 - training.margin)
+    return _Search(facts, cluster, training, wishes or Wishes(), progress or (lambda what, best: None)).run(size)
 
-    def late() -> bool:
-        return time.monotonic() - began > wishes.seconds
 
-    kinds = Kinds(facts, training)
-    plain = Skeleton(kinds)
-    looked: list[Looked] = []
-    for candidate in candidates(cluster, size, data_only=wishes.data_only):
-        tables = make_tables(plain, cluster, candidate, wishes.data_only)
-        bound = relax(_problem(tables, cluster, math.inf))
-        looked.append(Looked(candidate=candidate, bound=bound, tables=tables))
-        if progress is not None:
-            progress(f"bounded {candidate}", math.inf)
-        if late():
-            break
-    again = _Later(lambda: Skeleton(kinds, recomputable(facts.graph)))
-    order = sorted(range(len(looked)), key=lambda at: looked[at].bound)
-    best: Looked | None = None
-    stopped = False
-    for at in order:
-        upper = best.solution.time if best is not None and best.solution is not None else math.inf
-        if looked[at].bound >= upper * (1 - 1e-9):
-            break
-        if late() and best is not None:
-            stopped = True
-            break
-        looked[at] = _solve(looked[at], again, cluster, wishes, limit, upper, late)
-        solution = looked[at].solution
-        if solution is not None and solution.states is not None and solution.time < upper:
-            best = looked[at]
-        if progress is not None:
-            progress(f"solved {looked[at].candidate}", best.solution.time if best and best.solution else math.inf)
-    if best is None:
-        raise _nothing_fits(facts, looked, limit)
-    stopped = stopped or bool(best.solution and best.solution.stopped)
-    return _found(facts, cluster, best, looked, began, stopped)
+class _Search:
+    """One search. What it learns on one mesh (`hints`, `reserve`) helps on the next."""
+
+    def __init__(
+        self, facts: Analysis, cluster: Cluster, training: Training, wishes: Wishes, progress: Progress
+    ) -> None:
+        self.facts, self.cluster, self.training, self.wishes, self.progress = facts, cluster, training, wishes, progress
+        self.began = time.monotonic()
+        self.limit = wishes.memory if wishes.memory is not None else cluster.memory * (1.0 - training.margin)
+        self.reserve = 0.0  # bytes that come and go, which sums of what is kept do not see
+        self.hints: dict[bool, np.ndarray] = {}
+        self.kinds = Kinds(facts, training)
+        self.plain = Skeleton(self.kinds)
+        self.best: Looked | None = None
+
+    @cached_property
+    def recomputing(self) -> Skeleton:
+        return Skeleton(self.kinds, recomputable(self.facts) if self.wishes.recompute else {})
+
+    def late(self) -> bool:
+        return time.monotonic() - self.began > self.wishes.seconds
+
+    def run(self, size: int | None) -> Found:
+        looked: list[Looked] = []
+        for candidate in candidates(self.cluster, size, data_only=self.wishes.data_only):
+            tables = make_tables(self.plain, self.cluster, candidate, self.wishes.data_only)
+            bound = relax(_problem(tables, self.cluster, math.inf))
+            looked.append(Looked(candidate=candidate, bound=bound, tables=tables))
+            self.progress(f"bounded {candidate}", math.inf)
+            if self.late():
+                break
+        stopped = False
+        for at in sorted(range(len(looked)), key=lambda at: looked[at].bound):
+            if looked[at].bound >= self.upper:
+                break
+            if self.late() and self.best is not None:
+                stopped = True
+                break
+            looked[at] = self._fit(looked[at])
+            self.progress(f"solved {looked[at].candidate}", self.best.time if self.best is not None else math.inf)
+        if self.best is None:
+            raise _nothing_fits(self.facts, looked, self.limit - self.reserve)
+        return self._found(self.best, looked, stopped)
+
+    @property
+    def upper(self) -> float:
+        """What another mesh must stay below to be worth a look."""
+        return self.best.time * (1 - self.wishes.slack) if self.best is not None else math.inf
+
+    def _fit(self, looked: Looked) -> Looked:
+        """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
+        for _ in range(ATTEMPTS):
+            looked = self._solve(looked)
+            if looked.solution is None or looked.solution.states is None:
+                return looked
+            if self.best is not None and looked.time >= self.best.time:
+                return looked
+            held = self._peak(looked)
+            if held <= self.limit:
+                self.best = looked
+                return looked
+            self.reserve = max(self.reserve, (held - looked.solution.memory) * 1.01)
+        return replace(looked, solution=replace(looked.solution, states=None)) if looked.solution else looked
+
+    def _peak(self, looked: Looked) -> float:
+        assert looked.solution is not None and looked.solution.states is not None
+        states, tables = looked.solution.states, looked.tables
+        choices, storage, recompute = tables.choices(states), tables.storage(states), tables.recompute(states)
+        return peak(self.facts, tables.mesh, choices, storage, self.training, recompute).peak
+
+    def _solve(self, looked: Looked) -> Looked:
+        """Recomputing is looked at only where memory is short: it never makes a step faster."""
+        wishes, upper, limit = self.wishes, self.upper, self.limit - self.reserve
+        solution = self._solved(looked.tables, limit, upper, False)
+        plain = replace(looked, solution=solution)
+        short = solution.states is None or solution.time > looked.bound * (1 + wishes.aim)
+        if not short or not self.recomputing.layers:
+            return plain
+        tables = looked.again or make_tables(self.recomputing, self.cluster, looked.candidate, wishes.data_only)
+        plain = replace(plain, again=tables)
+        again = self._solved(tables, limit, min(upper, solution.time), True)
+        if again.states is None or again.time >= solution.time:
+            lower = min(solution.bound, again.bound)
+            return replace(plain, solution=replace(solution, bound=lower, least_memory=again.least_memory))
+        return replace(plain, tables=tables, solution=again)
+
+    def _solved(self, tables: Tables, limit: float, upper: float, recompute: bool) -> Solution:
+        problem, hint = _problem(tables, self.cluster, limit), self.hints.get(recompute)
+        found = solve(problem, upper=upper, stop=self.late, aim=self.wishes.aim, hint=hint)
+        if found.multipliers is not None:
+            self.hints[recompute] = found.multipliers
+        return found
+
+    def _found(self, best: Looked, looked: Sequence[Looked], stopped: bool) -> Found:
+        assert best.solution is not None
+        bound = min(one.solution.bound if one.solution is not None else one.bound for one in looked)
+        return Found(
+            plan=_plan(self.facts, self.cluster, best),
+            best=best,
+            looked=tuple(looked),
+            bound=min(bound, best.time),
+            seconds=time.monotonic() - self.began,
+            stopped=stopped or best.solution.stopped,
+        )
 
 
 def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
@@ -183,21 +258,27 @@ def make_tables(skeleton: Skeleton, cluster: Cluster, candidate: Candidate, rows
     return Tables(skeleton, spaces, Storing(spaces), candidate.data if rows else ())
 
 
-def recomputable(graph: Graph) -> dict[str, tuple[frozenset[str], ...]]:
-    """The repeated layers of a model, and the ways to recompute each: not, its larger parts, all of it."""
-    layers = {layer: dict[str, int]() for layer in layers_of(graph) if not faults_of(graph, layer)}
+def recomputable(facts: Analysis) -> dict[str, tuple[frozenset[str], ...]]:
+    """The repeated layers of a model, and the ways to recompute each.
+
+    Not at all; its parts that have no products, which are cheap to run again; one of those that have; all its parts,
+    each by itself; and the layer as a whole, of which only what enters it is kept.
+    """
+    graph = facts.graph
+    layers = {layer: dict[str, bool]() for layer in layers_of(graph) if not faults_of(graph, layer)}
     for op in graph.ops:
         layer = next((path for path in prefixes(op.module_path) if path in layers), None)
         if layer is not None:
             part = op.module_path[len(layer) + 1 :].split(".")[0]
-            layers[layer][part] = layers[layer].get(part, 0) + 1
+            if part:
+                path, product = f"{layer}.{part}", is_product(facts.signatures[op.name])
+                layers[layer][path] = layers[layer].get(path, False) or product
     found = {}
-    for layer, counts in layers.items():
-        parts = sorted(name for name, count in counts.items() if name and count >= 3)[:3]
-        ways = [frozenset[str](), *(frozenset([f"{layer}.{name}"]) for name in parts)]
-        if len(parts) > 1:
-            ways.append(frozenset(f"{layer}.{name}" for name in parts))
-        found[layer] = (*ways, frozenset([layer]))
+    for layer, parts in layers.items():
+        cheap = frozenset(path for path, product in parts.items() if not product)
+        dear = [path for path, product in parts.items() if product][:3]
+        ways = [frozenset[str](), cheap, *(frozenset([path]) for path in dear), frozenset(parts), frozenset([layer])]
+        found[layer] = tuple(dict.fromkeys(ways))
     return found
 
 
@@ -209,59 +290,6 @@ def _problem(tables: Tables, cluster: Cluster, limit: float) -> Problem:
         phases=phases(cluster.overlap, tables.training.accumulate),
         memory=memory(),
         limit=limit,
-    )
-
-
-class _Later:
-    """Something that is made when it is first asked for."""
-
-    def __init__(self, make: Callable[[], Skeleton]) -> None:
-        self._make = make
-
-    @cached_property
-    def skeleton(self) -> Skeleton:
-        return self._make()
-
-
-def _solve(
-    looked: Looked,
-    later: _Later,
-    cluster: Cluster,
-    wishes: Wishes,
-    limit: float,
-    upper: float,
-    late: Callable[[], bool],
-) -> Looked:
-    """Solve one mesh. Recomputing is looked at only where memory is short: it never makes a step faster."""
-    problem = _problem(looked.tables, cluster, limit)
-    solution = solve(problem, upper=upper, stop=late, aim=wishes.aim)
-    plain = replace(looked, solution=solution)
-    short = solution.states is None or solution.time > looked.bound * (1 + wishes.aim)
-    if not (short and wishes.recompute and later.skeleton.layers) or looked.bound >= upper:
-        return plain
-    tables = make_tables(later.skeleton, cluster, looked.candidate, wishes.data_only)
-    upper = min(upper, solution.time) if solution.states is not None else upper
-    again = solve(_problem(tables, cluster, limit), upper=upper, stop=late, aim=wishes.aim)
-    if again.states is None or (solution.states is not None and again.time >= solution.time):
-        lower = min(solution.bound, again.bound)
-        return replace(plain, solution=replace(solution, bound=lower, least_memory=again.least_memory))
-    return replace(plain, tables=tables, solution=again, recompute=True)
-
-
-def _found(
-    facts: Analysis,
-    cluster: Cluster,
-    best: Looked,
-    looked: Sequence[Looked],
-    began: float,
-    stopped: bool,
-) -> Found:
-    assert best.solution is not None and best.solution.states is not None
-    bound = min(one.solution.bound if one.solution is not None else one.bound for one in looked)
-    bound = min(bound, best.solution.time)
-    plan = _plan(facts, cluster, best)
-    return Found(
-        plan=plan, best=best, looked=tuple(looked), bound=bound, seconds=time.monotonic() - began, stopped=stopped
     )
 
 

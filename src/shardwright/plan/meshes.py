@@ -7,7 +7,8 @@ Neighbours on the last axis are neighbours on the cluster. So with nodes of 8
     2 x 8         an axis inside of nodes, one between them
     2 x 4 x 2     three: the first lies between nodes and splits the batch, nothing else
 
-Any axis may do anything (an op picks its split on each), so that no other order of the axes is needed.
+Any axis may do anything (an op picks its split on each), so that no other order of the axes is needed. The last of two
+axes spans two nodes at most: lossy pruning, since two axes that both span many do what one does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = F
         return
     yield _candidate((count,), data_only)
     for inner in _divisors(count):
-        if 1 < inner < count:
+        if 1 < inner < count and inner <= max(2 * inside, 16):
             yield _candidate((count // inner, inner), data_only)
     if count > inside and count % inside == 0:
         for inner in _divisors(inside):

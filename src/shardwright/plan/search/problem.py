@@ -145,7 +145,7 @@ class Problem:
 class Solution:
     """The best states that were found, and how good they are known to be."""
 
-    states: tuple[int, ...] | None  # None: nothing fits
+    states: tuple[int, ...] | None  # None: nothing fits, or nothing is as fast as was asked (then the bound is finite)
     resources: Floats | None
     time: float
     memory: float
@@ -153,6 +153,7 @@ class Solution:
     exact: bool  # proved to be the best
     least_memory: float  # nothing at all takes less memory than this
     stopped: bool  # was told to stop: the best so far
+    multipliers: Floats | None = None  # those of the bound
 
     @property
     def gap(self) -> float:

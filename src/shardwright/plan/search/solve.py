@@ -21,7 +21,7 @@ from .elimination import TooWide, eliminate
 from .ilp import least_of_each, solve_ilp
 from .narrow import narrow
 from .pareto import Fronts, Stopped, TooMany
-from .problem import ROUNDING, Point, Problem, Solution
+from .problem import ROUNDING, Floats, Point, Problem, Solution
 from .recombine import recombine
 
 QUICK = 6  # solves of `relax`
@@ -168,10 +168,10 @@ class _Search:
     def solution(self, dual: Dual) -> Solution:
         best = self.best
         if best is None:
-            return Solution(None, None, math.inf, math.inf, math.inf, True, dual.least_memory, False)
+            return Solution(None, None, math.inf, math.inf, self.bound, False, dual.least_memory, self.stopped, dual.best)
         known = dual.least_memory > -math.inf
         least = dual.least_memory if known else dual.elimination.run(self.problem.memory).value
         exact = best.time <= self.bound + ROUNDING * abs(self.bound)
         states = tuple(best.states.tolist())
         bound = min(self.bound, best.time)
-        return Solution(states, best.resources, best.time, best.memory, bound, exact, least, self.stopped)
+        return Solution(states, best.resources, best.time, best.memory, bound, exact, least, self.stopped, dual.best)
