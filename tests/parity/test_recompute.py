@@ -179,7 +179,9 @@ def test_the_report_counts_the_collectives_that_repeat(text, part):
         assert not more
 
 
-@pytest.mark.parametrize("paths", [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.attn", "blocks.2.up"]])
+@pytest.mark.parametrize(
+    "paths", [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.attn", "blocks.2.up"], ["blocks"]]
+)
 def test_zero3_gathers_no_more_than_without_and_lets_all_layers_go(monkeypatch, paths):
     module, args = gpt(3)
     gathered: list[int] = []

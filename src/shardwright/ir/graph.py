@@ -91,7 +91,7 @@ class Op:
     arguments: tuple[tuple[str, Argument], ...] = ()
     source: Source | None = None
     module_path: str = ""
-    region: str | None = None  # the recompute region of the user's model (torch.utils.checkpoint) it is in
+    region: str | None = None  # the recompute region it is in: the user's (torch.utils.checkpoint), or the plan's
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region, else None
     no_grad: bool = False
 
