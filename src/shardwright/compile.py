@@ -13,8 +13,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from .plan import Plan, read_request
 from .plan.plan import read as read_plan
 from .plan.rows import replica_axes
 from .plan.strings import REPLICAS
-from .planning import PlanLike, Setting, continue_plan, make_plan
+from .planning import PlanLike, Setting, continue_plan, make_plan, only_scalars
 from .probe import probing
 from .rules import Analysis, analyse
 from .runtime.gradients import GradientSync
@@ -44,6 +45,8 @@ from .runtime.random import Randomness
 from .runtime.stage import load_file, stage_class
 from .runtime.world import Groups, World
 from .runtime.zero import Zero3
+
+Outputs = Literal["all", "scalars"]
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -104,11 +107,13 @@ class Compiler:
         exact_random: bool = False,
         prefix: str = "",
         setting: Setting | None = None,
+        outputs: Outputs = "all",
     ) -> None:
         self.module: nn.Module | None = module
         self.skeleton = skeleton_of(module)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
+        self.outputs = outputs
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
         self.homes: dict[str, Layout] | None = None
         self.programs: list[Program] = []
@@ -145,7 +150,8 @@ class Compiler:
         entry = f"{entry}-{number}" if number else entry
         real = self._real(model, given, rows, scale)
         with _CAPTURING:
-            return capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
+            found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
+        return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
     def _real(self, model: ParallelModel, given: Any, rows: int | None, scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.

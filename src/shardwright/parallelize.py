@@ -9,6 +9,7 @@ package; `compile.py` walks them for a call, this file is the door.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from .capture import capture, find_opaque
+from .cluster import Cluster, quantity
 from .cluster import find as find_cluster
-from .compile import Compiler, skeleton_of
+from .compile import Compiler, Outputs, skeleton_of
+from .cost import Training
 from .errors import InputError
 from .parts import Parts, replace_parts
 from .plan import Plan
-from .planning import PlanLike, make_plan
+from .plan.auto import Progress, Wishes
+from .planning import PlanLike, Setting, cluster_here, make_plan, only_scalars, training_of
 from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
@@ -38,8 +42,10 @@ def parallelize(
     *,
     example: Any = None,
     plan: PlanLike = "auto",
+    cluster: str | Path = "auto",
+    memory: str | float | None = None,
     inputs: Mode = "same",
-    outputs: Literal["all"] = "all",
+    outputs: Outputs = "all",
     accumulate: int = 1,
     seed: int = 0,
     directory: str | Path = GENERATED,
@@ -53,8 +59,13 @@ def parallelize(
                 it the model is compiled at its first call.
     plan        "auto", a plan string such as "dp=2,tp=2", a Plan, the path of a plan file, or a
                 function (graph, number of devices) -> Plan.
+    cluster     what "auto" plans for: the name of a cluster ("8xA100-80GB"), the path of a cluster file (written by
+                shardwright calibrate), or "auto": the devices of this run as the catalogue knows them.
+    memory      how much of a device's memory a plan may use, such as "70GiB".
     inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
                 group its rows), "gather" (each rank its rows).
+    outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
+                and None stands for what has rows (logits need not be gathered then).
     accumulate  sync gradients at every n-th backward only.
     directory   where generated code is written.
     parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
@@ -67,8 +78,8 @@ def parallelize(
     """
     if inputs not in ("same", "rows", "gather"):
         raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
-    if outputs != "all":
-        raise InputError(f'outputs={outputs!r}: only "all" is there, every rank sees the outputs')
+    if outputs not in ("all", "scalars"):
+        raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
     if accumulate < 1:
         raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
     world = start(timeout=timeout)
@@ -77,7 +88,16 @@ def parallelize(
             raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
-    compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed)
+    setting = None
+    if plan == "auto" or cluster != "auto":
+        found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
+        wishes = Wishes(memory=read_bytes(memory))
+        setting = Setting(
+            cluster=found, training=training_of(optimizer, accumulate), wishes=wishes, rows=inputs == "rows"
+        )
+    compiler = Compiler(
+        model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs
+    )
     find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
     if example is not None:
@@ -89,19 +109,55 @@ def parallelize(
 
 
 def plan(
-    model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | int = "cpu", entry: str = "train",
-    opaque: How = "marked",
+    model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
+    memory: str | float | None = None, optimizer: str = "adamw", precision: str | None = None, accumulate: int = 1,
+    inputs: Mode = "same", outputs: Outputs = "all", opaque: How = "marked", progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine."""
+    """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
+
+    cluster     a name such as "8xA100-80GB", the path of a cluster file, or a number of CPU processes
+    memory      how much of a device's memory it may use, such as "70GiB"; without it, what the device has
+    optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
+    precision   "bfloat16" or "float16" if the model is trained in it (autocast); None: as it is written
+    progress    is called with what is being looked at, and the best time of a step so far
+
+    What the plan is predicted to cost is in its `predicted`; `explain` shows it.
+    """
     args, kwargs = arguments_of(example)
     skeleton = find_opaque(skeleton_of(model), opaque)
     captured = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs))
+    graph = only_scalars(captured.graph) if outputs == "scalars" else captured.graph
     size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
-    facts = analyse(captured.graph, probing(captured.functions))
-    return make_plan(captured.graph, facts, plan, size)
+    setting = Setting(
+        cluster=cluster_for(cluster, size),
+        training=Training(optimizer=optimizer, compute=precision, accumulate=accumulate),
+        wishes=Wishes(memory=read_bytes(memory)),
+        rows=inputs == "rows",
+        progress=progress,
+    )
+    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, size, setting)
 
 
-def cluster_size(cluster: str, plan: PlanLike) -> int:
+def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
+    """The cluster that somebody named; a single device that a plan is for several of is so many of them."""
+    if isinstance(cluster, int):
+        return find_cluster(f"cpu:{size}")
+    found = find_cluster(cluster)
+    if found.size == 1 and size > 1:
+        (group,) = found.groups
+        return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
+    return found
+
+
+def read_bytes(text: str | float | None) -> float | None:
+    """Bytes as people write them: "70GiB", or a number."""
+    try:
+        return None if text is None else quantity.read(text, "bytes")
+    except ValueError as error:
+        raise InputError(f"memory={text!r}: {error}") from error
+
+
+def cluster_size(cluster: str | Path, plan: PlanLike) -> int:
     """How many devices a name such as "8xA100-80GB" or a cluster file stands for; "cpu" is what the plan says."""
     if isinstance(plan, Plan):
         return plan.mesh.size

@@ -21,6 +21,7 @@ from .plan import Plan, draw, read_request
 from .plan.auto import Found, Progress, Wishes, extend, search
 from .plan.plan import load as load_plan
 from .plan.price import price
+from .plan.recompute import faults_of, module_paths
 from .plan.rows import replica_axes
 from .rules import Analysis
 from .runtime.world import World
@@ -80,11 +81,14 @@ def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting
     """A plan with one more entry (eval, another batch size): parameters stay as they are held."""
     if plan.policy == "auto":
         cluster = setting.cluster if setting else cluster_of(world)
-        return extend(plan, facts, cluster, setting.training if setting else Training())
-    more = draw(graph, read_request(plan.policy, world), facts, plan.cluster)
+        more = extend(plan, facts, cluster, setting.training if setting else Training())
+    else:
+        more = draw(graph, read_request(plan.policy, world), facts, plan.cluster)
+    wished, there = next(iter(plan.entries.values()))[0].recompute, set(module_paths(graph))
+    again = tuple(path for path in wished if path in there and not faults_of(graph, path))
     return replace(
         plan,
-        entries={**plan.entries, **more.entries},
+        entries={**plan.entries, graph.entry: (replace(more.entries[graph.entry][0], recompute=again),)},
         fingerprints={**plan.fingerprints, **more.fingerprints},
         notes=tuple(dict.fromkeys((*plan.notes, *more.notes))),
     )

@@ -228,7 +228,7 @@ class _Search:
 
 
 def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
-    """A plan with an entry for one more graph of the model: ops that it knows by name do what they did."""
+    """A plan for one more graph of a planned model: ops that it knows by name do what they did."""
     known = next(iter(plan.entries.values()))[0].choices
     names = plan.mesh.names
     allowed = {
@@ -243,13 +243,7 @@ def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) ->
     assert solution.states is not None
     draft = Draft(facts.graph, plan.mesh, facts)
     draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
-    more = draft.finish(plan.policy, plan.cluster, settle=False)
-    return replace(
-        plan,
-        entries={**plan.entries, **more.entries},
-        fingerprints={**plan.fingerprints, **more.fingerprints},
-        notes=tuple(dict.fromkeys((*plan.notes, *more.notes))),
-    )
+    return draft.finish(plan.policy, plan.cluster, settle=False)
 
 
 def make_tables(skeleton: Skeleton, cluster: Cluster, candidate: Candidate, rows: bool = False) -> Tables:
