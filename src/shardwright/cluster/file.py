@@ -14,7 +14,7 @@
     groups:
       - {nodes: 2, devices: 8, device: A100-slow, inside: slow, network: 4xinfiniband-100}
     between: ethernet-100             # from group to group, if slower than their own networks; may be left out
-    overlap: 0.9                      # how much of a collective is hidden by kernels that run meanwhile
+    overlap: 0.3                      # how much of a collective is hidden by kernels that run meanwhile
     measured:                         # written by `shardwright calibrate`
       - {kind: all_reduce, ranks: [8], seconds: {1024: 20e-6, 1048576: 45e-6}}
 
