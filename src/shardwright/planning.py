@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from .capture import without_collection
 from .cluster import Cluster, Group, Node, find
 from .cluster.catalogue import DEVICES, USUAL, inside, usual_network
 from .cost import STATES, Training
@@ -63,8 +64,9 @@ def find_plan(facts: Analysis, world: int, setting: Setting) -> Found:
     if setting.cluster.size < world:
         raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
     wishes = replace(setting.wishes, data_only=setting.rows)
-    found = search(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
-    return replace(found, plan=priced(found.plan, facts, setting, found))
+    with without_collection():
+        found = search(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
+        return replace(found, plan=priced(found.plan, facts, setting, found))
 
 
 def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = None) -> Plan:

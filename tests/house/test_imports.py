@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "probe": "errors layout ir rules capture lower",
     "emit": "errors layout ir rules plan lower",
     "runtime": "errors layout tie",
-    "planning": "errors ir rules cluster cost plan runtime",
+    "planning": "errors ir rules capture cluster cost plan runtime",
     "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning",
     "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile",
     "parts": "errors layout capture plan lower runtime planning compile",

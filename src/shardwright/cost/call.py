@@ -99,9 +99,11 @@ def tensor_of(signature: Signature, name: str, layout: Layout, mesh: Mesh, train
 
 def local_elements(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> float:
     """How many elements the first device has, which has the most."""
-    if not any(layout.cuts):
-        return float(math.prod(shape))
-    return float(math.prod(layout.local_shape(shape, mesh.sizes, dict.fromkeys(mesh.names, 0))))
+    found = float(math.prod(shape))
+    for cuts in layout.cuts:
+        for cut in cuts:
+            found *= cut.local(mesh.axis(cut.axis).size, 0) / cut.elements
+    return found
 
 
 def work_parts(signature: Signature, choice: Mapping[str, str], mesh: Mesh) -> float:

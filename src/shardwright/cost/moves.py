@@ -14,7 +14,7 @@ never dearer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 
@@ -34,6 +34,9 @@ STEPS: dict[tuple[str, str], tuple[Collective | None, Collective | None]] = {
     ("W", "P"): (None, None), ("F", "W"): (None, None), ("F", "P"): (None, None),
 }  # fmt: skip
 
+LETTERS = "SWFPM"
+"""Split, whole, fanned, partial sum, partial maximum or minimum."""
+
 
 def place_on(layout: Layout, axis: str) -> Place:
     """How a layout lies on one axis."""
@@ -52,6 +55,7 @@ class Moves:
     def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self.device = cluster.device(0)
+        self._tables: dict[tuple[str, float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {
             (axis,): cluster.spans(mesh, (axis,)) for axis in mesh.names
@@ -108,34 +112,44 @@ class Moves:
         axis = self.mesh.axes[number]
         others = [other for at, other in enumerate(self.mesh.axes) if at != number]
         held = places[number]
+        index = np.array([LETTERS.index(_letter(place)) for place in held])
+        dims = np.array([place[1] for place in held])
+        split = (index == LETTERS.index("S"))[:, None] & (index == LETTERS.index("S"))[None, :]
+        crosses = split & (dims[:, None] != dims[None, :])
         found = np.zeros((len(held), len(held), 2 ** len(others), 4))
         for mask in range(2 ** len(others)):
             base = bytes
             for bit, other in enumerate(others):
                 base /= other.size if mask >> bit & 1 else 1
-            for (i, a), (j, b) in product(enumerate(held), repeat=2):
-                if a != b:
-                    found[i, j, mask] = self._step(a, b, base, axis.name, axis.size, gradient)
+            letters, exchange, regather = self._table(axis.name, axis.size, base, gradient)
+            found[:, :, mask] = letters[index[:, None], index[None, :]]
+            found[crosses, mask] = exchange
+            found[split & ~crosses, mask] = regather
+        found[np.arange(len(held)), np.arange(len(held))] = 0.0
         return found
 
-    def _step(self, a: Place, b: Place, base: float, axis: str, parts: int, gradient: bool) -> tuple[float, ...]:
-        """One step on one axis; `base` is what the value has without a cut on this axis."""
-        if a[0] == b[0] == "S":
-            if a[1] != b[1]:
-                time = self.collective("all_to_all", base / parts, (axis,))
-                copy = self.copy(2 * base / parts)
-                return copy, copy * gradient, time, time * gradient
-            time = self.collective("all_gather", base, (axis,))  # another factor of the same dim: gather, take
-            copy = self.copy(base)
-            return copy, copy * gradient, time, time * gradient
-        if (b[0] == "P" and b[2] != "sum") or a[0] == b[0]:
-            return np.inf, 0.0, 0.0, 0.0
-        forward, backward = STEPS[a[0], b[0]]
-        ahead = self.collective(forward, base, (axis,)) if forward else 0.0
-        back = self.collective(backward, base, (axis,)) if backward and gradient else 0.0
-        moved = 0.0 if {a[0], b[0]} == {"W", "F"} else base if "P" in (a[0], b[0]) else base / parts
-        copied = self.copy(moved)
-        return copied, copied * gradient, ahead, back
+    def _table(self, axis: str, parts: int, base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Steps on one axis of a value that has `base` bytes without a cut on it.
+
+        [letter, letter, ...], from a cut of one dim to one of another, and to another cut of the same dim.
+        """
+        key = (axis, base, gradient)
+        if key not in self._tables:
+            letters = np.zeros((len(LETTERS), len(LETTERS), 4))
+            letters[..., 0] = np.inf
+            for (a, b), (forward, backward) in STEPS.items():
+                ahead = self.collective(forward, base, (axis,)) if forward else 0.0
+                back = self.collective(backward, base, (axis,)) if backward and gradient else 0.0
+                copies = [self.copy(_copied(kind, {a, b}, base, parts)) for kind in (forward, backward)]
+                letters[LETTERS.index(a), LETTERS.index(b)] = (copies[0], copies[1] * gradient, ahead, back)
+            letters[LETTERS.index("M"), LETTERS.index("W")] = (
+                self.copy(base), 0.0, self.collective("all_reduce", base, (axis,)), 0.0
+            )  # fmt: skip
+            copy, time = self.copy(2 * base / parts), self.collective("all_to_all", base / parts, (axis,))
+            exchange = np.array([copy, copy * gradient, time, time * gradient])
+            copy, time = self.copy(base), self.collective("all_gather", base, (axis,))
+            self._tables[key] = letters, exchange, np.array([copy, copy * gradient, time, time * gradient])
+        return self._tables[key]
 
     def _lift(
         self,
@@ -170,6 +184,19 @@ class Moves:
             return together and reordered(layout, major, self.mesh.sizes) is None
 
         return np.array([is_stuck(layout) for layout in layouts], dtype=bool)
+
+
+def _copied(kind: Collective | None, letters: set[str], base: float, parts: int) -> float:
+    """Bytes that are copied around a collective: what is gathered or scattered along a dim is put in order."""
+    if kind in ("all_gather", "reduce_scatter"):
+        return base
+    if kind is not None or letters == {"W", "F"}:
+        return 0.0
+    return base / parts if "S" in letters else base  # take a share, or keep on one
+
+
+def _letter(place: Place) -> str:
+    return "M" if place[0] == "P" and place[2] != "sum" else place[0]
 
 
 def _forget(place: Place, gradient: bool) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from ..rules import Signature
 from ..rules.kept import OPAQUE
@@ -13,7 +14,12 @@ PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "a
 def is_product(signature: Signature) -> bool:
     if not signature.op.target.startswith("aten."):  # an own op that sums something is taken for a product
         return is_experts(signature) or bool(signature.rule and signature.rule.sums)
-    return any(word in signature.op.target.split(".")[1] for word in PRODUCTS)
+    return _is_product(signature.op.target)
+
+
+@cache
+def _is_product(target: str) -> bool:
+    return any(word in target.split(".")[1] for word in PRODUCTS)
 
 
 def is_experts(signature: Signature) -> bool:

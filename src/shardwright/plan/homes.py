@@ -177,12 +177,3 @@ class Storing:
 def level_of(held: Storage) -> int:
     """The ZeRO level of a storage; all its axes have the same."""
     return held[0][1] if held else 0
-
-
-def block_of(path: str) -> str:
-    """The repeated layer that a module path or key lies in: up to its first number; "" if it is in none."""
-    parts = path.split(".")
-    for at, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: at + 1])
-    return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from functools import cached_property
 
-from ..cost import Training, call_of
+from ..cost import Training, call_of, flops, is_product
 from ..cost.keeps import kept_bytes
 from ..cost.strides import VIEWS, kind_of
 from ..ir import Op
@@ -65,6 +65,25 @@ class Kinds:
                 found.add(op.name)
         return frozenset(found)
 
+    @cached_property
+    def owned(self) -> frozenset[int]:
+        """The atoms of parameters, but for those of the batch."""
+        facts = self.facts
+        dims = [dim for parameter in self.graph.parameters for dim in facts.dims[parameter.value]]
+        return frozenset(atom for dim in dims for atom in facts.atoms.splittable(dim)) - facts.batch
+
+    @cached_property
+    def work(self) -> dict[str, dict[int, float]]:
+        """In each layer, for each atom of a parameter, the arithmetic of the products that can be split on it."""
+        found: dict[str, dict[int, float]] = {}
+        for op in self.live:
+            signature = self.facts.signatures[op.name]
+            if is_product(signature):
+                sums = found.setdefault(block_of(op.module_path), {})
+                for atom in {role.atom for role in signature.roles} & self.owned:
+                    sums[atom] = sums.get(atom, 0.0) + flops(signature)
+        return found
+
     def keeps(self, kind: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Which inputs and which outputs of an op backward needs."""
         if kind not in self._keeps:
@@ -98,3 +117,12 @@ class Kinds:
 def shares(op: Op) -> bool:
     """Whether what an op makes lies in the storage of its input."""
     return kind_of(op.target) in VIEWS
+
+
+def block_of(path: str) -> str:
+    """The repeated layer that a module path or key lies in: up to its first number; "" if it is in none."""
+    parts = path.split(".")
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return ""

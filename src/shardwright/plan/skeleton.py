@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from ..ir import Op, Parameter
-from .homes import block_of
-from .kinds import Kinds, shares
+from .kinds import Kinds, block_of, shares
 from .recompute import prefixes
 
 Region = tuple[int, ...]

@@ -6,19 +6,19 @@ A space lists, for every axis, the op's roles, running whole, and where it can p
     ROWS       a reduction lets a partial sum through
 
 Lossy pruning, said in the plan: on a mesh with several free axes an op is split on the batch, on the sequence (any
-label without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic.
+label without a parameter) or on one of the `MOST` labels of parameters that have the most arithmetic in its layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 import numpy as np
 
-from ..cost import call_of, flops, is_product
+from ..cost import call_of
 from ..cost.keeps import kept_bytes
 from ..cost.moves import Moves
 from ..cost.resources import COUNT, Resource
@@ -28,7 +28,7 @@ from ..errors import PlanError
 from ..ir import Op
 from ..layout import Axis, Layout
 from ..rules import FAN, ROWS, Role, Signature
-from .kinds import Kinds
+from .kinds import Kinds, block_of
 
 MOST = 2
 """On a mesh of several axes: labels of parameters that an op may be split on."""
@@ -80,28 +80,9 @@ class Spaces:
         roles = signature.roles
         if self.fixed is not None or sum(axis.name not in self.data for axis in self.mesh.axes) < 2:
             return roles
-        owned = [role for role in roles if role.atom in self._work]
-        kept = sorted(owned, key=lambda role: -self._work[role.atom])[:MOST]
-        return tuple(role for role in roles if role.atom not in self._work or role in kept)
-
-    @cached_property
-    def _work(self) -> dict[int, float]:
-        """The arithmetic of products that can be split on each atom of a parameter."""
-        facts = self.facts
-        owned = {
-            atom
-            for parameter in facts.graph.parameters
-            for dim in facts.dims[parameter.value]
-            for atom in facts.atoms.splittable(dim)
-        }
-        found = dict.fromkeys(owned - facts.batch, 0.0)
-        for op in facts.graph.ops:
-            signature = facts.signatures[op.name]
-            if is_product(signature):
-                work = flops(signature)
-                for atom in {role.atom for role in signature.roles} & found.keys():
-                    found[atom] += work
-        return found
+        owned, work = self.kinds.owned, self.kinds.work.get(block_of(signature.op.module_path), {})
+        ranked = sorted((role for role in roles if role.atom in owned), key=lambda role: -work.get(role.atom, 0.0))
+        return tuple(role for role in roles if role.atom not in owned or role in ranked[:MOST])
 
     def _make(self, op: Op) -> Space:
         signature = self.facts.signatures[op.name]
@@ -145,8 +126,19 @@ class Spaces:
             yield self.fixed.get(op.name, {})
             return
         lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
+        roles = {role.name: role for role in signature.roles}
         for picked in product(*lists):
-            yield {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+            if self._shared_evenly([roles.get(one) for one in picked]):
+                yield {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+
+    def _shared_evenly(self, roles: list[Role | None]) -> bool:
+        """Whether axes that take the same atom divide it between them: a rest would leave devices with nothing."""
+        parts: dict[int, list[int]] = {}
+        for axis, role in zip(self.mesh.axes, roles, strict=True):
+            if role is not None:
+                parts.setdefault(role.atom, []).append(axis.size)
+        sizes = self.facts.atoms.size
+        return all(len(held) == 1 or sizes[atom] % math.prod(held) == 0 for atom, held in parts.items())
 
     def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
         """What an op may do on one axis; "" is to run whole."""
