@@ -34,7 +34,7 @@ from .problem import ROUNDING, Floats, Ints, Point, Problem
 
 MOST_CELLS = 2**23  # of a step
 MOST_ROWS = 2**21  # vectors looked at in all
-MOST_COMPARED = 2**25  # pairs of vectors compared in one step
+MOST_COMPARED = 2**24  # pairs of vectors compared in one step
 EXACT_BITS = 48  # of a sum, so that sums of grid points are exact
 
 

@@ -22,11 +22,12 @@ from .ilp import least_of_each, solve_ilp
 from .narrow import narrow
 from .pareto import Fronts, Stopped, TooMany
 from .problem import ROUNDING, Point, Problem, Solution
-from .recombine import recombine
+from .recombine import blend, recombine
 
 QUICK = 6  # solves of `relax`
 WIDER = 6  # how often the gap of the exact search doubles, at most
-THIN = (256, 64, 16)  # vectors of a cell in a mix of points
+SHARES = (0.25, 0.5, 0.75)  # of blends
+THIN = (64, 16)  # vectors of a cell in a mix of points
 POOL = 6  # points of which all pairs are mixed
 
 Stop = Callable[[], bool]
@@ -109,16 +110,22 @@ class _Search:
             self.offer(recombine(self.problem, one, other, dual.space.of_time(dual.best)))
 
     def pool(self, dual: Dual) -> list[Point]:
-        """The points that are least at the best weights."""
+        """The points that are least at the best weights, each once."""
         y = np.concatenate([[1.0], dual.best])
         near = sorted(range(len(dual.points)), key=lambda i: float(dual.cuts[i] @ y))
-        return [dual.points[i] for i in near[:POOL]]
+        distinct = {dual.points[i].states.tobytes(): dual.points[i] for i in near}
+        return list(distinct.values())[:POOL]
 
     def mix_pool(self, dual: Dual) -> None:
-        """Mix all pairs of the pool, and the best point with each."""
+        """Mix all pairs of the pool, blends of its first with all others, and the best point with each."""
         pool = self.pool(dual)
         for one, other in combinations(pool, 2):
             self.mix(dual, one, other)
+        for one, other in combinations(pool[: len(dual.best) + 1], 2):
+            for share in SHARES if len(dual.best) > 1 else ():  # with one multiplier two points are enough
+                blended = blend(self.problem, one, other, share)
+                for third in pool:
+                    self.mix(dual, blended, third)
         before = math.inf
         while self.best is not None and self.best.time < before:
             before = self.best.time

@@ -1,0 +1,45 @@
+"""The integer programme and the search agree, on small problems and on ones that nobody could try out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from shardwright.plan.search import solve, solve_ilp
+from tests.plan.search.drawn import PHASES, at_most, best_time, problems, repeat, wide_problem
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_small_problems_are_solved_as_if_everything_was_tried(problem):
+    truth = best_time(problem)
+
+    found = solve_ilp(problem)
+
+    assert found.time == pytest.approx(truth, rel=1e-6, abs=1e-6)
+    assert (found.states is None) == math.isinf(truth)
+    assert found.states is None or problem.fits(found.memory)
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize("part", [None, 0.6, 0.15])
+@pytest.mark.parametrize("hub", [False, True])
+def test_the_search_finds_the_same_on_ten_layers(phases, part, hub):
+    problem = repeat(np.random.default_rng(3), 10, 4, 3, phases, hub=hub, forbid=0.05)
+    if part is not None:
+        free = solve(problem)
+        problem = at_most(problem, free.least_memory + part * (free.memory - free.least_memory))
+
+    found, other = solve(problem, aim=0.0), solve_ilp(problem)
+
+    assert found.time == pytest.approx(other.time, rel=1e-6)
+    assert found.exact and other.exact
+
+
+def test_told_to_stop_it_says_so():
+    found = solve_ilp(wide_problem(12, 6), stop=lambda: True)
+
+    assert found.stopped and not found.exact
