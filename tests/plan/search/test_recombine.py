@@ -20,7 +20,7 @@ def two_points(problem, data):
     return [problem.point(states[i]) for i in chosen]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layered(), st.data())
 def test_every_set_of_switches_adds_up(problem, data):
     base, other = two_points(problem, data)
@@ -33,7 +33,7 @@ def test_every_set_of_switches_adds_up(problem, data):
     assert np.isfinite(mixed.resources).all(), "what neither point forbids no mix of theirs forbids"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layered(), st.data())
 def test_a_mix_fits_and_is_no_slower_than_its_points(problem, data):
     one, other = two_points(problem, data)

@@ -50,7 +50,7 @@ def test_any_graph_is_solved_as_if_everything_was_tried(problem):
     check(problem)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layered())
 def test_equal_layers_are_solved_as_if_everything_was_tried(problem):
     check(problem)

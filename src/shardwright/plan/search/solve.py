@@ -98,15 +98,19 @@ class _Search:
         if self.best is None:
             return False
         self.stopped = self.stopped or self.stop()
-        near = self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
-        return self.stopped or near or self.bound > self.upper
+        return self.stopped or self.near or self.bound > self.upper
+
+    @property
+    def near(self) -> bool:
+        """Whether the gap is within the aim."""
+        return self.best is not None and self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
 
     def offer(self, point: Point | None) -> None:
         if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
             self.best = point
 
     def mix(self, dual: Dual, one: Point | None, other: Point) -> None:
-        if one is not None and one is not other:
+        if one is not None and one is not other and not self.near:
             self.offer(recombine(self.problem, one, other, dual.space.of_time(dual.best)))
 
     def pool(self, dual: Dual) -> list[Point]:
