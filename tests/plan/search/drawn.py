@@ -80,6 +80,13 @@ def repeat(random, layers, width, states, phases=ONE_FORM, *, hub=False, forbid=
     return Problem(sizes, tuple(factors), blocks, phases, MEMORY)
 
 
+def wide_problem(count: int, states: int) -> Problem:
+    """A clique: every variable touches every other."""
+    random = np.random.default_rng(0)
+    factors = tuple(Factor((i, j), table(random, states, states)) for i in range(count) for j in range(i))
+    return Problem((states,) * count, factors, (0,) * count, ONE_FORM, MEMORY)
+
+
 def with_limit(problem: Problem, part: float) -> Problem:
     """With a memory limit between the least (0) and the most (1) that a factor can take, all summed."""
     least = sum(factor.table[..., 2].min() for factor in problem.factors)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwright.plan.search import Factor, Problem
 from shardwright.plan.search import elimination as module
 from shardwright.plan.search.elimination import TooWide, eliminate
-from tests.plan.search.drawn import MEMORY, ONE_FORM, everything, layered, problems, repeat, table
+from tests.plan.search.drawn import MEMORY, ONE_FORM, everything, layered, problems, repeat, table, wide_problem
 
 WEIGHTS = np.array([1.0, 0.5, 0.0])  # the one form of ONE_FORM, so that time is what is minimised
 
@@ -91,17 +91,9 @@ def test_a_variable_without_factors_has_its_first_state():
     assert eliminate(problem).run(WEIGHTS).walk()[1] == 0
 
 
-def wide_problem() -> Problem:
-    """A clique of 12 variables."""
-    random = np.random.default_rng(0)
-    pairs = [(i, j) for i in range(12) for j in range(i)]
-    factors = tuple(Factor(pair, table(random, 8, 8)) for pair in pairs)
-    return Problem((8,) * 12, factors, (0,) * 12, ONE_FORM, MEMORY)
-
-
 def test_tables_that_would_be_too_large_are_refused_before_they_are_made():
     with pytest.raises(TooWide, match="cells"):
-        eliminate(wide_problem())
+        eliminate(wide_problem(12, 8))
 
 
 def test_borders_that_are_too_wide_for_products_are_eaten_from_the_ends(monkeypatch):

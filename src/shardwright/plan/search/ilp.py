@@ -92,7 +92,7 @@ class _Programme:
         weights = np.sum([np.mean(forms, axis=0) for forms in problem.phases], axis=0)
         crude = least_of_each(problem, weights)
         self.unit = crude if 0 < crude < math.inf else 1.0
-        self.first = np.concatenate([[0], np.cumsum(problem.sizes)]).astype(np.intp)  # the first column of each variable
+        self.first = np.concatenate([[0], np.cumsum(problem.sizes)]).astype(np.intp)  # column of each variable
         self.columns = int(self.first[-1])
         self.resources = [np.zeros((self.columns, len(problem.memory)))]  # of each column
         self.rows: list[tuple[float, float, Ints, Floats]] = []  # lower, upper, columns, coefficients

@@ -2,9 +2,9 @@
 
 Two habits make equal layers meet as equal sub-problems:
 
-    inside     `split_variables` keeps, on each border between layers, the variables of one side. What is left of a layer
-               then touches its own borders only, and is eliminated first, in an order that depends on the layer's
-               structure alone (`Borders.cheapest`: the smallest table next).
+    inside     `split_variables` keeps, on each border between layers, the variables of one side. What is left of a
+               layer then touches its own borders only, and is eliminated first, in an order that depends on the
+               layer's structure alone (`Borders.cheapest`: the smallest table next).
     between    `Borders.in_rounds` eliminates what was kept. A round takes variables that do not touch each other, so
                along a chain every second border goes, and all borders of a round are one and the same step. Where
                that would need large tables, it eats the chain from its ends instead.

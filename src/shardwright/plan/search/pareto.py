@@ -33,8 +33,9 @@ from .elimination import Elimination, Step, add
 from .problem import ROUNDING, Floats, Ints, Point, Problem
 
 MOST_CELLS = 2**23  # of a step
-MOST_ROWS = 2**21  # vectors looked at in all
-MOST_COMPARED = 2**25  # pairs of vectors compared in one step
+MOST_ROWS = 2**22  # vectors looked at in all
+MOST_COMPARED = 2**28  # pairs of vectors in all
+BLOCK = 64  # vectors of a cell up to which all pairs are compared one distance after the other
 EXACT_BITS = 48  # of a sum, so that sums of grid points are exact
 
 
@@ -99,7 +100,7 @@ class Fronts:
         """
         self.thin = thin
         self.gap = gap + self.rounding
-        self.rows = 0
+        self.rows = self.compared = 0
         self.fronts = list(self.leaves)
         for step in self.elimination.steps:
             if stop():
@@ -159,7 +160,8 @@ class Fronts:
         return again, front.start[cell][again] + within
 
     def _keep(self, group: Ints, values: Floats) -> Ints:
-        kept = nondominated(group, values)
+        kept, compared = nondominated(group, values, MOST_COMPARED - self.compared)
+        self.compared += compared
         return kept if self.thin is None else kept[spread(group[kept], self.thin)]
 
     def _best_point(self) -> Point | None:
@@ -236,35 +238,54 @@ def spread(group: Ints, most: int) -> NDArray[np.bool_]:
     sizes = np.diff(first, append=len(group))
     place, size = np.arange(len(group)) - np.repeat(first, sizes), np.repeat(sizes, sizes)
     slot = place * (most - 1) // np.maximum(size - 1, 1)
-    kept: NDArray[np.bool_] = (size <= most) | (place == 0) | (slot != np.roll(slot, 1))
-    return kept
+    return np.asarray((size <= most) | (place == 0) | (slot != np.roll(slot, 1)))
 
 
-def nondominated(group: Ints, values: Floats) -> Ints:
-    """The rows that no other row of their group is as good as in everything, sorted by group; equal rows once."""
+def nondominated(group: Ints, values: Floats, most: float = math.inf) -> tuple[Ints, int]:
+    """The rows that no other row of their group is as good as in everything, sorted by group; equal rows once.
+
+    Also how many pairs were compared; TooMany if more than `most` would be. Sorted by the first form, a row can only
+    be beaten by one before it.
+    """
     order = np.lexsort((*values.T[::-1], group))
-    while True:
-        first = np.flatnonzero(np.diff(group[order], prepend=-1))
-        place = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
-        if float((place.astype(float)).sum()) > MOST_COMPARED:
-            raise TooMany(f"the exact search would compare more than {MOST_COMPARED:,} vectors")
-        deepest = int(place.max(initial=0))
-        few = min(deepest, 16)
-        beaten = _beaten(values[order], place, range(1, few + 1))
-        if deepest <= few:
-            return order[~beaten]
-        if not beaten.any():
-            return order[~_beaten(values[order], place, range(few + 1, deepest + 1))]
-        order = order[~beaten]
+    first = np.flatnonzero(np.diff(group[order], prepend=-1))
+    sizes = np.diff(first, append=len(order))
+    place = np.arange(len(order)) - np.repeat(first, sizes)
+    rest = values[order][:, 1:]
+    keep = ~_beaten(rest, place, min(BLOCK, int(sizes.max(initial=1))))
+    compared = int(np.minimum(place, BLOCK).sum())
+    for start, size in zip(first[sizes > BLOCK].tolist(), sizes[sizes > BLOCK].tolist(), strict=True):
+        inside = start + np.flatnonzero(keep[start : start + size])
+        length = 0
+        front = np.empty((len(inside), rest.shape[1]))
+        for some in np.split(inside, range(BLOCK, len(inside), BLOCK)):
+            compared += (length + len(some)) * len(some)
+            if compared > most:
+                raise TooMany(f"the exact search would compare more than {MOST_COMPARED:,} pairs")
+            left = some[~_beaten_by(rest[some], front[:length])]
+            left = left[~_beaten(rest[left], np.arange(len(left)), len(left))]
+            keep[some] = False
+            keep[left] = True
+            front[length : length + len(left)] = rest[left]
+            length += len(left)
+    return order[keep], compared
 
 
-def _beaten(values: Floats, place: Ints, distances: range) -> NDArray[np.bool_]:
-    """Which rows are no better in anything than the row some distances before them in their group."""
+def _beaten(values: Floats, place: Ints, most: int) -> NDArray[np.bool_]:
+    """Which rows are no better in anything than one of the `most` rows before them in their group."""
     beaten = np.zeros(len(values), dtype=bool)
     later = np.arange(len(values))
-    for distance in distances:
+    for distance in range(1, most):
         later = later[place[later] >= distance]
         lost = (values[later - distance] <= values[later]).all(axis=1)
         beaten[later[lost]] = True
         later = later[~lost]
     return beaten
+
+
+def _beaten_by(values: Floats, front: Floats) -> NDArray[np.bool_]:
+    """Which rows are no better in anything than some row of the front."""
+    worse = np.ones((len(values), len(front)), dtype=bool)
+    for column in range(values.shape[1]):
+        worse &= front[None, :, column] <= values[:, None, column]
+    return np.asarray(worse.any(axis=1))

@@ -33,7 +33,7 @@ class Switches:
 
     def flip(self, on: NDArray[np.bool_]) -> Ints:
         """The states with these components taken from the other point."""
-        taken = (self.component >= 0) & on[self.component]
+        taken = np.append(on, False)[self.component]
         return np.where(taken, self.other.states, self.base.states)
 
 
@@ -44,6 +44,13 @@ def recombine(problem: Problem, base: Point, other: Point, weights: Floats) -> P
         return None
     on = choose(problem, base.resources, switches.changes, weights)
     return None if on is None else problem.point(switches.flip(on))
+
+
+def blend(problem: Problem, base: Point, other: Point, share: float) -> Point:
+    """A mix with this share of the switches on, whether or not it fits: something to mix a third point with."""
+    switches = compare(problem, base, other)
+    count = len(switches.changes)
+    return problem.point(switches.flip(np.arange(count) < share * count))
 
 
 def compare(problem: Problem, base: Point, other: Point) -> Switches:

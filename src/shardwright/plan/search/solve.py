@@ -21,12 +21,17 @@ from .elimination import TooWide, eliminate
 from .ilp import least_of_each, solve_ilp
 from .narrow import narrow
 from .pareto import Fronts, Stopped, TooMany
-from .problem import ROUNDING, Floats, Point, Problem, Solution
-from .recombine import recombine
+        return self.stopped or self.near
+
+    @property
+    def near(self) -> bool:
+        """Whether the gap is within the aim."""
+        return self.best is not None and self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
 
 QUICK = 6  # solves of `relax`
 WIDER = 6  # how often the gap of the exact search doubles, at most
-THIN = (256, 64, 16)  # vectors of a cell in a mix of points
+SHARES = (0.25, 0.5, 0.75)  # of blends
+THIN = (64, 16)  # vectors of a cell in a mix of points
 POOL = 6  # points of which all pairs are mixed
 
 Stop = Callable[[], bool]
@@ -103,28 +108,43 @@ class _Search:
         if self.best is None:
             return False
         self.stopped = self.stopped or self.stop()
+<<<<<<< HEAD
         near = self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
         return self.stopped or near
+=======
+        return self.stopped or self.near or self.bound > self.upper
+
+    @property
+    def near(self) -> bool:
+        """Whether the gap is within the aim."""
+        return self.best is not None and self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
+>>>>>>> solver
 
     def offer(self, point: Point | None) -> None:
         if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
             self.best = point
 
     def mix(self, dual: Dual, one: Point | None, other: Point) -> None:
-        if one is not None and one is not other:
+        if one is not None and one is not other and not self.near:
             self.offer(recombine(self.problem, one, other, dual.space.of_time(dual.best)))
 
     def pool(self, dual: Dual) -> list[Point]:
-        """The points that are least at the best weights."""
+        """The points that are least at the best weights, each once."""
         y = np.concatenate([[1.0], dual.best])
         near = sorted(range(len(dual.points)), key=lambda i: float(dual.cuts[i] @ y))
-        return [dual.points[i] for i in near[:POOL]]
+        distinct = {dual.points[i].states.tobytes(): dual.points[i] for i in near}
+        return list(distinct.values())[:POOL]
 
     def mix_pool(self, dual: Dual) -> None:
-        """Mix all pairs of the pool, and the best point with each."""
+        """Mix all pairs of the pool, blends of its first with all others, and the best point with each."""
         pool = self.pool(dual)
         for one, other in combinations(pool, 2):
             self.mix(dual, one, other)
+        for one, other in combinations(pool[: len(dual.best) + 1], 2):
+            for share in SHARES if len(dual.best) > 1 else ():  # with one multiplier two points are enough
+                blended = blend(self.problem, one, other, share)
+                for third in pool:
+                    self.mix(dual, blended, third)
         before = math.inf
         while self.best is not None and self.best.time < before:
             before = self.best.time
@@ -168,7 +188,8 @@ class _Search:
     def solution(self, dual: Dual) -> Solution:
         best = self.best
         if best is None:
-            return Solution(None, None, math.inf, math.inf, self.bound, False, dual.least_memory, self.stopped, dual.best)
+            none = (None, None, math.inf, math.inf)
+            return Solution(*none, self.bound, False, dual.least_memory, self.stopped, dual.best)
         known = dual.least_memory > -math.inf
         least = dual.least_memory if known else dual.elimination.run(self.problem.memory).value
         exact = best.time <= self.bound + ROUNDING * abs(self.bound)
