@@ -20,7 +20,7 @@ from ..rules import Analysis
 from .flow import Back
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
 from .rank import Choices, Held, RankProgram, Step, Storage, steps_of
-from .training import Training
+from .training import ON_CPU, Habits, Training
 from .updates import Buckets, Units
 
 
@@ -57,18 +57,18 @@ def peak(
     training: Training,
     recompute: Sequence[str] = (),
     *,
-    foreach: bool = False,
+    habits: Habits = ON_CPU,
 ) -> Memory:
     """The peak of a rank under a plan.
 
     recompute   module paths, each of which is run again in backward
-    foreach     whether the optimizer works on all parameters at once, as torch's does on a GPU
+    habits      what the device's libraries do with memory
     """
-    program = steps_of(facts, mesh, choices, storage, training, recompute)
-    line = Timeline(program, training)
+    program = steps_of(facts, mesh, choices, storage, training, recompute, habits)
+    line = Timeline(program, training, habits)
     line.forward()
     line.backward()
-    line.update(foreach)
+    line.update()
     heap = line.heap
     return Memory(
         parameters=sum(held.kept for held in program.held),
@@ -87,8 +87,8 @@ def peak(
 class Timeline:
     """One step of training, allocation by allocation. What lives for ever is `base`, and not on the heap."""
 
-    def __init__(self, program: RankProgram, training: Training) -> None:
-        self.program, self.training, self.heap = program, training, Heap()
+    def __init__(self, program: RankProgram, training: Training, habits: Habits) -> None:
+        self.program, self.training, self.habits, self.heap = program, training, habits, Heap()
         self.steps, self.tensors = program.steps, program.tensors
         held = program.held
         states = training.states() * sum(one.share for one in held if one.trainable)
@@ -104,8 +104,8 @@ class Timeline:
             if step.region is not None:
                 self.regions.setdefault(step.region, []).append(at)
         self.region_inputs: dict[str, list[int]] = {}
-        self.buckets = Buckets(held, self.heap, training)
-        self.units = Units(held, self.steps, self.heap)
+        self.buckets = Buckets(held, self.heap, training, habits)
+        self.units = Units(held, self.steps, self.heap, habits)
 
     def _last_uses(self) -> list[list[int]]:
         """For each step the tensors that nothing reads after it."""
@@ -253,14 +253,15 @@ class Timeline:
             self.heap.new(held.bytes, GRADIENT)
             self.heap.drop(storage)
 
-    def update(self, foreach: bool) -> None:
+    def update(self) -> None:
         """The optimizer's own tensors, and the parameters that ZeRO 1 and 2 bring up to date."""
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
         shares = [held.share for held in self.program.held if held.trainable]
         if self.training.states():
-            heap.touch(sum(shares) if foreach else 2 * max(shares, default=0.0))
+            heap.touch(sum(shares) if self.habits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)
         split = [held for held in self.program.held if held.level in (1, 2)]
-        heap.touch(sum(held.bytes + held.share for held in split))
+        copies = 2.0 if self.habits.copies else 1.0
+        heap.touch(sum(copies * held.bytes + held.share for held in split))

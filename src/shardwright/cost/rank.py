@@ -20,7 +20,7 @@ from .call import call_of, local_elements
 from .flow import Back, converted, flow
 from .keeps import keeps
 from .strides import Strides, kind_of, strides_of
-from .training import Training
+from .training import ON_CPU, Habits, Training
 
 Choices = Mapping[str, Mapping[str, str]]
 Storage = Mapping[str, Sequence[tuple[str, int]]]
@@ -93,10 +93,16 @@ class RankProgram:
 
 
 def steps_of(
-    facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: Training, recompute: Sequence[str] = ()
+    facts: Analysis,
+    mesh: Mesh,
+    choices: Choices,
+    storage: Storage,
+    training: Training,
+    recompute: Sequence[str] = (),
+    habits: Habits = ON_CPU,
 ) -> RankProgram:
     """The steps of the first rank of a mesh."""
-    program = _Builder(facts, mesh, choices, storage, training, recompute).run()
+    program = _Builder(facts, mesh, choices, storage, training, recompute, habits).run()
     _fold_biases(program)
     _sum_in_place(program)
     _join_products(program)
@@ -106,11 +112,11 @@ def steps_of(
 class _Builder:
     def __init__(
         self, facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: Training,
-        recompute: Sequence[str],
+        recompute: Sequence[str], habits: Habits,
     ) -> None:  # fmt: skip
         self.facts, self.graph, self.mesh, self.training = facts, facts.graph, mesh, training
         self.choices, self.storage, self.recompute = choices, storage, tuple(recompute)
-        self.sizes = mesh.sizes
+        self.sizes, self.copies = mesh.sizes, habits.copies
         self.program = RankProgram()
         self.strides: Strides = strides_of(facts.graph)
         self.placed = {op.name: facts.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
@@ -222,7 +228,8 @@ class _Builder:
         axis_size = self.sizes[step.axes[0]]
         cut = step.cut
         simple = cut is None or cut.simple(axis_size)
-        memory = converted(step.kind, after < before, max(before, after), min(before, after), simple, step.dim == 0)
+        sizes = (max(before, after), min(before, after))
+        memory = converted(step.kind, *sizes, simple, step.dim == 0, self.copies)
         gradient = tensors[made].gradient
         self.program.steps.append(
             Step(

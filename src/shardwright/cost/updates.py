@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .heap import BUFFER, GRADIENT, Heap
 from .rank import Held, Step
-from .training import Training
+from .training import Habits, Training
 
 FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
 IN_FLIGHT = 2
@@ -24,6 +24,7 @@ class Bucket:
         self.bytes = self.share = 0.0
         self.missing = 0
         self.flat: int | None = None
+        self.copy: int | None = None  # of the collective
 
 
 class Buckets:
@@ -33,8 +34,8 @@ class Buckets:
     its sum is through, and the own share of it stays.
     """
 
-    def __init__(self, held: Sequence[Held], heap: Heap, training: Training) -> None:
-        self.heap = heap
+    def __init__(self, held: Sequence[Held], heap: Heap, training: Training, habits: Habits) -> None:
+        self.heap, self.copies = heap, habits.copies
         self.of: dict[str, Bucket] = {}
         self.order: list[Bucket] = []
         self.sent: list[Bucket] = []
@@ -70,13 +71,16 @@ class Buckets:
 
     def _send(self, bucket: Bucket) -> None:
         self.heap.new(bucket.share, GRADIENT)
+        if self.copies:
+            bucket.copy = self.heap.new(bucket.bytes, BUFFER)
         self.sent.append(bucket)
         while len(self.sent) > IN_FLIGHT:
             self._finish(self.sent.pop(0))
 
     def _finish(self, bucket: Bucket) -> None:
-        if bucket.flat is not None:
-            self.heap.drop(bucket.flat)
+        for storage in (bucket.flat, bucket.copy):
+            if storage is not None:
+                self.heap.drop(storage)
 
     def end(self) -> None:
         for bucket in self.order[self.next :]:
@@ -94,7 +98,7 @@ class Unit:
         self.name = name
         self.whole = self.trained = self.share = 0.0
         self.missing = 0
-        self.rows: int | None = None  # gathered, rank by rank
+        self.rows: list[int] = []  # gathered, rank by rank, and the copy of the collective
         self.flat: int | None = None  # the whole parameters
         self.gradients: list[int] = []
 
@@ -102,8 +106,9 @@ class Unit:
 class Units:
     """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use."""
 
-    def __init__(self, held: Sequence[Held], steps: Sequence[Step], heap: Heap) -> None:
+    def __init__(self, held: Sequence[Held], steps: Sequence[Step], heap: Heap, habits: Habits) -> None:
         self.heap = heap
+        self.copies = habits.copies
         self.units: dict[str, Unit] = {}
         self.of: dict[int, Unit] = {}
         for one in held:
@@ -160,23 +165,24 @@ class Units:
     def _gather(self, unit: Unit, ahead: int) -> None:
         self._fetch(unit)
         if unit.flat is None:
+            for copy in unit.rows[1:]:
+                self.heap.drop(copy)
             unit.flat = self.heap.new(unit.whole, BUFFER)
-            assert unit.rows is not None
-            self.heap.drop(unit.rows)
-            unit.rows = None
+            self.heap.drop(unit.rows[0])
+            unit.rows.clear()
         place = self.order.index(unit) + ahead
         if 0 <= place < len(self.order):
             self._fetch(self.order[place])
 
     def _fetch(self, unit: Unit) -> None:
-        if unit.rows is None and unit.flat is None:
-            unit.rows = self.heap.new(unit.whole, BUFFER)
+        if not unit.rows and unit.flat is None:
+            unit.rows = [self.heap.new(unit.whole, BUFFER) for _ in range(2 if self.copies else 1)]
 
     def _release(self, unit: Unit) -> None:
-        for storage in (unit.rows, unit.flat):
-            if storage is not None:
-                self.heap.drop(storage)
-        unit.rows = unit.flat = None
+        for storage in (*unit.rows, *(() if unit.flat is None else (unit.flat,))):
+            self.heap.drop(storage)
+        unit.rows.clear()
+        unit.flat = None
 
     def arrived(self, held: Held, storage: int | None) -> None:
         """A whole gradient; the last of a unit sends all of them off."""
@@ -189,7 +195,7 @@ class Units:
         if unit in self.regathered:
             self.regathered.remove(unit)
         self._release(unit)
-        self.sent.append(self.heap.new(unit.trained, BUFFER))
+        self.sent.append(self.heap.new(unit.trained * (2 if self.copies else 1), BUFFER))
         self.heap.new(unit.share, GRADIENT)
         for held_gradient in unit.gradients:
             self.heap.drop(held_gradient)
