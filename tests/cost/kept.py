@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.memory import alive
 from torch import Tensor, nn
 
 import shardwright as sw
-from bench.memory import alive
 from shardwright.capture import capture
 from shardwright.compile import skeleton_of
 from shardwright.cost import Training

@@ -17,8 +17,8 @@ from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, WHOLE, Layout, Mesh, whole
 from ..rules import Analysis
 from .call import call_of, local_elements
-from .flow import Back, converted, flow
-from .keeps import keeps
+from .flow import Back, Flow, converted, flow
+from .keeps import Keeps, keeps
 from .strides import Strides, kind_of, strides_of
 from .training import ON_CPU, Habits, Training
 
@@ -129,7 +129,8 @@ class _Builder:
         self.forms: dict[str, dict[Layout, Form]] = {}
         self.numbers: dict[int, int] = {}  # the tensor of a form, by its identity
         self.alive: list[Form] = []  # so that identities stay theirs
-        self.known: dict[object, object] = {}
+        self.known: dict[object, tuple[Keeps, Flow, bool]] = {}  # layers that are alike are looked at once
+        self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
 
     def _choice(self, op: Op) -> Mapping[str, str]:
         return {} if self._constant(op) else self.choices.get(op.name, {})
@@ -191,7 +192,10 @@ class _Builder:
 
     def _new(self, name: str, layout: Layout, fixed: bool = False) -> int:
         value = self.graph.values[name]
-        size = local_elements(value.shape, layout, self.mesh) * self.training.item(value)
+        key = (value.shape, layout)
+        if key not in self.elements:
+            self.elements[key] = local_elements(value.shape, layout, self.mesh)
+        size = self.elements[key] * self.training.item(value)
         self.program.tensors.append(Local(size, value.gradient, value.shape, fixed=fixed))
         return len(self.program.tensors) - 1
 
@@ -201,7 +205,7 @@ class _Builder:
         goals = self.uses[name]
         if all(goal == layout for goal in goals):  # the common case, without a search
             root = Form(layout=layout)
-            self.forms[name] = dict.fromkeys((layout, forget_gradient(layout)), root)
+            self.forms[name] = {layout if value.gradient else forget_gradient(layout): root}
         else:
             root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
         self.alive.append(root)
@@ -266,11 +270,7 @@ class _Builder:
                 if not shared and any(not self._constant(user) for user, _ in self.graph.users[name]):
                     self.program.constants += self.graph.values[name].bytes
             return
-        signature = self.facts.signatures[op.name]
-        call = call_of(signature, self._choice(op), self.mesh, self.training)
-        values = self.graph.values
-        kept = keeps(call, signature, [self.strides.flat(name, values[name].shape) for name in op.inputs])
-        memory = flow(call, signature)
+        kept, memory, gradient = self._look_at(op)
         made = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
         pairs = (*zip(numbers, kept.inputs, strict=True), *zip(made, kept.outputs, strict=True))
         self.program.steps.append(
@@ -286,9 +286,22 @@ class _Builder:
                 backward_work=memory.backward,
                 shares=shared,
                 region=self._region(op),
-                gradient=call.gradient,
+                gradient=gradient,
             )
         )
+
+    def _look_at(self, op: Op) -> tuple[Keeps, Flow, bool]:
+        """What is kept of an op, what its work is, and whether it has a backward."""
+        values, choice = self.graph.values, self._choice(op)
+        read = [values[name] for name in op.inputs]
+        flat = [self.strides.flat(value.name, value.shape) for value in read]
+        tensors = tuple((v.shape, v.dtype, v.gradient) for v in (*read, *(values[name] for name in op.outputs)))
+        key = (op.target, op.arguments, op.no_grad, tensors, tuple(flat), tuple(choice.items()))
+        if key not in self.known:
+            signature = self.facts.signatures[op.name]
+            call = call_of(signature, choice, self.mesh, self.training)
+            self.known[key] = keeps(call, signature, flat), flow(call, signature), call.gradient
+        return self.known[key]
 
 
 def _readers(program: RankProgram) -> dict[int, list[Step]]:

@@ -104,7 +104,10 @@ class Unit:
 
 
 class Units:
-    """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use."""
+    """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use.
+
+    What is outside of layers is one unit. The program never closes it: it holds it until it is gathered anew.
+    """
 
     def __init__(self, held: Sequence[Held], steps: Sequence[Step], heap: Heap, habits: Habits) -> None:
         self.heap = heap
@@ -127,6 +130,8 @@ class Units:
         self.regathered: list[Unit] = []
         self.order: list[Unit] = []
         self._find_uses(steps)
+        outside = self.units.get("")
+        self.resident = None if outside is None else heap.new(outside.whole, BUFFER)
 
     def _find_uses(self, steps: Sequence[Step]) -> None:
         first: dict[str, int] = {}
@@ -147,6 +152,9 @@ class Units:
     def before(self, at: int) -> None:
         for unit in self.opens.get(at, ()):
             self._gather(unit, 1)
+            if not unit.name and self.resident is not None:
+                self.heap.drop(self.resident)
+                self.resident = None
 
     def after(self, at: int) -> None:
         for unit in self.closes.get(at, ()):
@@ -179,7 +187,11 @@ class Units:
             unit.rows = [self.heap.new(unit.whole, BUFFER) for _ in range(2 if self.copies else 1)]
 
     def _release(self, unit: Unit) -> None:
-        for storage in (*unit.rows, *(() if unit.flat is None else (unit.flat,))):
+        if unit.flat is not None and not unit.name:
+            self.resident = unit.flat
+        elif unit.flat is not None:
+            self.heap.drop(unit.flat)
+        for storage in unit.rows:
             self.heap.drop(storage)
         unit.rows.clear()
         unit.flat = None
