@@ -1,8 +1,8 @@
 """The predicted peak of a rank against what torch has really allocated, in gloo processes."""
 
 import pytest
-
 from bench.memory import GOAL, Measured, measure_here, predict
+
 from shardwright.verify.ranks import run_processes
 
 CELLS = [(model, plan) for model in ("mlp", "gpt", "resnet") for plan in ("dp=2", "tp=2", "zero3=2")]

@@ -67,6 +67,8 @@ def flow(call: Call, signature: Signature) -> Flow:
         logits = call.inputs[0].bytes
         split = split_classes(call, signature)
         return Flow(logits if split else 0.0, 0.0 if split else logits, back)
+    if kind.startswith("conv"):  # the CPU's kernels want another order of what they read and write
+        forward = max(call.inputs[0].bytes, out)
     if kind == "scaled_dot_product_attention":
         forward, backward = _attention(call, signature)
     if kind in ("mul", "div", "where", "add", "sub", "rsub") and any(

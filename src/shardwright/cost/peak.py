@@ -1,6 +1,6 @@
 """The memory of a rank over one training step: a timeline of what is allocated, and its highest point.
 
-    forward    values live until their last use, what backward needs lives on
+    forward    values live as long as their names (`lifetimes.py`), what backward needs lives on
     backward   gradients come and go, what was kept is released, gradients of parameters appear
     update     what the optimizer and ZeRO need beside parameters, gradients and states
 
@@ -19,6 +19,7 @@ from ..layout import Mesh
 from ..rules import Analysis
 from .flow import Back
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
+from .lifetimes import deaths
 from .rank import Choices, Held, RankProgram, Step, Storage, steps_of
 from .training import ON_CPU, Habits, Training
 from .updates import Buckets, Units
@@ -94,7 +95,7 @@ class Timeline:
         states = training.states() * sum(one.share for one in held if one.trainable)
         self.base = sum(one.kept for one in held) + states + program.inputs + program.constants
         self.store: list[int] = [self.heap.fixed if one.fixed else -1 for one in self.tensors]
-        self.dead = self._last_uses()
+        self.dead = deaths(program)
         self.kept: dict[int, list[int]] = {}  # by step: the storages that backward needs
         self.gradients: dict[int, int] = {}  # by tensor
         self.of_parameter = {one.value: one for one in held}
@@ -106,20 +107,6 @@ class Timeline:
         self.region_inputs: dict[str, list[int]] = {}
         self.buckets = Buckets(held, self.heap, training, habits)
         self.units = Units(held, self.steps, self.heap, habits)
-
-    def _last_uses(self) -> list[list[int]]:
-        """For each step the tensors that nothing reads after it."""
-        last: dict[int, int] = {}
-        for at, step in enumerate(self.steps):
-            for number in (*step.outputs, *step.inputs):
-                last[number] = at
-        for number in self.program.outputs:
-            last.pop(number, None)
-        found: list[list[int]] = [[] for _ in self.steps]
-        for number, at in last.items():
-            if not self.tensors[number].fixed:
-                found[at].append(number)
-        return found
 
     def _count_uses(self) -> dict[int, int]:
         """For each parameter how many gradients it gets."""

@@ -8,6 +8,7 @@ about arguments and names, so it is quick enough for a planner.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class Local:
     bytes: float
     gradient: bool
     shape: tuple[int, ...] = ()
+    word: str = ""  # what generated code calls it
     parameter: str | None = None
     fixed: bool = False  # lives for ever: a parameter, an input, a constant
 
@@ -56,6 +58,7 @@ class Step:
     shares: bool = False
     region: str | None = None
     gradient: bool = True
+    scope: str = ""  # the layer that it is in, whose names go when its method returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ class _Builder:
         if key not in self.elements:
             self.elements[key] = local_elements(value.shape, layout, self.mesh)
         size = self.elements[key] * self.training.item(value)
-        self.program.tensors.append(Local(size, value.gradient, value.shape, fixed=fixed))
+        self.program.tensors.append(Local(size, value.gradient, value.shape, _SUFFIX.sub("", name), fixed=fixed))
         return len(self.program.tensors) - 1
 
     def _produce(self, name: str, layout: Layout, fixed: bool = False) -> int:
@@ -248,6 +251,7 @@ class _Builder:
                 shares=memory.shares,
                 region=self._region(op) if op else None,
                 gradient=gradient,
+                scope=scope_of(op.module_path) if op else "",
             )
         )
         return made
@@ -287,6 +291,7 @@ class _Builder:
                 shares=shared,
                 region=self._region(op),
                 gradient=gradient,
+                scope=scope_of(op.module_path),
             )
         )
 
@@ -312,6 +317,16 @@ def _readers(program: RankProgram) -> dict[int, list[Step]]:
     for number in program.outputs:
         found.setdefault(number, []).append(_OUTSIDE)
     return found
+
+
+_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
+_SUFFIX = re.compile(r"(_\d+)+$")
+
+
+def scope_of(path: str) -> str:
+    """The layer that a module or a parameter is in, or "" outside of layers."""
+    found = _LAYER.match(path)
+    return "" if found is None else f"{found[1]}.{found[2]}" if found[1] else found[2]
 
 
 _OUTSIDE = Step("", "", [], [], [], [])
@@ -383,6 +398,7 @@ def _join_products(program: RankProgram) -> None:
             work=step.work if gathers else 0.0,
             backward_work=whole_bytes,
             region=layers[0].region,
+            scope=layers[0].scope,
         )
         gone.update((id(step), *(id(layer) for layer in layers[1:])))
     program.steps = [joined.get(id(step), step) for step in program.steps if id(step) not in gone]

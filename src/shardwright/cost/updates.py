@@ -5,18 +5,16 @@ Both follow the runtime: `runtime/gradients.py` for buckets, `runtime/zero.py` f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from .heap import BUFFER, GRADIENT, Heap
-from .rank import Held, Step
+from .rank import Held, Step, scope_of
 from .training import Habits, Training
 
 FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
 IN_FLIGHT = 2
 """How many sums of split gradients are under way before the oldest is awaited."""
 
-_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
 
 
 class Bucket:
@@ -116,7 +114,7 @@ class Units:
         self.of: dict[int, Unit] = {}
         for one in held:
             if one.level == 3:
-                unit = self.units.setdefault(unit_of(one.key), Unit(unit_of(one.key)))
+                unit = self.units.setdefault(scope_of(one.key), Unit(scope_of(one.key)))
                 self.of[one.value] = unit
                 unit.whole += one.gathered
                 if one.trainable:
@@ -221,9 +219,3 @@ class Units:
         self.sent.clear()
         for unit in self.order:
             self._release(unit)
-
-
-def unit_of(key: str) -> str:
-    """The unit of a parameter: the layer that it is in, or "" outside of layers."""
-    found = _LAYER.match(key)
-    return "" if found is None else f"{found[1]}.{found[2]}" if found[1] else found[2]
