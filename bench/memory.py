@@ -119,6 +119,19 @@ def vit() -> Case:
     return ViTForImageClassification(config), (torch.randn(16, 3, 64, 64),), {"labels": torch.randint(10, (16,))}
 
 
+@model
+def mixtral() -> Case:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+    idx = torch.randint(4096, (8, 128))
+    made = MixtralForCausalLM(config)
+    made.set_experts_implementation("eager")
+    return made, (idx,), {"labels": idx.clone(), "use_cache": False}
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Bytes that torch holds on a rank: before the measured step, and the most in each part of it."""

@@ -11,6 +11,7 @@ import shardwright as sw
 from shardwright.capture import capture
 from shardwright.compile import skeleton_of
 from shardwright.cost import Training
+from shardwright.cost.fusing import fuse
 from shardwright.cost.peak import Timeline
 from shardwright.cost.rank import steps_of
 from shardwright.cost.training import ON_CPU
@@ -27,7 +28,7 @@ def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     facts, one = analysed(module, args, kwargs), Mesh(axes=())
-    line = Timeline(steps_of(facts, one, {}, {}, Training()), Training(), ON_CPU)
+    line = Timeline(fuse(steps_of(facts, one, {}, {}, Training())), Training(), ON_CPU)
     line.forward()
     return line.heap.total
 

@@ -208,9 +208,17 @@ def _attention(call: Call, signature: Signature, flat: Sequence[bool]) -> Keeps:
 
 
 def _experts(call: Call, signature: Signature) -> float:
-    """Every token meets k experts, and what lies between their two products is kept for each."""
+    """Every token meets k experts, and what lies between their two products is kept for each.
+
+    Where tokens and experts are both split, it does not show whether what lies between is: it is taken to be whole.
+    """
     values = signature.facts.graph.values
     tokens, picked = call.inputs[0], call.inputs[1]
-    widths = [values[name].shape[-2] for name in call.op.inputs[3:] if len(values[name].shape) > 2]
-    rows = picked.elements
-    return rows * (2 * tokens.item * values[call.op.inputs[0]].shape[-1] + 2 * tokens.item * sum(widths))
+    width = values[call.op.inputs[0]].shape[-1]
+    whole = tokens.elements == values[call.op.inputs[0]].elements
+    between = 0.0
+    for name, held in zip(call.op.inputs[3:], call.inputs[3:], strict=True):
+        value = values[name]
+        if len(value.shape) > 2 and value.shape[-2] != width:
+            between += value.shape[-2] * (held.elements / value.elements if whole else 1.0)
+    return picked.elements * tokens.item * (4 * width + 2 * between)

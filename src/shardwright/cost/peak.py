@@ -4,8 +4,9 @@
     backward   gradients come and go, what was kept is released, gradients of parameters appear
     update     what the optimizer and ZeRO need beside parameters, gradients and states
 
-The timeline is run on the steps of `rank.py` with reference counts, as torch would: a storage
-goes when nothing uses it any more, whether that is a name, autograd or a gradient on its way.
+The timeline is run on the steps of `rank.py`, as `fusing.py` leaves them, with reference counts,
+as torch would: a storage goes when nothing uses it any more, be that a name, autograd or a
+gradient on its way.
 Inside of a region that is recomputed nothing is kept but what goes into it, and backward runs
 its forward again. The step is one after the first: states exist, gradients were set to None.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from ..layout import Mesh
 from ..rules import Analysis
 from .flow import Back
+from .fusing import fuse
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
 from .lifetimes import deaths
 from .rank import Choices, Held, RankProgram, Step, Storage, steps_of
@@ -65,7 +67,7 @@ def peak(
     recompute   module paths, each of which is run again in backward
     habits      what the device's libraries do with memory
     """
-    program = steps_of(facts, mesh, choices, storage, training, recompute, habits)
+    program = fuse(steps_of(facts, mesh, choices, storage, training, recompute, habits))
     line = Timeline(program, training, habits)
     line.forward()
     line.backward()
