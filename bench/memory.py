@@ -2,7 +2,6 @@
 
 python -m bench.memory                              all models under all plans
 python -m bench.memory --models gpt --plans tp=2    some of them
-python -m bench.memory --models gpt --plans tp=2 --parts    with what the peak is made of
 
 Measured is what torch has allocated on rank 0 at the worst moment of the second training step,
 with AdamW, one gloo process a rank: what lives before the first step is counted once by its
@@ -12,29 +11,40 @@ allocates for itself is not torch's, and is not counted.
 
 import argparse
 import gc
+import math
+import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
+from tests.models import nets
+from tests.models.transformer import Transformer, TransformerConfig
+from tests.models.zoo import loss_of
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity
 
 import shardwright as sw
+from shardwright.capture import capture
+from shardwright.compile import make_plan, skeleton_of
+from shardwright.cost import Memory, Training, peak
+from shardwright.probe import probing
+from shardwright.rules import Analysis, analyse
 from shardwright.verify.ranks import run_processes
-from tests.models import nets
-from tests.models.transformer import Transformer, TransformerConfig
-from tests.models.zoo import loss_of
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 MODELS: dict[str, Callable[[], Case]] = {}
+PATIENCE = 0.02
+GOAL = 0.10
 PLANS = ("single", "dp=2", "tp=2", "sp=2", "zero1=2", "zero2=2", "zero3=2", "dp=2,tp=2", "zero3=2,tp=2")
 
 
@@ -109,6 +119,19 @@ def vit() -> Case:
     return ViTForImageClassification(config), (torch.randn(16, 3, 64, 64),), {"labels": torch.randint(10, (16,))}
 
 
+@model
+def mixtral() -> Case:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+    idx = torch.randint(4096, (8, 128))
+    made = MixtralForCausalLM(config)
+    made.set_experts_implementation("eager")
+    return made, (idx,), {"labels": idx.clone(), "use_cache": False}
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Bytes that torch holds on a rank: before the measured step, and the most in each part of it."""
@@ -117,30 +140,55 @@ class Measured:
     forward: int
     backward: int
     update: int
+    after: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the step allocated was seen to be released."""
+        return abs(self.after - self.before) < 0.002 * self.before
 
     @property
     def peak(self) -> int:
         return max(self.forward, self.backward, self.update)
 
 
+def ranks_of(plan: str) -> int:
+    return math.prod(int(part.partition("=")[2] or 1) for part in plan.split(","))
+
+
 def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
     """What rank 0 of a run of a model under a plan has allocated."""
-    size = 1
-    for part in plan.split(","):
-        size *= int(part.partition("=")[2] or 1)
-    found: list[Measured] = run_processes(size, measure_here, name, plan, timeout=timeout)
-    return found[0]
+    for _ in range(3):
+        found: list[Measured] = run_processes(ranks_of(plan), measure_here, name, plan, timeout=timeout)
+        if found[0].complete:
+            return found[0]
+    raise RuntimeError(f"{name} under {plan}: the profiler missed releases three times; is the machine busy?")
+
+
+def predict(name: str, plan: str) -> Memory:
+    """What the model of memory says."""
+    facts = analysed(name)
+    made = make_plan(facts.graph, facts, plan, ranks_of(plan))
+    return peak(facts, made.mesh, made.choices(facts.graph.entry), made.storage, Training(optimizer="adamw"))
+
+
+@cache
+def analysed(name: str) -> Analysis:
+    module, args, kwargs = MODELS[name]()
+    found = capture(skeleton_of(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    return analyse(found.graph, probing(found.functions))
 
 
 def measure_here(rank: int, name: str, plan: str) -> Measured:
     """Two steps on this rank, of which the second is measured."""
+    others = alive()  # of what this process did before
     module, args, kwargs = MODELS[name]()
     optimizer = torch.optim.AdamW(module.parameters())
     with tempfile.TemporaryDirectory() as folder:
         compiled, optimizer = sw.parallelize(module, optimizer, example=(args, kwargs), plan=plan, directory=folder)
     del module
     gc.collect()
-    start = sum(alive().values())
+    start = sum(size for address, size in alive().items() if address not in others)
 
     def step() -> None:
         with torch.profiler.record_function("forward"):
@@ -166,20 +214,18 @@ def measure_here(rank: int, name: str, plan: str) -> Measured:
             most[now[-1]] = max(most[now[-1]], held)
         else:
             before = held
-    return Measured(before, **most)
+    return Measured(before, **most, after=held)
 
 
 class Patient:
     """A collective that is on its way, awaited a little longer than needed."""
 
     def __init__(self, work: dist.Work) -> None:
-        self.work: dist.Work | None = work
+        self.work = work
 
     def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-            time.sleep(0.004)
+        self.work.wait()
+        time.sleep(PATIENCE)
 
 
 @contextmanager
@@ -193,7 +239,7 @@ def patient() -> Iterator[None]:
             work = call(*args, **kwargs)
             if work is not None:
                 return Patient(work)
-            time.sleep(0.004)
+            time.sleep(PATIENCE)
             return None
 
         return run
@@ -217,8 +263,40 @@ def alive() -> dict[int, int]:
     return found
 
 
+def row(name: str, plan: str) -> tuple[str, ...]:
+    found, truth = predict(name, plan), measure(name, plan)
+    off = found.peak / truth.peak - 1
+    parts = (found.parameters, found.gradients, found.optimizer, found.activations, found.buffers, found.inputs)
+    colour = "green" if abs(off) <= GOAL else "red"
+    where = f"{found.at[1]}, {found.at[0]}"
+    return name, plan, mib(found.peak), mib(truth.peak), f"[{colour}]{off:+.1%}", *map(mib, parts), where
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--plans", nargs="+", default=list(PLANS))
+    args = parser.parse_args()
+    console = Console(width=200)
+    table = Table(
+        "model", "plan", "predicted", "measured", "off", "parameters", "gradients", "optimizer", "activations",
+        "buffers", "inputs", "predicted peak",
+        title="The most memory a rank has in a step, MiB",
+        caption=f"AdamW, gloo, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
+    )  # fmt: skip
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("measuring", total=len(args.models) * len(args.plans))
+        for name in args.models:
+            for plan in args.plans:
+                bar.update(task, description=f"{name} {plan}")
+                table.add_row(*row(name, plan))
+                bar.advance(task)
+    console.print(table)
+
+
 if __name__ == "__main__":
-    import sys, json
-    for m in sys.argv[1].split("/"):
-        for p in sys.argv[2].split("/"):
-            r=measure(m,p); print("CELL",json.dumps([m,p,r.before,r.forward,r.backward,r.update]), flush=True)
+    main()

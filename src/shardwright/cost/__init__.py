@@ -1,16 +1,25 @@
 """What things cost: the arithmetic of an op, its time, its memory, what is sent."""
 
 from .call import Call, Tensor, call_of, local_elements, work_parts
+from .keeps import Keeps, keeps, kept_bytes
+from .peak import Memory, peak
 from .sends import Send, algorithm_sends
+from .strides import Strides, shares, strides_of
 from .time import OpTime, join_time, op_time, update_time
-from .training import STATES, Training
+from .training import ON_CPU, ON_GPU, STATES, Habits, Training
 from .work import flops, is_product
 
 __all__ = [
+    "ON_CPU",
+    "ON_GPU",
     "STATES",
     "Call",
+    "Habits",
+    "Keeps",
+    "Memory",
     "OpTime",
     "Send",
+    "Strides",
     "Tensor",
     "Training",
     "algorithm_sends",
@@ -18,8 +27,13 @@ __all__ = [
     "flops",
     "is_product",
     "join_time",
+    "keeps",
+    "kept_bytes",
     "local_elements",
     "op_time",
+    "peak",
+    "shares",
+    "strides_of",
     "update_time",
     "work_parts",
 ]

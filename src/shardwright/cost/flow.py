@@ -67,6 +67,8 @@ def flow(call: Call, signature: Signature) -> Flow:
         logits = call.inputs[0].bytes
         split = split_classes(call, signature)
         return Flow(logits if split else 0.0, 0.0 if split else logits, back)
+    if kind.startswith("conv"):  # the CPU's kernels want another order of what they read and write
+        forward = max(call.inputs[0].bytes, out)
     if kind == "scaled_dot_product_attention":
         forward, backward = _attention(call, signature)
     if kind in ("mul", "div", "where", "add", "sub", "rsub") and any(
@@ -107,15 +109,15 @@ class Converted:
     backward: float
 
 
-def converted(kind: str, small: bool, whole: float, piece: float, simple: bool, first: bool) -> Converted:
+def converted(kind: str, whole: float, piece: float, simple: bool, first: bool, copies: bool) -> Converted:
     """A converter between a whole of some bytes and a piece of it.
 
-    small     whether the result is the piece (else it is the whole)
     simple    whether the piece is one run of the dim
     first     whether the dim is the first one, so that pieces lie one after the other
+    copies    whether collectives work on a copy (see `Habits`)
     """
-    gather = 0.0 if simple and first else whole  # pieces come stacked, and are put side by side
-    stack = 0.0 if simple and first else whole
+    gather = whole if copies or not (simple and first) else 0.0  # pieces come stacked, and are put side by side
+    stack = (0.0 if simple and first else whole) + (whole if copies else 0.0)
     take = Back.PASS if simple else Back.FRESH
     table = {
         "fan_in": Converted(False, 0.0, Back.PASS, 0.0),

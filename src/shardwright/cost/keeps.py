@@ -43,16 +43,17 @@ _LINES = {
     "0": "gelu silu log log2 log10 log1p abs absolute sin cos tan asin acos atan sinh cosh square leaky_relu elu celu "
     "selu softplus mish hardswish hardsigmoid hardtanh relu6 clamp clamp_min clamp_max erf erfc erfinv glu threshold "
     "softshrink hardshrink pow var std avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d l1_loss log_sigmoid logit "
-    "group_norm native_group_norm layer_norm native_layer_norm rms_norm _fused_rms_norm instance_norm "
+    "group_norm native_group_norm instance_norm "
     "_native_batch_norm_legit_functional batch_norm native_batch_norm _native_batch_norm_legit max_pool1d max_pool2d "
     "max_pool3d nan_to_num lgamma digamma xlogy sinc",
     "r": "relu tanh sigmoid exp exp2 expm1 sqrt rsqrt reciprocal softmax _softmax log_softmax _log_softmax",
+    "0 1 2": "layer_norm native_layer_norm",
     "0 r": "amax amin norm linalg_vector_norm logsumexp prod cumprod std_mean var_mean logcumsumexp",
     "0* 1*": "mul mm bmm matmul linear einsum dot mv outer addmv",
     "1* 2*": "addmm baddbmm",
     "0 1": "maximum minimum fmax fmin atan2 mse_loss smooth_l1_loss huber_loss binary_cross_entropy nll_loss "
     "nll_loss_nd nll_loss2d binary_cross_entropy_with_logits soft_margin_loss convolution conv1d conv2d conv3d "
-    "conv_transpose1d conv_transpose2d conv_transpose3d logaddexp prelu",
+    "conv_transpose1d conv_transpose2d conv_transpose3d logaddexp prelu rms_norm _fused_rms_norm",
     "0 ": "where",
     "1": "embedding masked_fill index_select gather cross_entropy_loss kl_div cross_entropy",
     "indices": "index _unsafe_index index_add scatter scatter_add index_put index_copy take_along_dim masked_select",
@@ -207,9 +208,17 @@ def _attention(call: Call, signature: Signature, flat: Sequence[bool]) -> Keeps:
 
 
 def _experts(call: Call, signature: Signature) -> float:
-    """Every token meets k experts, and what lies between their two products is kept for each."""
+    """Every token meets k experts, and what lies between their two products is kept for each.
+
+    Where tokens and experts are both split, it does not show whether what lies between is: it is taken to be whole.
+    """
     values = signature.facts.graph.values
     tokens, picked = call.inputs[0], call.inputs[1]
-    widths = [values[name].shape[-2] for name in call.op.inputs[3:] if len(values[name].shape) > 2]
-    rows = picked.elements
-    return rows * (2 * tokens.item * values[call.op.inputs[0]].shape[-1] + 2 * tokens.item * sum(widths))
+    width = values[call.op.inputs[0]].shape[-1]
+    whole = tokens.elements == values[call.op.inputs[0]].elements
+    between = 0.0
+    for name, held in zip(call.op.inputs[3:], call.inputs[3:], strict=True):
+        value = values[name]
+        if len(value.shape) > 2 and value.shape[-2] != width:
+            between += value.shape[-2] * (held.elements / value.elements if whole else 1.0)
+    return picked.elements * tokens.item * (4 * width + 2 * between)

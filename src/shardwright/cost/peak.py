@@ -1,11 +1,12 @@
 """The memory of a rank over one training step: a timeline of what is allocated, and its highest point.
 
-    forward    values live until their last use, what backward needs lives on
+    forward    values live as long as their names (`lifetimes.py`), what backward needs lives on
     backward   gradients come and go, what was kept is released, gradients of parameters appear
     update     what the optimizer and ZeRO need beside parameters, gradients and states
 
-The timeline is run on the steps of `rank.py` with reference counts, as torch would: a storage
-goes when nothing uses it any more, whether that is a name, autograd or a gradient on its way.
+The timeline is run on the steps of `rank.py`, as `fusing.py` leaves them, with reference counts,
+as torch would: a storage goes when nothing uses it any more, be that a name, autograd or a
+gradient on its way.
 Inside of a region that is recomputed nothing is kept but what goes into it, and backward runs
 its forward again. The step is one after the first: states exist, gradients were set to None.
 """
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 from ..layout import Mesh
 from ..rules import Analysis
 from .flow import Back
+from .fusing import fuse
 from .heap import ACTIVATION, BUFFER, GRADIENT, Heap
+from .lifetimes import deaths
 from .rank import Choices, Held, RankProgram, Step, Storage, steps_of
-from .training import Training
+from .training import ON_CPU, Habits, Training
 from .updates import Buckets, Units
 
 
@@ -57,18 +60,18 @@ def peak(
     training: Training,
     recompute: Sequence[str] = (),
     *,
-    foreach: bool = False,
+    habits: Habits = ON_CPU,
 ) -> Memory:
     """The peak of a rank under a plan.
 
     recompute   module paths, each of which is run again in backward
-    foreach     whether the optimizer works on all parameters at once, as torch's does on a GPU
+    habits      what the device's libraries do with memory
     """
-    program = steps_of(facts, mesh, choices, storage, training, recompute)
-    line = Timeline(program, training)
+    program = fuse(steps_of(facts, mesh, choices, storage, training, recompute, habits))
+    line = Timeline(program, training, habits)
     line.forward()
     line.backward()
-    line.update(foreach)
+    line.update()
     heap = line.heap
     return Memory(
         parameters=sum(held.kept for held in program.held),
@@ -87,14 +90,14 @@ def peak(
 class Timeline:
     """One step of training, allocation by allocation. What lives for ever is `base`, and not on the heap."""
 
-    def __init__(self, program: RankProgram, training: Training) -> None:
-        self.program, self.training, self.heap = program, training, Heap()
+    def __init__(self, program: RankProgram, training: Training, habits: Habits) -> None:
+        self.program, self.training, self.habits, self.heap = program, training, habits, Heap()
         self.steps, self.tensors = program.steps, program.tensors
         held = program.held
         states = training.states() * sum(one.share for one in held if one.trainable)
         self.base = sum(one.kept for one in held) + states + program.inputs + program.constants
         self.store: list[int] = [self.heap.fixed if one.fixed else -1 for one in self.tensors]
-        self.dead = self._last_uses()
+        self.dead = deaths(program)
         self.kept: dict[int, list[int]] = {}  # by step: the storages that backward needs
         self.gradients: dict[int, int] = {}  # by tensor
         self.of_parameter = {one.value: one for one in held}
@@ -104,22 +107,8 @@ class Timeline:
             if step.region is not None:
                 self.regions.setdefault(step.region, []).append(at)
         self.region_inputs: dict[str, list[int]] = {}
-        self.buckets = Buckets(held, self.heap, training)
-        self.units = Units(held, self.steps, self.heap)
-
-    def _last_uses(self) -> list[list[int]]:
-        """For each step the tensors that nothing reads after it."""
-        last: dict[int, int] = {}
-        for at, step in enumerate(self.steps):
-            for number in (*step.outputs, *step.inputs):
-                last[number] = at
-        for number in self.program.outputs:
-            last.pop(number, None)
-        found: list[list[int]] = [[] for _ in self.steps]
-        for number, at in last.items():
-            if not self.tensors[number].fixed:
-                found[at].append(number)
-        return found
+        self.buckets = Buckets(held, self.heap, training, habits)
+        self.units = Units(held, self.steps, self.heap, habits)
 
     def _count_uses(self) -> dict[int, int]:
         """For each parameter how many gradients it gets."""
@@ -253,14 +242,15 @@ class Timeline:
             self.heap.new(held.bytes, GRADIENT)
             self.heap.drop(storage)
 
-    def update(self, foreach: bool) -> None:
+    def update(self) -> None:
         """The optimizer's own tensors, and the parameters that ZeRO 1 and 2 bring up to date."""
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
         shares = [held.share for held in self.program.held if held.trainable]
         if self.training.states():
-            heap.touch(sum(shares) if foreach else 2 * max(shares, default=0.0))
+            heap.touch(sum(shares) if self.habits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)
         split = [held for held in self.program.held if held.level in (1, 2)]
-        heap.touch(sum(held.bytes + held.share for held in split))
+        copies = 2.0 if self.habits.copies else 1.0
+        heap.touch(sum(copies * held.bytes + held.share for held in split))

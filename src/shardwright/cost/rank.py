@@ -1,13 +1,13 @@
 """The program of one rank as memory sees it: steps that read, make, keep and release tensors.
 
 `steps_of` says what lowering would: every use of a value in the layout that its op wants, with
-converters where they are needed (one for each form of a value), biases folded into their
-products, sums in place, and products joined with the converter before them. It says nothing
-about arguments and names, so it is quick enough for a planner.
+converters where they are needed, one for each form of a value. It says nothing about arguments,
+so it is quick enough for a planner. What is fused afterwards is in `fusing.py`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,17 +17,13 @@ from ..ir.graph import ITEM_SIZE
 from ..layout import FANNED, WHOLE, Layout, Mesh, whole
 from ..rules import Analysis
 from .call import call_of, local_elements
-from .flow import Back, converted, flow
-from .keeps import keeps
+from .flow import Back, Flow, converted, flow
+from .keeps import Keeps, keeps
 from .strides import Strides, kind_of, strides_of
-from .training import Training
+from .training import ON_CPU, Habits, Training
 
 Choices = Mapping[str, Mapping[str, str]]
 Storage = Mapping[str, Sequence[tuple[str, int]]]
-
-PRODUCTS = frozenset("linear mm conv1d conv2d conv3d convolution".split())
-SUMMED_IN_PLACE = frozenset("linear mm addmm bmm matmul embedding".split())
-
 
 @dataclass(slots=True)
 class Local:
@@ -36,6 +32,7 @@ class Local:
     bytes: float
     gradient: bool
     shape: tuple[int, ...] = ()
+    word: str = ""  # what generated code calls it
     parameter: str | None = None
     fixed: bool = False  # lives for ever: a parameter, an input, a constant
 
@@ -56,6 +53,7 @@ class Step:
     shares: bool = False
     region: str | None = None
     gradient: bool = True
+    scope: str = ""  # the layer that it is in, whose names go when its method returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +91,26 @@ class RankProgram:
 
 
 def steps_of(
-    facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: Training, recompute: Sequence[str] = ()
+    facts: Analysis,
+    mesh: Mesh,
+    choices: Choices,
+    storage: Storage,
+    training: Training,
+    recompute: Sequence[str] = (),
+    habits: Habits = ON_CPU,
 ) -> RankProgram:
-    """The steps of the first rank of a mesh."""
-    program = _Builder(facts, mesh, choices, storage, training, recompute).run()
-    _fold_biases(program)
-    _sum_in_place(program)
-    _join_products(program)
-    return program
+    """The steps of the first rank of a mesh, one for each op and each converter."""
+    return _Builder(facts, mesh, choices, storage, training, recompute, habits).run()
 
 
 class _Builder:
     def __init__(
         self, facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: Training,
-        recompute: Sequence[str],
+        recompute: Sequence[str], habits: Habits,
     ) -> None:  # fmt: skip
         self.facts, self.graph, self.mesh, self.training = facts, facts.graph, mesh, training
         self.choices, self.storage, self.recompute = choices, storage, tuple(recompute)
-        self.sizes = mesh.sizes
+        self.sizes, self.copies = mesh.sizes, habits.copies
         self.program = RankProgram()
         self.strides: Strides = strides_of(facts.graph)
         self.placed = {op.name: facts.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
@@ -123,7 +123,8 @@ class _Builder:
         self.forms: dict[str, dict[Layout, Form]] = {}
         self.numbers: dict[int, int] = {}  # the tensor of a form, by its identity
         self.alive: list[Form] = []  # so that identities stay theirs
-        self.known: dict[object, object] = {}
+        self.known: dict[object, tuple[Keeps, Flow, bool]] = {}  # layers that are alike are looked at once
+        self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
 
     def _choice(self, op: Op) -> Mapping[str, str]:
         return {} if self._constant(op) else self.choices.get(op.name, {})
@@ -185,8 +186,11 @@ class _Builder:
 
     def _new(self, name: str, layout: Layout, fixed: bool = False) -> int:
         value = self.graph.values[name]
-        size = local_elements(value.shape, layout, self.mesh) * self.training.item(value)
-        self.program.tensors.append(Local(size, value.gradient, value.shape, fixed=fixed))
+        key = (value.shape, layout)
+        if key not in self.elements:
+            self.elements[key] = local_elements(value.shape, layout, self.mesh)
+        size = self.elements[key] * self.training.item(value)
+        self.program.tensors.append(Local(size, value.gradient, value.shape, _SUFFIX.sub("", name), fixed=fixed))
         return len(self.program.tensors) - 1
 
     def _produce(self, name: str, layout: Layout, fixed: bool = False) -> int:
@@ -195,7 +199,7 @@ class _Builder:
         goals = self.uses[name]
         if all(goal == layout for goal in goals):  # the common case, without a search
             root = Form(layout=layout)
-            self.forms[name] = dict.fromkeys((layout, forget_gradient(layout)), root)
+            self.forms[name] = {layout if value.gradient else forget_gradient(layout): root}
         else:
             root, self.forms[name] = forms_of(layout, goals, value.shape, item, self.sizes, value.gradient)
         self.alive.append(root)
@@ -222,7 +226,8 @@ class _Builder:
         axis_size = self.sizes[step.axes[0]]
         cut = step.cut
         simple = cut is None or cut.simple(axis_size)
-        memory = converted(step.kind, after < before, max(before, after), min(before, after), simple, step.dim == 0)
+        sizes = (max(before, after), min(before, after))
+        memory = converted(step.kind, *sizes, simple, step.dim == 0, self.copies)
         gradient = tensors[made].gradient
         self.program.steps.append(
             Step(
@@ -237,6 +242,7 @@ class _Builder:
                 shares=memory.shares,
                 region=self._region(op) if op else None,
                 gradient=gradient,
+                scope=scope_of(op.module_path) if op else "",
             )
         )
         return made
@@ -259,11 +265,7 @@ class _Builder:
                 if not shared and any(not self._constant(user) for user, _ in self.graph.users[name]):
                     self.program.constants += self.graph.values[name].bytes
             return
-        signature = self.facts.signatures[op.name]
-        call = call_of(signature, self._choice(op), self.mesh, self.training)
-        values = self.graph.values
-        kept = keeps(call, signature, [self.strides.flat(name, values[name].shape) for name in op.inputs])
-        memory = flow(call, signature)
+        kept, memory, gradient = self._look_at(op)
         made = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
         pairs = (*zip(numbers, kept.inputs, strict=True), *zip(made, kept.outputs, strict=True))
         self.program.steps.append(
@@ -279,96 +281,30 @@ class _Builder:
                 backward_work=memory.backward,
                 shares=shared,
                 region=self._region(op),
-                gradient=call.gradient,
+                gradient=gradient,
+                scope=scope_of(op.module_path),
             )
         )
 
-
-def _readers(program: RankProgram) -> dict[int, list[Step]]:
-    found: dict[int, list[Step]] = {}
-    for step in program.steps:
-        for number in dict.fromkeys(step.inputs):
-            found.setdefault(number, []).append(step)
-    for number in program.outputs:
-        found.setdefault(number, []).append(_OUTSIDE)
-    return found
-
-
-_OUTSIDE = Step("", "", [], [], [], [])
-
-
-def _fold_biases(program: RankProgram) -> None:
-    """A product and the bias added right after it are one call."""
-    readers = _readers(program)
-    made = {number: step for step in program.steps for number in step.outputs}
-    gone: set[int] = set()
-    for step in program.steps:
-        if step.kind != "add" or len(step.inputs) != 2:
-            continue
-        product = made.get(step.inputs[0])
-        bias = program.tensors[step.inputs[1]]
-        view = made.get(step.inputs[1])
-        held = bias.parameter is not None or (
-            view is not None and view.shares and program.tensors[view.inputs[0]].parameter is not None
-        )
-        if product is None or product.kind not in PRODUCTS or not held or product.region != step.region:
-            continue
-        if readers[step.inputs[0]] != [step] or len(product.inputs) != 2:
-            continue
-        product.inputs.append(step.inputs[1])
-        product.back.append(step.back[1])
-        product.outputs = step.outputs
-        gone.add(id(step))
-    program.steps = [step for step in program.steps if id(step) not in gone]
+    def _look_at(self, op: Op) -> tuple[Keeps, Flow, bool]:
+        """What is kept of an op, what its work is, and whether it has a backward."""
+        values, choice = self.graph.values, self._choice(op)
+        read = [values[name] for name in op.inputs]
+        flat = [self.strides.flat(value.name, value.shape) for value in read]
+        tensors = tuple((v.shape, v.dtype, v.gradient) for v in (*read, *(values[name] for name in op.outputs)))
+        key = (op.target, op.arguments, op.no_grad, tensors, tuple(flat), tuple(choice.items()))
+        if key not in self.known:
+            signature = self.facts.signatures[op.name]
+            call = call_of(signature, choice, self.mesh, self.training)
+            self.known[key] = keeps(call, signature, flat), flow(call, signature), call.gradient
+        return self.known[key]
 
 
-def _sum_in_place(program: RankProgram) -> None:
-    """A partial sum that only its converter reads is summed where it stands."""
-    readers = _readers(program)
-    made = {number: step for step in program.steps for number in step.outputs}
-    for step in program.steps:
-        maker = made.get(step.inputs[0]) if step.inputs else None
-        if step.kind == "fan_in" and maker is not None and maker.kind in SUMMED_IN_PLACE:
-            step.shares = readers[step.inputs[0]] == [step]
+_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
+_SUFFIX = re.compile(r"(_\d+)+$")
 
 
-def _join_products(program: RankProgram) -> None:
-    """A value whose gradient is to be summed, and the products that alone read it, are one call."""
-    readers = _readers(program)
-    joined: dict[int, Step] = {}
-    gone: set[int] = set()
-    tensors = program.tensors
-    for step in program.steps:
-        if step.kind not in ("fan_out", "gather_sum") or not step.gradient:
-            continue
-        layers = readers.get(step.outputs[0], [])
-        if not layers or any(not _is_layer(layer, step.outputs[0], tensors) for layer in layers):
-            continue
-        if len({layer.region for layer in layers}) > 1:
-            continue
-        large = tensors[step.outputs[0]].bytes
-        weights = [number for layer in layers for number in layer.inputs[1:]]
-        back = [how for layer in layers for how in layer.back[1:]]
-        gathers = step.kind == "gather_sum"
-        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is Back.FRESH)
-        whole_bytes = max(large + step.backward_work - of_weights, large) if gathers else 0.0
-        joined[id(layers[0])] = Step(
-            name=layers[0].name,
-            kind="linear",
-            inputs=[step.inputs[0], *weights],
-            outputs=[number for layer in layers for number in layer.outputs],
-            back=[Back.FRESH, *back],
-            kept=[*([] if gathers else [step.inputs[0]]), *weights],
-            extra=large if gathers else 0.0,
-            work=step.work if gathers else 0.0,
-            backward_work=whole_bytes,
-            region=layers[0].region,
-        )
-        gone.update((id(step), *(id(layer) for layer in layers[1:])))
-    program.steps = [joined.get(id(step), step) for step in program.steps if id(step) not in gone]
-
-
-def _is_layer(step: Step, x: int, tensors: list[Local]) -> bool:
-    if step.kind != "linear" or not step.gradient or step.inputs[0] != x:
-        return False
-    return all(tensors[number].parameter is not None for number in step.inputs[1:])
+def scope_of(path: str) -> str:
+    """The layer that a module or a parameter is in, or "" outside of layers."""
+    found = _LAYER.match(path)
+    return "" if found is None else f"{found[1]}.{found[2]}" if found[1] else found[2]

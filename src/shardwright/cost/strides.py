@@ -58,8 +58,10 @@ def strides_of(graph: Graph) -> Strides:
     """The strides of every value of a graph, from contiguous inputs on."""
     found: dict[str, Sizes] = {}
     views: set[str] = set()
-    for name in (i.value for i in (*graph.inputs, *graph.parameters, *graph.buffers)):
-        found[name] = contiguous(graph.values[name].shape)
+    made_here = {name for op in graph.ops for name in op.outputs}
+    for name, value in graph.values.items():
+        if name not in made_here:
+            found[name] = contiguous(value.shape)
     for op in graph.ops:
         kind = kind_of(op.target)
         if kind in VIEWS and op.inputs:

@@ -12,6 +12,22 @@ STATES = {"none": 0, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What the libraries of a device do with memory.
+
+    copies     gathering and scattering work on a copy of the whole (gloo)
+    foreach    the optimizer updates all parameters at once, with a temporary for each (torch on a GPU)
+    """
+
+    copies: bool
+    foreach: bool
+
+
+ON_CPU = Habits(copies=True, foreach=False)
+ON_GPU = Habits(copies=False, foreach=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """The optimizer, the precision, and how often gradients are made before they are used.
 

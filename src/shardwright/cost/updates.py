@@ -5,18 +5,16 @@ Both follow the runtime: `runtime/gradients.py` for buckets, `runtime/zero.py` f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from .heap import BUFFER, GRADIENT, Heap
-from .rank import Held, Step
-from .training import Training
+from .rank import Held, Step, scope_of
+from .training import Habits, Training
 
 FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
 IN_FLIGHT = 2
 """How many sums of split gradients are under way before the oldest is awaited."""
 
-_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
 
 
 class Bucket:
@@ -24,6 +22,7 @@ class Bucket:
         self.bytes = self.share = 0.0
         self.missing = 0
         self.flat: int | None = None
+        self.copy: int | None = None  # of the collective
 
 
 class Buckets:
@@ -33,8 +32,8 @@ class Buckets:
     its sum is through, and the own share of it stays.
     """
 
-    def __init__(self, held: Sequence[Held], heap: Heap, training: Training) -> None:
-        self.heap = heap
+    def __init__(self, held: Sequence[Held], heap: Heap, training: Training, habits: Habits) -> None:
+        self.heap, self.copies = heap, habits.copies
         self.of: dict[str, Bucket] = {}
         self.order: list[Bucket] = []
         self.sent: list[Bucket] = []
@@ -70,13 +69,16 @@ class Buckets:
 
     def _send(self, bucket: Bucket) -> None:
         self.heap.new(bucket.share, GRADIENT)
+        if self.copies:
+            bucket.copy = self.heap.new(bucket.bytes, BUFFER)
         self.sent.append(bucket)
         while len(self.sent) > IN_FLIGHT:
             self._finish(self.sent.pop(0))
 
     def _finish(self, bucket: Bucket) -> None:
-        if bucket.flat is not None:
-            self.heap.drop(bucket.flat)
+        for storage in (bucket.flat, bucket.copy):
+            if storage is not None:
+                self.heap.drop(storage)
 
     def end(self) -> None:
         for bucket in self.order[self.next :]:
@@ -94,21 +96,25 @@ class Unit:
         self.name = name
         self.whole = self.trained = self.share = 0.0
         self.missing = 0
-        self.rows: int | None = None  # gathered, rank by rank
+        self.rows: list[int] = []  # gathered, rank by rank, and the copy of the collective
         self.flat: int | None = None  # the whole parameters
         self.gradients: list[int] = []
 
 
 class Units:
-    """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use."""
+    """The units of ZeRO-3: gathered one ahead, forward and backward, and let go after their last use.
 
-    def __init__(self, held: Sequence[Held], steps: Sequence[Step], heap: Heap) -> None:
+    What is outside of layers is one unit. The program never closes it: it holds it until it is gathered anew.
+    """
+
+    def __init__(self, held: Sequence[Held], steps: Sequence[Step], heap: Heap, habits: Habits) -> None:
         self.heap = heap
+        self.copies = habits.copies
         self.units: dict[str, Unit] = {}
         self.of: dict[int, Unit] = {}
         for one in held:
             if one.level == 3:
-                unit = self.units.setdefault(unit_of(one.key), Unit(unit_of(one.key)))
+                unit = self.units.setdefault(scope_of(one.key), Unit(scope_of(one.key)))
                 self.of[one.value] = unit
                 unit.whole += one.gathered
                 if one.trainable:
@@ -122,6 +128,8 @@ class Units:
         self.regathered: list[Unit] = []
         self.order: list[Unit] = []
         self._find_uses(steps)
+        outside = self.units.get("")
+        self.resident = None if outside is None else heap.new(outside.whole, BUFFER)
 
     def _find_uses(self, steps: Sequence[Step]) -> None:
         first: dict[str, int] = {}
@@ -142,6 +150,9 @@ class Units:
     def before(self, at: int) -> None:
         for unit in self.opens.get(at, ()):
             self._gather(unit, 1)
+            if not unit.name and self.resident is not None:
+                self.heap.drop(self.resident)
+                self.resident = None
 
     def after(self, at: int) -> None:
         for unit in self.closes.get(at, ()):
@@ -160,23 +171,28 @@ class Units:
     def _gather(self, unit: Unit, ahead: int) -> None:
         self._fetch(unit)
         if unit.flat is None:
+            for copy in unit.rows[1:]:
+                self.heap.drop(copy)
             unit.flat = self.heap.new(unit.whole, BUFFER)
-            assert unit.rows is not None
-            self.heap.drop(unit.rows)
-            unit.rows = None
+            self.heap.drop(unit.rows[0])
+            unit.rows.clear()
         place = self.order.index(unit) + ahead
         if 0 <= place < len(self.order):
             self._fetch(self.order[place])
 
     def _fetch(self, unit: Unit) -> None:
-        if unit.rows is None and unit.flat is None:
-            unit.rows = self.heap.new(unit.whole, BUFFER)
+        if not unit.rows and unit.flat is None:
+            unit.rows = [self.heap.new(unit.whole, BUFFER) for _ in range(2 if self.copies else 1)]
 
     def _release(self, unit: Unit) -> None:
-        for storage in (unit.rows, unit.flat):
-            if storage is not None:
-                self.heap.drop(storage)
-        unit.rows = unit.flat = None
+        if unit.flat is not None and not unit.name:
+            self.resident = unit.flat
+        elif unit.flat is not None:
+            self.heap.drop(unit.flat)
+        for storage in unit.rows:
+            self.heap.drop(storage)
+        unit.rows.clear()
+        unit.flat = None
 
     def arrived(self, held: Held, storage: int | None) -> None:
         """A whole gradient; the last of a unit sends all of them off."""
@@ -189,7 +205,7 @@ class Units:
         if unit in self.regathered:
             self.regathered.remove(unit)
         self._release(unit)
-        self.sent.append(self.heap.new(unit.trained, BUFFER))
+        self.sent.append(self.heap.new(unit.trained * (2 if self.copies else 1), BUFFER))
         self.heap.new(unit.share, GRADIENT)
         for held_gradient in unit.gradients:
             self.heap.drop(held_gradient)
@@ -203,9 +219,3 @@ class Units:
         self.sent.clear()
         for unit in self.order:
             self._release(unit)
-
-
-def unit_of(key: str) -> str:
-    """The unit of a parameter: the layer that it is in, or "" outside of layers."""
-    found = _LAYER.match(key)
-    return "" if found is None else f"{found[1]}.{found[2]}" if found[1] else found[2]

@@ -97,6 +97,7 @@ class Gathered:
             assert self.rows is not None
             if self.work is not None:
                 self.work.wait()
+                self.work = None  # which holds on to the rows
             pack = self.shards.pack
             rows = pack.rows(self.rows)
             self.flat, views = whole_buffer(pack.slots, rows)

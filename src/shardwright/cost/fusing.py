@@ -1,0 +1,112 @@
+"""What lowering makes of steps that stand next to each other: fewer of them, and fewer tensors.
+
+The same as `lower/passes.py`, as far as memory goes: biases folded into their products, sums in
+place, and products joined with the converter before them.
+"""
+
+from __future__ import annotations
+
+from .flow import Back
+from .rank import Local, RankProgram, Step
+
+PRODUCTS = frozenset("linear mm conv1d conv2d conv3d convolution".split())
+SUMMED_IN_PLACE = frozenset("linear mm addmm bmm matmul embedding".split())
+
+
+def fuse(program: RankProgram) -> RankProgram:
+    """The steps as they run."""
+    _fold_biases(program)
+    _sum_in_place(program)
+    _join_products(program)
+    return program
+
+
+def _readers(program: RankProgram) -> dict[int, list[Step]]:
+    found: dict[int, list[Step]] = {}
+    for step in program.steps:
+        for number in dict.fromkeys(step.inputs):
+            found.setdefault(number, []).append(step)
+    for number in program.outputs:
+        found.setdefault(number, []).append(_OUTSIDE)
+    return found
+
+
+_OUTSIDE = Step("", "", [], [], [], [])
+
+
+def _fold_biases(program: RankProgram) -> None:
+    """A product and the bias added right after it are one call."""
+    readers = _readers(program)
+    made = {number: step for step in program.steps for number in step.outputs}
+    gone: set[int] = set()
+    for step in program.steps:
+        if step.kind != "add" or len(step.inputs) != 2:
+            continue
+        product = made.get(step.inputs[0])
+        bias = program.tensors[step.inputs[1]]
+        view = made.get(step.inputs[1])
+        held = bias.parameter is not None or (
+            view is not None and view.shares and program.tensors[view.inputs[0]].parameter is not None
+        )
+        if product is None or product.kind not in PRODUCTS or not held or product.region != step.region:
+            continue
+        if readers[step.inputs[0]] != [step] or len(product.inputs) != 2:
+            continue
+        product.inputs.append(step.inputs[1])
+        product.back.append(step.back[1])
+        product.outputs = step.outputs
+        gone.add(id(step))
+    program.steps = [step for step in program.steps if id(step) not in gone]
+
+
+def _sum_in_place(program: RankProgram) -> None:
+    """A partial sum that only its converter reads is summed where it stands."""
+    readers = _readers(program)
+    made = {number: step for step in program.steps for number in step.outputs}
+    for step in program.steps:
+        maker = made.get(step.inputs[0]) if step.inputs else None
+        if step.kind == "fan_in" and maker is not None and maker.kind in SUMMED_IN_PLACE:
+            step.shares = readers[step.inputs[0]] == [step]
+
+
+def _join_products(program: RankProgram) -> None:
+    """A value whose gradient is to be summed, and the products that alone read it, are one call."""
+    readers = _readers(program)
+    joined: dict[int, Step] = {}
+    gone: set[int] = set()
+    tensors = program.tensors
+    for step in program.steps:
+        if step.kind not in ("fan_out", "gather_sum") or not step.gradient:
+            continue
+        layers = readers.get(step.outputs[0], [])
+        if not layers or any(not _is_layer(layer, step.outputs[0], tensors) for layer in layers):
+            continue
+        if len({layer.region for layer in layers}) > 1:
+            continue
+        large = tensors[step.outputs[0]].bytes
+        weights = [number for layer in layers for number in layer.inputs[1:]]
+        back = [how for layer in layers for how in layer.back[1:]]
+        gathers = step.kind == "gather_sum"
+        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is Back.FRESH)
+        whole_bytes = max(large + step.backward_work - of_weights, large) if gathers else 0.0
+        joined[id(layers[0])] = Step(
+            name=layers[0].name,
+            kind="linear",
+            inputs=[step.inputs[0], *weights],
+            outputs=[number for layer in layers for number in layer.outputs],
+            back=[Back.FRESH, *back],
+            kept=[*([] if gathers else [step.inputs[0]]), *weights],
+            extra=large if gathers else 0.0,
+            work=step.work if gathers else 0.0,
+            backward_work=whole_bytes,
+            region=layers[0].region,
+            scope=layers[0].scope,
+        )
+        gone.update((id(step), *(id(layer) for layer in layers[1:])))
+    program.steps = [joined.get(id(step), step) for step in program.steps if id(step) not in gone]
+
+
+def _is_layer(step: Step, x: int, tensors: list[Local]) -> bool:
+    if step.kind != "linear" or not step.gradient or step.inputs[0] != x:
+        return False
+    return all(tensors[number].parameter is not None for number in step.inputs[1:])

@@ -1,0 +1,54 @@
+"""What a compiled program on one device keeps for backward: as predicted, and as autograd saves it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.memory import alive
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright.capture import capture
+from shardwright.compile import skeleton_of
+from shardwright.cost import Training
+from shardwright.cost.fusing import fuse
+from shardwright.cost.peak import Timeline
+from shardwright.cost.rank import steps_of
+from shardwright.cost.training import ON_CPU
+from shardwright.layout import Mesh
+from shardwright.probe import probing
+from shardwright.rules import Analysis, analyse
+from tests.models.zoo import loss_of
+
+
+def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Analysis:
+    found = capture(skeleton_of(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    return analyse(found.graph, probing(found.functions))
+
+
+def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    facts, one = analysed(module, args, kwargs), Mesh(axes=())
+    line = Timeline(fuse(steps_of(facts, one, {}, {}, Training())), Training(), ON_CPU)
+    line.forward()
+    return line.heap.total
+
+
+def saved(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], directory: Path) -> int:
+    """The bytes of the storages that autograd saves and that were not there before."""
+    model = sw.parallelize(module, example=(args, kwargs), plan="single", directory=directory)
+    there = alive()
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _address(tensor) not in there:
+            found[_address(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model(*args, **kwargs))
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def _address(tensor: Tensor) -> int:
+    return Tensor.untyped_storage(tensor).data_ptr()
