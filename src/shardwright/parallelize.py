@@ -76,12 +76,7 @@ def parallelize(
     Returns the model, or the model and the optimizer if one was given: the same object, now
     working on the pieces.
     """
-    if inputs not in ("same", "rows", "gather"):
-        raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
-    if outputs not in ("all", "scalars"):
-        raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
-    if accumulate < 1:
-        raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
+    _check(inputs, outputs, accumulate)
     world = start(timeout=timeout)
     if parts is not None:
         if example is not None:
@@ -91,13 +86,9 @@ def parallelize(
     setting = None
     if plan == "auto" or cluster != "auto":
         found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-        wishes = Wishes(memory=read_bytes(memory))
-        setting = Setting(
-            cluster=found, training=training_of(optimizer, accumulate), wishes=wishes, rows=inputs == "rows"
-        )
-    compiler = Compiler(
-        model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs
-    )
+        training, wishes = training_of(optimizer, accumulate), Wishes(memory=read_bytes(memory))
+        setting = Setting(cluster=found, training=training, wishes=wishes, rows=inputs == "rows")
+    compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs)
     find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
     if example is not None:
@@ -106,6 +97,15 @@ def parallelize(
     else:
         made.show(model)
     return made if optimizer is None else (made, optimizer)
+
+
+def _check(inputs: str, outputs: str, accumulate: int) -> None:
+    if inputs not in ("same", "rows", "gather"):
+        raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
+    if outputs not in ("all", "scalars"):
+        raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
+    if accumulate < 1:
+        raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
 
 
 def plan(

@@ -91,7 +91,7 @@ def with_limit(problem: Problem, part: float) -> Problem:
     """With a memory limit between the least (0) and the most (1) that a factor can take, all summed."""
     least = sum(factor.table[..., 2].min() for factor in problem.factors)
     most = sum(factor.table[..., 2].max() for factor in problem.factors)
-    return at_most(problem, least + part * (most - least))
+    return at_most(problem, round(float(least + part * (most - least)), 6))  # no limits that are rounding errors
 
 
 def at_most(problem: Problem, limit: float) -> Problem:

@@ -21,12 +21,8 @@ from .elimination import TooWide, eliminate
 from .ilp import least_of_each, solve_ilp
 from .narrow import narrow
 from .pareto import Fronts, Stopped, TooMany
-        return self.stopped or self.near
-
-    @property
-    def near(self) -> bool:
-        """Whether the gap is within the aim."""
-        return self.best is not None and self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
+from .problem import ROUNDING, Floats, Point, Problem, Solution
+from .recombine import blend, recombine
 
 QUICK = 6  # solves of `relax`
 WIDER = 6  # how often the gap of the exact search doubles, at most
@@ -108,17 +104,12 @@ class _Search:
         if self.best is None:
             return False
         self.stopped = self.stopped or self.stop()
-<<<<<<< HEAD
-        near = self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
-        return self.stopped or near
-=======
-        return self.stopped or self.near or self.bound > self.upper
+        return self.stopped or self.near
 
     @property
     def near(self) -> bool:
         """Whether the gap is within the aim."""
         return self.best is not None and self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
->>>>>>> solver
 
     def offer(self, point: Point | None) -> None:
         if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
@@ -189,7 +180,8 @@ class _Search:
         best = self.best
         if best is None:
             none = (None, None, math.inf, math.inf)
-            return Solution(*none, self.bound, False, dual.least_memory, self.stopped, dual.best)
+            proved = math.isinf(self.bound)
+            return Solution(*none, self.bound, proved, dual.least_memory, self.stopped, dual.best)
         known = dual.least_memory > -math.inf
         least = dual.least_memory if known else dual.elimination.run(self.problem.memory).value
         exact = best.time <= self.bound + ROUNDING * abs(self.bound)
