@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from shardwright.capture import capture
 from shardwright.cluster import find
-from shardwright.cost import Training
+from shardwright.cost import ON_GPU, Training, habits_of
 from shardwright.cost.peak import peak
 from shardwright.errors import PlanError
 from shardwright.plan import draw, read_request
@@ -93,8 +93,8 @@ def small():
 
 @pytest.fixture(scope="module")
 def wide():
-    """Four layers of 8192, whose batch is too small for all devices."""
-    return facts_of(lambda: Language(8192, 64, 4, 32_000, 2048), *words(16, 2048))
+    """Four layers of 8192, and a batch with fewer rows than there are devices."""
+    return facts_of(lambda: Language(8192, 64, 4, 32_000, 8192), *words(16, 8192))
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,10 @@ def parameters_of(plan):
     return {key: max((level for _, level in held), default=0) for key, held in plan.storage.items()}
 
 
+def peak_of(facts, plan, recompute):
+    return peak(facts, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, habits=ON_GPU)
+
+
 def test_a_small_model_on_one_node_is_data_parallel(small):
     plan = search(small, find("8xA100-80GB"), Training()).plan
     assert plan.mesh.size == 8
@@ -129,27 +133,27 @@ def test_a_big_model_on_several_nodes_has_its_tensor_axis_inside_of_a_node(wide)
     tensor = [axis for axis in plan.mesh.axes if axis.name.startswith("tp")]
     assert [axis.name for axis in plan.mesh.axes][-1].startswith("tp") and len(tensor) == 1
     assert all(span.nodes == 1 for span in cluster.spans(plan.mesh, (tensor[0].name,)))
-    names = wide.facts if hasattr(wide, "facts") else wide
     for name in ("blocks.1.norm1 / layer_norm", "blocks.2.norm2 / layer_norm"):
         role = plan.choices("train")[name][tensor[0].name]
-        (held,) = [one for one in names.signatures[name].roles if one.name == role]
-        assert held.size == 2048, "the norms are split along the sequence"
+        (held,) = [one for one in wide.signatures[name].roles if one.name == role]
+        sequence = wide.dims[wide.graph.by_name[name].inputs[0]][1]
+        assert held.atom in wide.atoms.expand(sequence), "the norms are split along the sequence"
 
 
 def test_little_memory_brings_zero_and_recomputation_and_no_more_than_is_needed(deep):
     cluster = find("8xA100-80GB")
     times, amounts = [], []
-    for gib in (64, 6.0, 3.0, 2.2):
+    for gib in (64, 1.8, 1.2, 0.8):
         found = search(deep, cluster, MIXED, Wishes(memory=gib * 2**30))
         segment = found.plan.entries["train"][0]
-        held = peak(deep, found.plan.mesh, found.plan.choices("train"), found.plan.storage, MIXED, segment.recompute)
+        held = peak_of(deep, found.plan, segment.recompute)
         assert held.peak <= gib * 2**30
         times.append(price(deep, cluster, MIXED, found.plan).seconds)
         amounts.append(len(segment.recompute))
     assert amounts[0] == 0 and amounts[-1] > 0
     assert all(b >= a * 0.999 for a, b in itertools.pairwise(times)), times
     # with one region less the tightest plan would not fit: the search stops at what is needed
-    less = peak(deep, found.plan.mesh, found.plan.choices("train"), found.plan.storage, MIXED, segment.recompute[1:])
+    less = peak_of(deep, found.plan, segment.recompute[1:])
     assert less.peak > held.peak
 
 
@@ -188,10 +192,11 @@ def test_no_fixed_policy_is_better(name, model, request):
     wishes += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
     for text in wishes:
         plan = draw(facts.graph, read_request(text), facts)
-        held = peak(facts, plan.mesh, plan.choices("train"), plan.storage, Training())
+        habits = habits_of(cluster.device(0).name)
+        held = peak(facts, plan.mesh, plan.choices("train"), plan.storage, Training(), habits=habits)
         if held.peak <= cluster.memory * (1 - Training().margin):
             seconds = price(facts, cluster, Training(), plan).seconds
-            assert best <= seconds * (1 + 1e-9) or best <= seconds * 1.005, (text, seconds, best)
+            assert best <= seconds * (1 + 1e-9), (text, seconds, best)
 
 
 def test_a_search_that_is_stopped_gives_the_best_so_far_and_says_so(deep):

@@ -6,7 +6,7 @@ from .peak import Memory, peak
 from .sends import Send, algorithm_sends
 from .strides import Strides, shares, strides_of
 from .time import OpTime, join_time, op_time, update_time
-from .training import ON_CPU, ON_GPU, STATES, Habits, Training
+from .training import ON_CPU, ON_GPU, STATES, Habits, Training, habits_of
 from .work import flops, is_product
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "algorithm_sends",
     "call_of",
     "flops",
+    "habits_of",
     "is_product",
     "join_time",
     "keeps",

@@ -67,3 +67,8 @@ class Training:
 
     def states(self) -> int:
         return STATES[self.optimizer]
+
+
+def habits_of(device: str) -> Habits:
+    """The habits of a device by its name."""
+    return ON_CPU if device == "cpu" else ON_GPU

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Training, flops, is_product
+from ..cost import Training, flops, habits_of, is_product
 from ..cost.moves import Moves
 from ..cost.peak import peak
 from ..cost.resources import memory, phases
@@ -189,7 +189,8 @@ class _Search:
         assert looked.solution is not None and looked.solution.states is not None
         states, tables = looked.solution.states, looked.tables
         choices, storage, recompute = tables.choices(states), tables.storage(states), tables.recompute(states)
-        return peak(self.facts, tables.mesh, choices, storage, self.training, recompute).peak
+        habits = habits_of(self.cluster.device(0).name)
+        return peak(self.facts, tables.mesh, choices, storage, self.training, recompute, habits=habits).peak
 
     def _solve(self, looked: Looked) -> Looked:
         """Recomputing is looked at only where memory is short: it never makes a step faster."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..conversion import SENDS, find_steps
-from ..cost import Training
+from ..cost import Training, habits_of
 from ..cost.moves import Moves
 from ..cost.peak import Memory, peak
 from ..cost.resources import Resource, memory, phases, seconds
@@ -151,6 +151,7 @@ def price(
     if solution.states is None:
         raise PlanError("the plan can't be priced: a parameter is used in layouts that no home serves")
     ops, edges = _parts(tables, solution.states)
+    habits = habits_of(cluster.device(0).name)
     return Price(
         used=np.asarray(solution.resources),
         overlap=overlap,
@@ -158,7 +159,7 @@ def price(
         sent=_sent(tables, solution.states, choices),
         ops=ops,
         edges=edges,
-        memory=peak(facts, plan.mesh, choices, plan.storage, training, recompute),
+        memory=peak(facts, plan.mesh, choices, plan.storage, training, recompute, habits=habits),
         limit=cluster.memory * (1.0 - training.margin),
     )
 
