@@ -18,6 +18,7 @@ from ..cluster.catalogue import DEVICES
 from .timing import Effort, seconds
 
 HEADS, HEAD = 4, 64
+PRODUCTS = ("matmul", "attention", "convolution")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,8 @@ def measure_ops(device: torch.device, effort: Effort, advance: Callable[[str], N
 
 def series_of(effort: Effort) -> list[tuple[Kind, torch.dtype]]:
     kinds: tuple[Kind, ...] = ("matmul", "attention", "pointwise")
-    return [*((kind, dtype) for kind in kinds for dtype in effort.dtypes), ("copy", torch.float32)]
+    once: tuple[Kind, ...] = ("convolution", "function", "copy")
+    return [*((kind, dtype) for kind in kinds for dtype in effort.dtypes), *((kind, torch.float32) for kind in once)]
 
 
 def _sizes(
@@ -71,10 +73,18 @@ def _sizes(
             q, k, v = (make(1, HEADS, length, HEAD) for _ in range(3))
             largest, work = q.nbytes, 4.0 * HEADS * HEAD * length**2
             yield work, lambda q=q, k=k, v=v: functional.scaled_dot_product_attention(q, k, v)  # type: ignore[misc]
-        elif kind == "pointwise":  # a gated activation: 2 reads and a write, a read and a write
+        elif kind == "convolution":  # forward alone, as in the others
+            x, w = make(8, 64, length // 8, length // 8), make(64, 64, 3, 3)
+            largest, work = x.nbytes, 2.0 * 9 * 64 * x.numel()
+            yield work, lambda x=x, w=w: functional.conv2d(x, w, padding=1)  # type: ignore[misc]
+        elif kind == "pointwise":
+            x, y = make(length * length), make(length * length)
+            largest = x.nbytes
+            yield 3.0 * x.nbytes, lambda x=x, y=y: x + y  # type: ignore[misc]
+        elif kind == "function":
             x = make(length * length)
             largest = x.nbytes
-            yield 5.0 * x.nbytes, lambda x=x: functional.gelu(x) * x  # type: ignore[misc]
+            yield 2.0 * x.nbytes, lambda x=x: functional.gelu(x)  # type: ignore[misc]
         else:
             x, y = make(length * length), make(length * length)
             largest = x.nbytes
@@ -100,16 +110,16 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int) 
     known = known_device(device)
     flops: dict[str, float] = dict(known.flops) if known else {}
     for series in measured:
-        if series.kind in ("matmul", "attention") and not (known and series.dtype in dict(known.flops)):
+        if series.kind in PRODUCTS and not (known and series.dtype in dict(known.flops)):
             best = _rounded(max(rate for _, rate in series.rates))
             flops[series.dtype] = max(best, flops.get(series.dtype, 0.0))
     copies = next(series for series in measured if series.kind == "copy")
     bandwidth = known.bandwidth if known else _rounded(max(rate for _, rate in copies.rates))
     efficiency = []
     for series in measured:
-        peak = flops[series.dtype] if series.kind in ("matmul", "attention") else bandwidth
+        peak = flops[series.dtype] if series.kind in PRODUCTS else bandwidth
         curve = Curve(tuple((size, _rounded(rate / peak)) for size, rate in series.rates))
-        dtype = "" if series.kind == "copy" else series.dtype
+        dtype = "" if series.kind in ("copy", "function", "convolution") else series.dtype
         efficiency.append(Efficiency(kind=series.kind, dtype=dtype, curve=curve))
     name = known.name if known else _name(device)
     return Device(

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cluster import Cluster, Device, Efficiency
+from .compute import PRODUCTS
 
 
 def tables(cluster: Cluster) -> Group:
@@ -27,8 +28,8 @@ def _devices(device: Device) -> Table:
 
 
 def _row(device: Device, item: Efficiency) -> tuple[str, ...]:
-    unit, size_unit = ("FLOPS", "FLOP") if item.kind in ("matmul", "attention") else ("B/s", "B")
-    peak = device.peak(item.dtype) if unit == "FLOPS" else device.bandwidth
+    unit, size_unit = ("FLOPS", "FLOP") if item.kind in PRODUCTS else ("B/s", "B")
+    peak = device.peak(item.dtype or "float32") if unit == "FLOPS" else device.bandwidth
     best = max(value for _, value in item.curve.points)
     half = next(size for size, value in item.curve.points if value >= best / 2)
     size, value = item.curve.points[0]

@@ -4,6 +4,8 @@ The time of an op is a roofline with the efficiency of its kind at its size:
 
     matmul, attention    max(flops / (peak * efficiency at flops), bytes / (bandwidth * efficiency of copies))
     pointwise, copy      bytes / (bandwidth * efficiency at bytes)
+    convolution          as matmul; function (gelu, exp, tanh, ...) as pointwise; a device that does not say them has
+                         the efficiency of these. On a CPU they are much slower.
 
 A product whose smallest side is `edge` reaches half of what the curve says, one of large sides all of it: products work
 in tiles, and fill and empty a pipeline along what they sum. Curves that were measured are of products as they are, with
@@ -23,8 +25,10 @@ from typing import Literal, get_args
 from ..errors import ClusterError
 from .curve import Curve
 
-Kind = Literal["matmul", "attention", "pointwise", "copy"]
+Kind = Literal["matmul", "attention", "convolution", "pointwise", "function", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+LIKE: dict[Kind, Kind] = {"convolution": "matmul", "function": "pointwise"}
+"""Kinds that a device need not say, and what they are like then."""
 
 # Bytes of an element, by the names that torch has for dtypes.
 ITEM = {
@@ -75,7 +79,7 @@ class Device:
         said = [(item.kind, item.dtype) for item in self.efficiency]
         if len(set(said)) != len(said):
             raise ClusterError(f"{named} says an efficiency twice")
-        missing = [kind for kind in KINDS if kind not in {kind for kind, _ in said}]
+        missing = [kind for kind in KINDS if kind not in LIKE and kind not in {kind for kind, _ in said}]
         if missing:
             raise ClusterError(f"{named} has no efficiency of {', '.join(missing)}")
         object.__setattr__(self, "_peaks", dict(self.flops))
@@ -102,7 +106,7 @@ class Device:
 
     def op_time(self, flops: float, bytes: float, kind: Kind, dtype: str) -> float:
         """Seconds for an op that does so much arithmetic and reads and writes so many bytes."""
-        if kind in ("pointwise", "copy"):
+        if kind in ("pointwise", "function", "copy"):
             return self._memory_time(bytes, kind, dtype)
         return max(self._compute_time(flops, kind, dtype), self._memory_time(bytes, "copy", dtype))
 
@@ -128,6 +132,8 @@ class Device:
     def _curve(self, kind: Kind, dtype: str) -> Curve:
         if (kind, dtype) not in self._curves:
             held = {item.dtype: item.curve for item in self.efficiency if item.kind == kind}
+            if not held:
+                return self._curve(LIKE[kind], dtype)
             self._curves[kind, dtype] = held.get(dtype) or held.get("") or next(iter(held.values()))
         return self._curves[kind, dtype]
 

@@ -74,6 +74,13 @@ _passes("sort topk argsort", Passes(inputs=8, outputs=2, results=1, given=1))  #
 _passes("nll_loss nll_loss_nd", Passes(inputs=0, given=1))  # one score a row is read, zeros are written for all
 _passes("dropout native_dropout", Passes(outputs=1.5, results=1.5, given=1))  # the mask too
 
+FUNCTIONS = frozenset(
+    """gelu silu mish elu selu celu softplus tanh sigmoid log_sigmoid exp exp2 expm1 log log2 log10 log1p sin cos tan
+    erfc erfinv pow softmax _softmax log_softmax _log_softmax logsumexp sinh cosh asin acos atan atan2 lgamma
+    erf""".split()
+)
+"""What is computed rather than moved, where there are no units for it."""
+
 VIEWS = frozenset(
     """view _unsafe_view reshape flatten unflatten squeeze unsqueeze permute transpose t detach view_as_real
     view_as_complex movedim swapaxes expand expand_copy broadcast_to diagonal alias numpy_T mT conj real imag""".split()
@@ -129,16 +136,17 @@ def _bytes(call: Call) -> float:
     return sum(held.bytes for held in call.inputs) + sum(held.bytes for held in call.outputs)
 
 
-def _moved(bytes: float, device: Device, kernels: int = 1) -> float:
+def _moved(bytes: float, device: Device, kernels: int = 1, kind: Kind = "pointwise") -> float:
     """Seconds to go over so many bytes in so many kernels."""
-    return kernels * device.op_time(0.0, bytes / kernels, "pointwise", "") if bytes > 0 else 0.0
+    return kernels * device.op_time(0.0, bytes / kernels, kind, "") if bytes > 0 else 0.0
 
 
 # -- products
 
 
 def _product(call: Call, device: Device) -> OpTime:
-    forward = _product_time(call, device, "matmul", call.flops / device.side_part(_smallest_side(call)))
+    kind: Kind = "convolution" if "conv" in call.op.target else "matmul"
+    forward = _product_time(call, device, kind, call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
         return OpTime(forward, 0.0)
     wanted = sum(held.gradient for held in _operands(call)) if call.op.target != OPAQUE else 2
@@ -209,8 +217,9 @@ def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
     made = sum(held.bytes for held in call.outputs)
     is_bias = call.op.name.endswith("/ bias")  # folded into the product before it
     forward = 0.0 if is_bias else passes.inputs * sum(held.bytes for held in call.inputs) + passes.outputs * made
+    kind: Kind = "function" if _known(call.op.target)[0] in FUNCTIONS else "pointwise"
     if not call.gradient:
-        return OpTime(_moved(forward, device), 0.0)
+        return OpTime(_moved(forward, device, 1, kind), 0.0)
     backward = 0.0
     wanted = [held for held in call.inputs if held.gradient]
     for held in wanted:
@@ -223,7 +232,7 @@ def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
     if passes.kernels > 1 and wanted:  # norms: their passes are said for all their inputs together
         largest = max(held.bytes for held in wanted)
         backward = passes.results * made + passes.given * largest
-    return OpTime(_moved(forward, device), _moved(backward, device, kernels))
+    return OpTime(_moved(forward, device, 1, kind), _moved(backward, device, kernels, kind))
 
 
 def _view(call: Call, device: Device) -> OpTime:
@@ -265,8 +274,8 @@ def _lookup(call: Call, device: Device) -> OpTime:
 def _cross_entropy(call: Call, device: Device) -> OpTime:
     """log_softmax, then the loss of each row. Backward fills zeros, puts ones, and then the log_softmax's."""
     scores = call.inputs[0].bytes
-    forward = _moved(2.0 * scores, device)
-    return OpTime(forward, _moved(4.0 * scores, device, 2) if call.gradient else 0.0)
+    forward = _moved(2.0 * scores, device, 1, "function")
+    return OpTime(forward, _moved(4.0 * scores, device, 2, "function") if call.gradient else 0.0)
 
 
 def _made(call: Call, device: Device) -> OpTime:

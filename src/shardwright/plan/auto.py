@@ -71,9 +71,10 @@ class Looked:
 
     candidate: Candidate
     bound: float
-    tables: Tables
-    solution: Solution | None = None
+    plain: Tables
     again: Tables | None = None  # with layers that may be recomputed
+    tables: Tables  # those of the solution
+    solution: Solution | None = None
 
     @property
     def time(self) -> float:
@@ -148,7 +149,7 @@ class _Search:
         for candidate in candidates(self.cluster, size, data_only=self.wishes.data_only):
             tables = make_tables(self.plain, self.cluster, candidate, self.wishes.data_only)
             bound = relax(_problem(tables, self.cluster, math.inf))
-            looked.append(Looked(candidate=candidate, bound=bound, tables=tables))
+            looked.append(Looked(candidate=candidate, bound=bound, plain=tables, tables=tables))
             self.progress(f"bounded {candidate}", math.inf)
             if self.late():
                 break
@@ -194,19 +195,22 @@ class _Search:
 
     def _solve(self, looked: Looked) -> Looked:
         """Recomputing is looked at only where memory is short: it never makes a step faster."""
-        wishes, upper, limit = self.wishes, self.upper, self.limit - self.reserve
-        solution = self._solved(looked.tables, limit, upper, False)
-        plain = replace(looked, solution=solution)
-        short = solution.states is None or solution.time > looked.bound * (1 + wishes.aim)
-        if not short or not self.recomputing.layers:
-            return plain
-        tables = looked.again or make_tables(self.recomputing, self.cluster, looked.candidate, wishes.data_only)
-        plain = replace(plain, again=tables)
-        again = self._solved(tables, limit, min(upper, solution.time), True)
-        if again.states is None or again.time >= solution.time:
+        limit, upper = self.limit - self.reserve, self.upper
+        solution = None
+        if True not in self.hints:  # else another mesh was short of memory, and this one will be
+            solution = self._solved(looked.plain, limit, upper, False)
+            looked = replace(looked, tables=looked.plain, solution=solution)
+            short = solution.states is None or solution.time > looked.bound * (1 + self.wishes.aim)
+            if not short or not self.recomputing.layers:
+                return looked
+            upper = min(upper, solution.time)
+        spaces, storing = looked.plain.spaces, looked.plain.storing
+        tables = looked.again or Tables(self.recomputing, spaces, storing, looked.plain.rows, like=looked.plain)
+        again = self._solved(tables, limit, upper, True)
+        if solution is not None and solution.states is not None and not again.time < solution.time:
             lower = min(solution.bound, again.bound)
-            return replace(plain, solution=replace(solution, bound=lower, least_memory=again.least_memory))
-        return replace(plain, tables=tables, solution=again)
+            return replace(looked, again=tables, solution=replace(solution, bound=lower))
+        return replace(looked, tables=tables, again=tables, solution=again)
 
     def _solved(self, tables: Tables, limit: float, upper: float, recompute: bool) -> Solution:
         problem, hint = _problem(tables, self.cluster, limit), self.hints.get(recompute)

@@ -23,13 +23,23 @@ Layouts = tuple[Layout, ...]
 class Tables:
     """A skeleton with numbers. `rows`: axes of which every group has its rows of what leaves the model."""
 
-    def __init__(self, skeleton: Skeleton, spaces: Spaces, storing: Storing, rows: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        spaces: Spaces,
+        storing: Storing,
+        rows: tuple[str, ...] = (),
+        like: Tables | None = None,
+    ) -> None:
+        """`like`: tables of another skeleton with the same spaces, whose prices can be used again."""
         self.skeleton, self.spaces, self.storing, self.rows = skeleton, spaces, storing, rows
         self.facts, self.graph = skeleton.facts, skeleton.graph
         self.moves, self.training, self.mesh = spaces.moves, spaces.training, spaces.mesh
-        self._unique: dict[int, tuple[Layouts, np.ndarray]] = {}
-        self._prices: dict[tuple[object, ...], np.ndarray] = {}
-        self._leaving: dict[int, Layouts] = {}
+        self._unique: dict[int, tuple[Layouts, np.ndarray]] = like._unique if like else {}
+        self._prices: dict[tuple[object, ...], np.ndarray] = like._prices if like else {}
+        self._leaving: dict[int, Layouts] = like._leaving if like else {}
+        self._forms: dict[int, tuple[Layout, ...]] = like._forms if like else {}
+        self._hubs: dict[Layouts, Layouts] = like._hubs if like else {}
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
         self.homes = [self._home(number) for number in range(len(skeleton.home_firsts))]
         arrays = [self._fill(table) for table in skeleton.tables]
@@ -61,7 +71,8 @@ class Tables:
         return space.outputs[end.at] if end.what == "out" else space.inputs[end.at]
 
     def _hub(self, ends: Sequence[End]) -> Layouts:
-        return tuple(dict.fromkeys(layout for end in ends for layout in self.layouts(end)))
+        found = tuple(dict.fromkeys(layout for end in ends for layout in self._distinct(self.layouts(end))[0]))
+        return self._hubs.setdefault(found, found)
 
     def _home(self, number: int) -> Homes:
         parameter = self.skeleton.home_firsts[number]
@@ -105,12 +116,17 @@ class Tables:
             found = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
             if kept and self.spaces.backward:
                 local = np.array([item * local_elements(value.shape, goal, self.mesh) for goal in goals])
-                forms = [forget_gradient(layout) for layout in starts], [forget_gradient(layout) for layout in goals]
-                new = np.array([[not table.held or one != other for other in forms[1]] for one in forms[0]])
+                new = np.array([[not table.held or a != b for b in self._formed(goals)] for a in self._formed(starts)])
                 found[..., Resource.KEPT] += np.where(new, local[None, :], 0.0)
             self._prices[key] = found
         spread: np.ndarray = self._prices[key][from_state[:, None], to_state[None, :]]
         return spread
+
+    def _formed(self, layouts: Layouts) -> Layouts:
+        """Layouts without what they say of gradients: two that are equal then are one tensor."""
+        if id(layouts) not in self._forms:
+            self._forms[id(layouts)] = tuple(forget_gradient(layout) for layout in layouts)
+        return self._forms[id(layouts)]
 
     def _distinct(self, layouts: Layouts) -> tuple[Layouts, np.ndarray]:
         found = self._unique.get(id(layouts))
