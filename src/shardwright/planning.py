@@ -71,7 +71,8 @@ def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = 
     """A plan with what it is predicted to cost."""
     entry = facts.graph.entry
     rows = replica_axes(plan.mesh) if setting.rows else ()
-    said = price(facts, setting.cluster, setting.training, plan, rows=rows).as_json()
+    limit = setting.wishes.memory
+    said = price(facts, setting.cluster, setting.training, plan, rows=rows, limit=limit).as_json()
     if found is not None:
         said |= found.as_json()
     return replace(plan, predicted={**plan.predicted, entry: said})

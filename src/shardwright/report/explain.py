@@ -1,7 +1,7 @@
-"""A plan on one screen: mesh, how ops are split, how parameters are held, what is sent, what fell back.
+"""A plan explained: on one screen what it costs (`screen`), in long tables what it decides.
 
-With the plan alone this says what was decided. With the model's graph it also says what
-follows from that: shapes of pieces, memory, collectives.
+With the plan alone the tables say what was decided. With the model's graph they also say what follows from that:
+shapes of pieces, memory, collectives.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..plan.plan import fold, fold_paths, star
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
+from .screen import MOST_NOTES, made_for, notes_of, screen
 from .traffic import said_bytes, stored_bytes, totals
 
 ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
@@ -29,21 +30,28 @@ ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan, and the program that it makes of a graph if one was given. Prints as tables."""
+    """A plan, and the program that it makes of a graph if one was given. Prints as a screen, or with all tables."""
 
     plan: Plan
     program: Program | None = None
     entry: str = "train"
+    full: bool = False
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [*self._head(), self._splits()]
+        parts: list[Any] = [*self._head()]
+        priced = self.entry in self.plan.predicted
+        if priced:
+            parts += screen(self.plan, self.entry)
+        if self.full or not priced:
+            parts += self._tables()
+        return Group(*parts, *notes_of(self.plan, None if self.full else MOST_NOTES))
+
+    def _tables(self) -> Iterator[Any]:
+        yield self._splits()
         if self.program is not None:
-            parts += [_held(self.program), *_memory(self.program), _sent(self.program)]
+            yield from (_held(self.program), *_memory(self.program), _sent(self.program))
         elif self.plan.storage:
-            parts.append(self._storage())
-        if self.plan.notes:
-            parts += [Text("notes", style="bold"), *(Text(f"  - {note}") for note in self.plan.notes)]
-        return Group(*parts)
+            yield self._storage()
 
     def __str__(self) -> str:
         return render(self)
@@ -51,7 +59,9 @@ class Explanation:
     def _head(self) -> Iterator[Text]:
         plan = self.plan
         yield Text(f"{plan.model} under {plan.policy or 'an own plan'}, plan {plan.name}", style="bold")
-        yield Text(f"mesh {plan.mesh}: {plan.mesh.size} devices" + (f" of {plan.cluster}" if plan.cluster else ""))
+        said = plan.predicted.get(self.entry)
+        devices = f"{plan.mesh.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
+        yield Text(f"mesh {plan.mesh}: {devices}" + (f"; {made_for(said)}" if said else ""))
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
@@ -85,11 +95,15 @@ class Explanation:
         return table
 
 
-def explain(plan: Plan, graph: Graph | None = None) -> Explanation:
-    """What a plan decides; with the graph of the model also what a rank holds and sends. Print it."""
+def explain(plan: Plan, graph: Graph | None = None, *, full: bool = False) -> Explanation:
+    """What a plan costs and decides. Print it.
+
+    The plan alone is one screen. With `full` there are tables of every op and parameter, and with the graph of the
+    model they say what a rank holds and sends.
+    """
     entry = graph.entry if graph is not None else next(iter(plan.entries))
     program = lower(graph, plan, analyse(graph, probing())) if graph is not None else None
-    return Explanation(plan=plan, program=program, entry=entry)
+    return Explanation(plan=plan, program=program, entry=entry, full=full or graph is not None)
 
 
 def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:
