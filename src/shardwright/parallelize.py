@@ -9,7 +9,6 @@ package; `compile.py` walks them for a call, this file is the door.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import capture, find_opaque
-from .cluster import Cluster, quantity
+from .cluster import quantity
 from .cluster import find as find_cluster
 from .compile import Compiler, Outputs, skeleton_of
 from .cost import Training
@@ -25,7 +24,7 @@ from .errors import InputError
 from .parts import Parts, replace_parts
 from .plan import Plan
 from .plan.auto import Progress, Wishes
-from .planning import PlanLike, Setting, cluster_here, make_plan, only_scalars, training_of
+from .planning import PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
 from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
@@ -136,17 +135,6 @@ def plan(
         progress=progress,
     )
     return make_plan(graph, analyse(graph, probing(captured.functions)), plan, size, setting)
-
-
-def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
-    """The cluster that somebody named; a single device that a plan is for several of is so many of them."""
-    if isinstance(cluster, int):
-        return find_cluster(f"cpu:{size}")
-    found = find_cluster(cluster)
-    if found.size == 1 and size > 1:
-        (group,) = found.groups
-        return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
-    return found
 
 
 def read_bytes(text: str | float | None) -> float | None:

@@ -100,6 +100,17 @@ def cluster_of(size: int) -> Cluster:
     return find("cpu" if size == 1 else f"cpu:{size}") if not torch.cuda.is_available() else _gpus(size, size)
 
 
+def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
+    """The cluster that somebody named; a single device that a plan is for several of is so many of them."""
+    if isinstance(cluster, int):
+        return find(f"cpu:{size}")
+    found = find(cluster)
+    if found.size == 1 and size > 1:
+        (group,) = found.groups
+        return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
+    return found
+
+
 def cluster_here(world: World) -> Cluster:
     """The cluster that the running processes are on: its device by name, the usual links, nodes as torchrun says."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))

@@ -56,12 +56,7 @@ def axis_uses(
     facts: Analysis, mesh: Mesh, cluster: Cluster, choices: Mapping[str, Mapping[str, str]]
 ) -> tuple[AxisUse, ...]:
     """What the axes of a mesh are used for under these choices."""
-    owned = {
-        atom
-        for parameter in facts.graph.parameters
-        for dim in facts.dims[parameter.value]
-        for atom in facts.atoms.splittable(dim)
-    }
+    kinds = atom_kinds(facts)
     products = [op for op in facts.graph.ops if is_product(facts.signatures[op.name])]
     total = sum(flops(facts.signatures[op.name]) for op in products) or 1.0
     found = []
@@ -71,13 +66,23 @@ def axis_uses(
             signature, picked = facts.signatures[op.name], choices.get(op.name, {}).get(axis.name)
             role = next((role for role in signature.roles if role.name == picked), None)
             if role is not None:
-                kind = "batch" if role.atom in facts.batch else "weights" if role.atom in owned else "other"
-                work[kind] += flops(signature) / total
+                work[kinds.get(role.atom, "other")] += flops(signature) / total
         spans = cluster.spans(mesh, (axis.name,))
         links = dict.fromkeys(link.name for span in spans for link in span.links)
         nodes = max(len(span.ranks) for span in spans)
         found.append(AxisUse(axis=axis.name, size=axis.size, links=tuple(links), nodes=nodes, **work))
     return tuple(found)
+
+
+def atom_kinds(facts: Analysis) -> dict[int, str]:
+    """Of each atom that is the batch's or a parameter's: "batch" or "weights"."""
+    owned = {
+        atom
+        for parameter in facts.graph.parameters
+        for dim in facts.dims[parameter.value]
+        for atom in facts.atoms.splittable(dim)
+    }
+    return dict.fromkeys(owned, "weights") | dict.fromkeys(facts.batch, "batch")
 
 
 def stored_bytes(graph: Graph, storage: Mapping[str, Iterable[tuple[str, int]]]) -> dict[str, float]:

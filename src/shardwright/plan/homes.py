@@ -14,7 +14,7 @@ Collectives of parameters go in buckets (or, at level 3, units), so each pays it
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -64,13 +64,11 @@ class Storing:
         spaces: Spaces,
         fixed: Mapping[str, Storage] | None = None,
         most: Mapping[str, int] | None = None,
-        free: Collection[str] = (),
     ) -> None:
-        """`fixed`: the storage of every parameter, if it is known, but for the keys in `free`. `most`: the highest
-        level for some keys."""
+        """`fixed`: the storage of every parameter, if it is known. `most`: the highest level for some keys."""
         self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
         self.graph, self.mesh = spaces.facts.graph, spaces.mesh
-        self.fixed, self.most, self.free = fixed, most or {}, frozenset(free)
+        self.fixed, self.most = fixed, most or {}
 
     def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
         """`asked` are the layouts that each use may ask for, `unit` the elements that are gathered together."""
@@ -99,7 +97,7 @@ class Storing:
 
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
         free = [axis for axis in self.mesh.names if self._may_store(parameter, layout, axis)]
-        if self.fixed is not None and parameter.key not in self.free:
+        if self.fixed is not None:
             yield tuple(held for held in self.fixed.get(parameter.key, ()) if held[0] in free)
             return
         yield ()

@@ -63,7 +63,7 @@ class Spaces:
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
-        `free`: ops that may do all they can, whatever is fixed, and without pruning.
+        `free`: ops that may do all they can, without pruning, beside what is fixed.
 
         `allowed`: for some ops on some axes the choices that people allow ("" is whole). What is said of ops in
         these has to be known to `kinds` too.
@@ -101,10 +101,10 @@ class Spaces:
                 target = op.target.split(".")[1] if "." in op.target else op.target
                 count[target] = count.get(target, 0) + 1
         if count:
-            kinds = ", ".join(sorted(count, key=lambda target: -count[target])[:4])
+            kinds = ", ".join([*sorted(count, key=lambda target: -count[target])[:4], *["..."][: len(count) > 4]])
             yield (
-                f"on meshes of several axes {sum(count.values())} ops ({kinds}{', ...' if len(count) > 4 else ''}) were "
-                f"looked at with the {MOST} labels of parameters that have the most arithmetic, and not with all"
+                f"on meshes of several axes {sum(count.values())} ops ({kinds}) were looked at with the {MOST} labels "
+                "of parameters that have the most arithmetic, and not with all"
             )
 
     @cached_property
@@ -164,9 +164,10 @@ class Spaces:
         )
 
     def _choices(self, op: Op, signature: Signature) -> Iterable[Mapping[str, str]]:
-        if self.fixed is not None and op.name not in self.free:
+        if self.fixed is not None:
             yield self.fixed.get(op.name, {})
-            return
+            if op.name not in self.free:
+                return
         lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
         for picked in product(*lists):
             yield {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..cluster import Cluster
+from ..cost import Training
+from ..errors import InputError
 from ..ir import Graph
 from ..layout import FANNED
 from ..lower import Holding, Program, lower
@@ -22,8 +26,10 @@ from ..plan.plan import fold, fold_paths, star
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
-from .screen import MOST_NOTES, made_for, notes_of, screen
+from .made import made_for, spelled_out
+from .screen import MOST_NOTES, notes_of, priced_for, screen
 from .traffic import said_bytes, stored_bytes, totals
+from .why import Why, why
 
 ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
 
@@ -61,7 +67,7 @@ class Explanation:
         yield Text(f"{plan.model} under {plan.policy or 'an own plan'}, plan {plan.name}", style="bold")
         said = plan.predicted.get(self.entry)
         devices = f"{plan.mesh.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
-        yield Text(f"mesh {plan.mesh}: {devices}" + (f"; {made_for(said)}" if said else ""))
+        yield Text(f"mesh {plan.mesh}: {devices}" + (f"; {priced_for(said)}" if said else ""))
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
@@ -95,15 +101,48 @@ class Explanation:
         return table
 
 
-def explain(plan: Plan, graph: Graph | None = None, *, full: bool = False) -> Explanation:
+@overload
+def explain(
+    plan: Plan, graph: Graph | None = None, *, op: None = None, cluster: None = None, training: None = None,
+    full: bool = False,
+) -> Explanation: ...  # fmt: skip
+
+
+@overload
+def explain(
+    plan: Plan, graph: Graph, *, op: str, cluster: Cluster | str | Path | None = None,
+    training: Training | None = None, full: bool = False,
+) -> Why: ...  # fmt: skip
+
+
+def explain(
+    plan: Plan,
+    graph: Graph | None = None,
+    *,
+    op: str | None = None,
+    cluster: Cluster | str | Path | None = None,
+    training: Training | None = None,
+    full: bool = False,
+) -> Explanation | Why:
     """What a plan costs and decides. Print it.
 
     The plan alone is one screen. With `full` there are tables of every op and parameter, and with the graph of the
     model they say what a rank holds and sends.
+
+    op          with the graph: why this op ("model.layers.0.mlp.up_proj / linear", or with a star for all layers) is
+                split the way it is, and what each other way would cost
+    cluster     for `op`: what to price on; the cluster by the name in the plan if it is not said
+    training    for `op`: the optimizer and precision; what the plan was made for if it is not said
     """
     entry = graph.entry if graph is not None else next(iter(plan.entries))
-    program = lower(graph, plan, analyse(graph, probing())) if graph is not None else None
-    return Explanation(plan=plan, program=program, entry=entry, full=full or graph is not None)
+    if graph is None:
+        if op is not None:
+            raise InputError("to explain an op the graph of the model is needed: explain(plan, graph, op=...)")
+        return Explanation(plan=plan, entry=entry, full=full)
+    plan, facts = spelled_out(plan, graph), analyse(graph, probing())
+    if op is not None:
+        return why(plan, facts, op, made_for(plan, entry, cluster, training))
+    return Explanation(plan=plan, program=lower(graph, plan, facts), entry=entry, full=True)
 
 
 def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:

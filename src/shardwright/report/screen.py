@@ -37,7 +37,7 @@ def screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
     yield _dearest("dearest conversions", said["edges"], said["seconds"], "forward / backward")
 
 
-def made_for(said: Said) -> str:
+def priced_for(said: Said) -> str:
     """What a plan was priced for: "batch 16, adamw, in bfloat16"."""
     made = said["for"]
     words = [f"batch {made['batch']}", made["optimizer"], f"in {made['compute']}" if made["compute"] else ""]
@@ -86,8 +86,8 @@ def _time(said: Said) -> Iterator[RenderableType]:
     step = said["seconds"]
     line = f"a step takes {said_time(step)}"
     if "bound" in said:
-        line += f", {_percent(said['gap'])} above the bound of {said_time(said['bound'])}"
-        line += ": nothing that was searched is faster" if not said["stopped"] else " of what was looked at"
+        where = "on the meshes that were looked at" if said["stopped"] else "of all that was searched"
+        line += f"; nothing {where} takes less than {said_time(said['bound'])} (gap {_percent(said['gap'])})"
     yield Text(line, style="bold")
     if said.get("stopped"):
         yield _indented("the search was stopped before its end: there may be better plans")
@@ -172,7 +172,8 @@ def _indented(text: str) -> Padding:
 def _table(*heads: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in heads:
-        table.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left", no_wrap=head != heads[0])
+        number = head.startswith(">")
+        table.add_column(head.lstrip(">"), justify="right" if number else "left", no_wrap=head != heads[0])
     return table
 
 
