@@ -108,6 +108,8 @@ def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
     if found.size == 1 and size > 1:
         (group,) = found.groups
         return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
+    if found.size < size:
+        raise PlanError(f"the cluster {found} has {found.size} devices, and {size} are asked for")
     return found
 
 
@@ -149,13 +151,17 @@ def training_of(optimizer: torch.optim.Optimizer | None, accumulate: int = 1) ->
 
 
 def only_scalars(graph: Graph) -> Graph:
-    """A graph that gives back its numbers (the loss) and nothing else: what has rows stays where it is."""
+    """A graph that gives back its numbers (the loss) and nothing else: what has rows stays where it is.
+
+    It is still the same model, with the same fingerprint: plans for one are plans for the other.
+    """
 
     def kept(output: Output) -> Output:
         large = output.value is not None and graph.values[output.value].shape
         return replace(output, value=None, literal=None) if large else output
 
-    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs))
+    given = graph.outputs if graph.given is None else graph.given
+    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), given=given)
 
 
 __all__ = ["Found", "PlanLike", "Setting", "continue_plan", "find_plan", "make_plan", "only_scalars"]

@@ -29,7 +29,7 @@ def test_a_plan_does_not_differ_from_its_file(plans, tmp_path):
 
     assert not diff(plans["tp=2"], read)
     assert str(diff(plans["tp=2"], read)) == "the plans decide the same"
-    assert "blocks.*.attn.qkv" in str(explain(read))
+    assert "blocks.*.attn.qkv" in str(explain(read, full=True))
 
 
 def test_one_op_that_is_split_otherwise_is_named(plans):

@@ -20,6 +20,7 @@ from ..cost.peak import Memory, peak
 from ..cost.resources import Resource, memory, phases, seconds
 from ..cost.sends import algorithm_sends
 from ..errors import PlanError
+from ..ir import Graph
 from ..rules import Analysis
 from .digest import AxisUse, axis_uses, fold_parts, stored_bytes
 from .homes import Storing
@@ -178,6 +179,7 @@ def price(
             "reduce": training.reduce,
             "accumulate": training.accumulate,
             "rows": list(rows),
+            "outputs": _outputs(facts.graph),
         },
         used=np.asarray(solution.resources),
         overlap=overlap,
@@ -190,6 +192,12 @@ def price(
         memory=peak(facts, plan.mesh, choices, plan.storage, training, recompute),
         limit=cluster.memory * (1.0 - training.margin) if limit is None else limit,
     )
+
+
+def _outputs(graph: Graph) -> str:
+    """What leaves the model."""
+    large = any(output.value is not None and graph.values[output.value].shape for output in graph.outputs)
+    return "all" if large else "scalars"
 
 
 def _dearest(parts: Iterator[Part]) -> tuple[Part, ...]:

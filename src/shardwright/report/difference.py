@@ -74,7 +74,7 @@ class Difference:
             return Group(Text("the plans decide the same"))
         parts: list[RenderableType] = [self._decisions()]
         if self.parts:
-            parts.append(self._parts())
+            parts += [Text("what changes in a step of the first if this part alone is as in the second"), self._parts()]
         if self.why_not:
             parts.append(Text(self.why_not))
         return Group(*parts, *([self._totals()] if self.totals else []))
@@ -89,8 +89,7 @@ class Difference:
         return table
 
     def _parts(self) -> Table:
-        title = "what changes in a step of the first if this part alone is as in the second"
-        table = Table("part", title=title, title_justify="left")
+        table = Table("part")
         for head in ("ops", "parameters", "time", "memory"):
             table.add_column(head, justify="right")
         for part in self.parts:
@@ -136,7 +135,7 @@ def diff(
         return found
     if a.mesh != b.mesh:
         return replace(found, why_not="the meshes differ, so that no part can be taken from the second alone")
-    one, other = spelled_out(a, graph), spelled_out(b, graph)
+    (one, graph), (other, _) = spelled_out(a, graph), spelled_out(b, graph)
     made = made_for(one, graph.entry, cluster, training)
     return replace(found, parts=tuple(part_costs(one, other, analyse(graph, probing()), made)))
 

@@ -139,7 +139,8 @@ def explain(
         if op is not None:
             raise InputError("to explain an op the graph of the model is needed: explain(plan, graph, op=...)")
         return Explanation(plan=plan, entry=entry, full=full)
-    plan, facts = spelled_out(plan, graph), analyse(graph, probing())
+    plan, graph = spelled_out(plan, graph)
+    facts = analyse(graph, probing())
     if op is not None:
         return why(plan, facts, op, made_for(plan, entry, cluster, training))
     return Explanation(plan=plan, program=lower(graph, plan, facts), entry=entry, full=True)

@@ -11,7 +11,7 @@ from ..errors import ClusterError, PlanError
 from ..ir import Graph
 from ..plan import Plan
 from ..plan.plan import read
-from ..planning import cluster_for
+from ..planning import cluster_for, only_scalars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,6 @@ def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, train
         raise PlanError(
             f"the plan is for {plan.cluster!r}, which is no cluster by name ({error}); pass its file as cluster="
         ) from error
-    if found.size < plan.mesh.size:
-        raise PlanError(f"the cluster {found} has {found.size} devices, and the plan is for {plan.mesh.size}")
     if said is None:
         return Made(cluster=found, training=training or Training())
     made = said["for"]
@@ -50,9 +48,15 @@ def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, train
     return Made(cluster=found, training=training or kept, rows=tuple(made["rows"]), limit=limit)
 
 
-def spelled_out(plan: Plan, graph: Graph) -> Plan:
-    """A plan that was read without its model, with the names of the model's ops in place of stars."""
+def spelled_out(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
+    """A plan with the names of the model's ops in place of stars, and the graph with the outputs that it is for."""
     known = plan.entries.get(graph.entry)
     if known is None:
         raise PlanError(f"the plan has no entry {graph.entry!r}; it has {', '.join(plan.entries)}")
-    return read(plan.to_json(), graph) if set(known[0].choices) != {op.name for op in graph.ops} else plan
+    said = plan.predicted.get(graph.entry)
+    if said is not None and said["for"]["outputs"] == "scalars":
+        graph = only_scalars(graph)
+    if set(known[0].choices) != {op.name for op in graph.ops}:
+        return read(plan.to_json(), graph), graph
+    plan.check_against(graph)
+    return plan, graph
