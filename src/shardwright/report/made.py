@@ -50,13 +50,12 @@ def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, train
 
 def spelled_out(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     """A plan with the names of the model's ops in place of stars, and the graph with the outputs that it is for."""
-    known = plan.entries.get(graph.entry)
-    if known is None:
+    if graph.entry not in plan.entries:
         raise PlanError(f"the plan has no entry {graph.entry!r}; it has {', '.join(plan.entries)}")
     said = plan.predicted.get(graph.entry)
     if said is not None and said["for"]["outputs"] == "scalars":
         graph = only_scalars(graph)
-    if set(known[0].choices) != {op.name for op in graph.ops}:
+    if plan.as_read:
         return read(plan.to_json(), graph), graph
     plan.check_against(graph)
     return plan, graph

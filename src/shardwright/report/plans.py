@@ -31,4 +31,5 @@ def read_plan(path: str | Path) -> Plan:
         model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
         entries=entries, storage={key: tuple(held.items()) for key, held in data["storage"].items()},
         microbatches=data["microbatches"], notes=tuple(data["notes"]), predicted=data["predicted"],
+        as_read=True,
     )  # fmt: skip

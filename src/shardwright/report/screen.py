@@ -51,7 +51,7 @@ def _mesh(said: Said) -> Iterator[RenderableType]:
         links = f", {' and '.join(use['links'])}" if use["links"] else ""
         kinds = {"the batch": use["batch"], "the weights": use["weights"], "the sequence or others": use["other"]}
         shares = [f"{kind} in {_percent(part)}" for kind, part in kinds.items() if part >= 0.0005]
-        work = f"splits {', '.join(shares)} of the arithmetic" if shares else "splits no arithmetic"
+        work = f"splits {', '.join(shares)} of the arithmetic" if shares else "its devices all do the same"
         yield _indented(f"{use['axis']}={use['size']} {where}{links}: {work}")
     total = sum(said["stored"].values())
     if total:
@@ -79,6 +79,8 @@ def _outcome(mesh: Said, best: float) -> str:
 def _against(bound: float, best: float) -> str:
     """A bound in words: nothing under it is that fast."""
     ratio = bound / best - 1
+    if abs(ratio) < 5e-4:
+        return "as fast at best"
     return f"at least {_percent(ratio)} slower" if ratio >= 0 else f"at most {_percent(-ratio)} faster"
 
 
