@@ -1,6 +1,7 @@
 """The commands, as a user types them."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from shardwright.cli import main, with_rows
+from shardwright.cli.watching import Watching
 from shardwright.runtime import comm
 
 NET = """
@@ -49,16 +51,118 @@ def net(tmp_path, monkeypatch):
 
 
 def test_plan_writes_a_file_that_explain_and_verify_read(net, tmp_path, capsys):
-    assert main(["plan", net, "--plan", "tp=2", "-o", "plans/plan.json"]) == 0
+    assert main(["plan", net, "--plan", "tp=2", "--full", "-o", "plans/plan.json"]) == 0
     assert json.loads((tmp_path / "plans/plan.json").read_text())["mesh"] == {"tp": 2}
     assert "up.weight" in capsys.readouterr().out
 
     assert main(["explain", "plans/plan.json"]) == 0
-    assert "Net under tp=2" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Net under tp=2" in out
+    assert "a step takes" in out
+    assert "how ops are split" not in out
+    assert main(["explain", "plans/plan.json", "--full"]) == 0
+    assert "how ops are split" in capsys.readouterr().out
     assert main(["explain", "plans/plan.json", "--model", net]) == 0
     assert "what a training step sends" in capsys.readouterr().out
 
     assert main(["verify", net, "--plan", "plans/plan.json", "--steps", "1"]) == 0
+
+
+def test_a_plan_is_searched_for_a_cluster_by_name(net, tmp_path, capsys):
+    asked = ["--cluster", "4xA100-80GB", "--batch", "64", "--precision", "bfloat16", "--optimizer", "momentum"]
+    assert main(["plan", net, *asked, "--memory", "1GiB", "--accumulate", "2", "-o", "plan.json"]) == 0
+
+    out = capsys.readouterr().out
+    assert "4 devices of 4xA100-80GB; batch 64, momentum, in bfloat16, accumulating 2 times" in out
+    assert "of the 1.0 GiB that may be used" in out
+    said = json.loads((tmp_path / "plan.json").read_text())
+    assert said["policy"] == "auto"
+    assert said["predicted"]["train"]["gap"] < 0.01
+
+
+def test_the_cluster_may_be_a_file_or_larger_than_what_is_asked_for(net, tmp_path, capsys):
+    (tmp_path / "lab.yaml").write_text(LAB)
+    assert main(["plan", net, "--cluster", "lab.yaml", "--devices", "2"]) == 0
+    assert "2 devices of lab" in capsys.readouterr().out
+    assert main(["plan", net, "--cluster", "lab.yaml", "--plan", "tp=2"]) == 0
+    assert "Net under tp=2" in capsys.readouterr().out
+
+
+def test_rows_of_a_batch_are_split_only_where_inputs_are_rows(net, capsys):
+    assert main(["plan", net, "--cluster", "cpu:2", "--inputs", "rows", "--full"]) == 0
+    assert "mesh dp=2" in capsys.readouterr().out
+
+
+def test_an_op_is_explained_on_the_terms_of_the_plan(net, capsys):
+    assert main(["plan", net, "--plan", "tp=2", "--cluster", "2xH100", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+
+    assert main(["explain", "plan.json", "--model", net, "--op", "up / linear"]) == 0
+    chosen = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("*"))
+    assert "tp: n (weights)" in chosen
+
+    assert main(["explain", "plan.json", "--op", "up / linear"]) == 2
+    assert "--model" in capsys.readouterr().err
+    assert main(["explain", "plan.json", "--model", net, "--op", "up"]) == 2
+    assert "there are up / linear" in capsys.readouterr().err
+
+
+def test_two_plan_files_are_compared(net, capsys):
+    for plan in ("tp", "dp"):
+        assert main(["plan", net, "--plan", f"{plan}=2", "-o", f"{plan}.json"]) == 0
+    assert main(["plan", net, "--plan", "zero2=2", "-o", "zero.json"]) == 0
+    capsys.readouterr()
+
+    assert main(["diff", "tp.json", "dp.json"]) == 0
+    out = capsys.readouterr().out
+    assert "waiting for communication" in out
+    assert "up / linear" in out
+    assert main(["diff", "dp.json", "zero.json", "--model", net]) == 0
+    out = capsys.readouterr().out
+    assert "if this part alone is as in the second" in out
+    assert main(["diff", "tp.json", "tp.json"]) == 0
+    assert "the plans decide the same" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_search_with_the_best_so_far(net, tmp_path, capsys, monkeypatch):
+    shown = []
+
+    def interrupted(watching, what, best):
+        Watching.__call__(watching, what, best)
+        shown.append((what, best))
+        if len(shown) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("shardwright.cli.Watching", type("Interrupted", (Watching,), {"__call__": interrupted}))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["plan", net, "--cluster", "8xA100-80GB", "--batch", "64", "-o", "plan.json"]) == 0
+
+    assert "the search was stopped before its end" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["predicted"]["train"]["stopped"]
+    assert [what for what, _ in shown] == ["bounded 8", "solved 8"]  # and no other mesh
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_there_is_anything_writes_nothing(net, tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwright.cli.planned", interrupt)
+    assert main(["plan", net, "--cluster", "8xA100-80GB", "-o", "plan.json"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_search_without_time_says_so(net, capsys):
+    assert main(["plan", net, "--cluster", "8xA100-80GB", "--batch", "64", "--seconds", "0"]) == 0
+    assert "the search was stopped before its end" in capsys.readouterr().out
+
+
+LAB = """
+version: 1
+name: lab
+groups: [{device: A100-80GB, devices: 4}]
+"""
 
 
 def test_compile_writes_code_that_can_be_read(net, tmp_path, capsys):
@@ -109,6 +213,13 @@ def test_verify_says_no_and_where(net, capsys, monkeypatch):
         (["plan", "net.py:make_model", "--plan", "tp=2", "--devices", "4"], "--devices 4 does not fit"),
         (["plan", "net.py:make_model", "--plan", "tp=2", "--batch", "0"], "is no batch"),
         (["verify", "net.py:make_model", "--plan", "dp=3"], "batch of 4 does not divide"),
+        (["plan", "net.py:make_model", "--cluster", "8xA1000"], "did you mean A100"),
+        (["plan", "net.py:make_model", "--cluster", "2xH100", "--plan", "tp=4"], "has 2 devices, and 4 are asked for"),
+        (["plan", "net.py:make_model", "--cluster", "2xH100", "--memory", "lots"], "memory='lots'"),
+        (["plan", "net.py:make_model", "--cluster", "2xH100", "--memory", "1KiB"], "does not fit"),
+        (["plan", "net.py:make_model", "--cluster", "2xH100", "--optimizer", "x"], "'x' is no optimizer"),
+        (["plan", "net.py:make_model", "--cluster", "2xH100", "--accumulate", "0"], "--accumulate 0 makes no sense"),
+        (["diff", "none.json", "none.json"], "none.json can't be read"),
         (["explain", "none.json"], "none.json can't be read"),
         (["plan", "hf:none.json", "--plan", "tp=2"], "none.json"),
     ],
@@ -134,10 +245,30 @@ def test_a_hugging_face_config_on_meta(tmp_path, capsys):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    assert main(["plan", f"hf:{tmp_path / 'config.json'}", "--plan", "tp=8", "--batch", "1", "--seq", "64"]) == 0
+    config = f"hf:{tmp_path / 'config.json'}"
+    assert main(["plan", config, "--plan", "tp=8", "--batch", "1", "--seq", "64", "--full"]) == 0
     out = capsys.readouterr().out
     assert "LlamaForCausalLM under tp=8" in out
     assert "512 x 4096" in out  # of the 4096 x 4096 of q_proj
+    assert "only the loss leaves the model" in out
+
+    path = str(tmp_path / "plan.json")
+    assert main(["plan", config, "--cluster", "8xA100-80GB", "--seq", "64", "--outputs", "all", "-o", path]) == 0
+    out = capsys.readouterr().out
+    assert "only the loss" not in out
+    assert len(out.splitlines()) <= 46
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_a_plan_for_the_loss_alone_is_a_plan_for_all_outputs(tmp_path, capsys):
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
+        "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    named, path = f"hf:{tmp_path / 'config.json'}", str(tmp_path / "plan.json")
+    assert main(["plan", named, "--plan", "tp=2", "--batch", "2", "--seq", "8", "-o", path]) == 0
+    assert main(["compile", named, "--plan", path, "--batch", "2", "--seq", "8", "-o", str(tmp_path / "out")]) == 0
 
 
 def test_rows_are_repeated_or_cut():
@@ -152,7 +283,7 @@ def test_rows_are_repeated_or_cut():
 def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "plan,explain,compile,verify" in done.stdout
+    assert "plan,explain,diff,compile,verify" in done.stdout
 
 
 def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):

@@ -8,24 +8,25 @@ package; `compile.py` walks them for a call, this file is the door.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .capture import capture, find_opaque
-from .cluster import Cluster, quantity
+from .capture import Captured, capture, find_opaque
 from .cluster import find as find_cluster
+from .cluster import quantity
 from .compile import Compiler, Outputs, skeleton_of
 from .cost import Training
 from .errors import InputError
+from .ir import Graph
 from .parts import Parts, replace_parts
 from .plan import Plan
 from .plan.auto import Progress, Wishes
-from .planning import PlanLike, Setting, cluster_here, make_plan, only_scalars, training_of
+from .planning import PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
 from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
@@ -111,7 +112,8 @@ def _check(inputs: str, outputs: str, accumulate: int) -> None:
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, optimizer: str = "adamw", precision: str | None = None, accumulate: int = 1,
-    inputs: Mode = "same", outputs: Outputs = "all", opaque: How = "marked", progress: Progress | None = None,
+    inputs: Mode = "same", outputs: Outputs = "all", opaque: How = "marked", seconds: float | None = None,
+    progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
 
@@ -119,34 +121,49 @@ def plan(
     memory      how much of a device's memory it may use, such as "70GiB"; without it, what the device has
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   "bfloat16" or "float16" if the model is trained in it (autocast); None: as it is written
+    seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
-    args, kwargs = arguments_of(example)
-    skeleton = find_opaque(skeleton_of(model), opaque)
-    captured = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs))
+    made, _ = planned(
+        model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
+        precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
+        progress=progress,
+    )  # fmt: skip
+    return made
+
+
+def planned(
+    model: nn.Module, *, example: Any, plan: PlanLike, cluster: str | Path | int, size: int | None = None,
+    entry: str = "train", memory: str | float | None, optimizer: str, precision: str | None, accumulate: int,
+    inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
+    stop: Callable[[], bool] | None = None,
+) -> tuple[Plan, Graph]:  # fmt: skip
+    """A plan as `plan` makes it, and the graph that it is for.
+
+    size    for how many devices of the cluster, if not for all
+    stop    says when to end the search with the best so far
+    """
+    captured = captured_graph(model, example, entry=entry, opaque=opaque)
     graph = only_scalars(captured.graph) if outputs == "scalars" else captured.graph
-    size = cluster if isinstance(cluster, int) else cluster_size(cluster, plan)
+    count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
     setting = Setting(
-        cluster=cluster_for(cluster, size),
+        cluster=cluster_for(cluster, count),
         training=Training(optimizer=optimizer, compute=precision, accumulate=accumulate),
-        wishes=Wishes(memory=read_bytes(memory)),
+        wishes=Wishes(memory=read_bytes(memory), seconds=math.inf if seconds is None else seconds, stop=stop),
         rows=inputs == "rows",
         progress=progress,
     )
-    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, size, setting)
+    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, count, setting), graph
 
 
-def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
-    """The cluster that somebody named; a single device that a plan is for several of is so many of them."""
-    if isinstance(cluster, int):
-        return find_cluster(f"cpu:{size}")
-    found = find_cluster(cluster)
-    if found.size == 1 and size > 1:
-        (group,) = found.groups
-        return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
-    return found
+def captured_graph(model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked") -> Captured:
+    """What a call of a model computes."""
+    args, kwargs = arguments_of(example)
+    skeleton = find_opaque(skeleton_of(model), opaque)
+    held = entry or ("train" if model.training else "eval")
+    return capture(skeleton, args, kwargs, entry=held, real=lambda: (model, args, kwargs))
 
 
 def read_bytes(text: str | float | None) -> float | None:

@@ -73,7 +73,8 @@ def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = 
     """A plan with what it is predicted to cost."""
     entry = facts.graph.entry
     rows = replica_axes(plan.mesh) if setting.rows else ()
-    said = price(facts, setting.cluster, setting.training, plan, rows=rows).as_json()
+    limit = setting.wishes.memory
+    said = price(facts, setting.cluster, setting.training, plan, rows=rows, limit=limit).as_json()
     if found is not None:
         said |= found.as_json()
     return replace(plan, predicted={**plan.predicted, entry: said})
@@ -99,6 +100,19 @@ def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting
 def cluster_of(size: int) -> Cluster:
     """So many processes on this machine, as far as the catalogue knows it."""
     return find("cpu" if size == 1 else f"cpu:{size}") if not torch.cuda.is_available() else _gpus(size, size)
+
+
+def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
+    """The cluster that somebody named; a single device that a plan is for several of is so many of them."""
+    if isinstance(cluster, int):
+        return find(f"cpu:{size}")
+    found = find(cluster)
+    if found.size == 1 and size > 1:
+        (group,) = found.groups
+        return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
+    if found.size < size:
+        raise PlanError(f"the cluster {found} has {found.size} devices, and {size} are asked for")
+    return found
 
 
 def cluster_here(world: World) -> Cluster:
@@ -139,13 +153,17 @@ def training_of(optimizer: torch.optim.Optimizer | None, accumulate: int = 1) ->
 
 
 def only_scalars(graph: Graph) -> Graph:
-    """A graph that gives back its numbers (the loss) and nothing else: what has rows stays where it is."""
+    """A graph that gives back its numbers (the loss) and nothing else: what has rows stays where it is.
+
+    It is still the same model, with the same fingerprint: plans for one are plans for the other.
+    """
 
     def kept(output: Output) -> Output:
         large = output.value is not None and graph.values[output.value].shape
         return replace(output, value=None, literal=None) if large else output
 
-    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs))
+    given = graph.outputs if graph.given is None else graph.given
+    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), given=given)
 
 
 __all__ = ["Found", "PlanLike", "Setting", "continue_plan", "find_plan", "make_plan", "only_scalars"]

@@ -53,7 +53,7 @@ def test_a_measured_device_repeats_what_was_measured():
         for size, time in series.points:
             again = (
                 size / (device.peak(series.dtype) * device.fraction(series.kind, size, series.dtype))
-                if series.kind in ("matmul", "attention")
+                if series.kind in ("matmul", "attention", "convolution")
                 else device.op_time(0, size, series.kind, series.dtype)
             )
             assert again == pytest.approx(time, rel=1e-2)

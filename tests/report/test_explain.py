@@ -22,7 +22,7 @@ def lines_with(text, *words):
 
 def test_the_plan_alone_says_how_ops_are_split(gpt):
     module, example, _ = gpt
-    text = str(explain(make_plan(module, example=example, plan="dp=2,tp=2")))
+    text = str(explain(make_plan(module, example=example, plan="dp=2,tp=2"), full=True))
 
     assert "mesh dp=2 x tp=2: 4 devices" in text
     assert lines_with(text, "layer_norm", "blocks.*.ln1, blocks.*.ln2, ln", "5")
@@ -31,7 +31,7 @@ def test_the_plan_alone_says_how_ops_are_split(gpt):
 
 def test_the_plan_alone_says_what_zero_splits(gpt):
     module, example, _ = gpt
-    text = str(explain(make_plan(module, example=example, plan="zero3=2")))
+    text = str(explain(make_plan(module, example=example, plan="zero3=2"), full=True))
 
     assert lines_with(text, "blocks.*.attn.qkv.weight", "all of it over dp")
 

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from shardwright.capture import capture
+from shardwright.compile import skeleton_of
 from shardwright.errors import PlanError
 from shardwright.parallelize import plan as make_plan
 from shardwright.plan import Segment
@@ -29,7 +31,17 @@ def test_a_plan_does_not_differ_from_its_file(plans, tmp_path):
 
     assert not diff(plans["tp=2"], read)
     assert str(diff(plans["tp=2"], read)) == "the plans decide the same"
-    assert "blocks.*.attn.qkv" in str(explain(read))
+    assert "blocks.*.attn.qkv" in str(explain(read, full=True))
+
+
+def test_a_plan_read_without_its_model_is_written_as_it_was(plans, tmp_path):
+    odd = with_choice(plans["tp=2"], "blocks.0.up / linear", {})  # so that the file names blocks.1.up alone
+    odd.save(tmp_path / "plan.json")
+    read = read_plan(tmp_path / "plan.json")
+
+    assert "blocks.1.up / linear" in read.choices("train")
+    assert read.to_json() == odd.to_json()
+    assert read.name == odd.name
 
 
 def test_one_op_that_is_split_otherwise_is_named(plans):
@@ -47,6 +59,58 @@ def test_ops_that_differ_alike_are_said_with_a_star(plans):
     assert said["train", "blocks.*.down / linear"] == ("tp: k", "dp: ma")
     assert said["storage", "wte.weight"] == ("whole", "ZeRO-2 over dp")
     assert "ZeRO-2 over dp" in str(found)
+
+
+def test_what_two_plans_cost_is_compared(plans):
+    found = {total.what: (total.a, total.b) for total in diff(plans["tp=2"], plans["zero2=2"]).totals}
+    said = [plans[text].predicted["train"] for text in ("tp=2", "zero2=2")]
+
+    assert found["a step"] == tuple(one["seconds"] for one in said)
+    assert found["waiting for communication"] == tuple(one["waited"] for one in said)
+    assert found["memory, optimizer"] == tuple(one["memory"]["optimizer"] for one in said)
+    assert not diff(plans["tp=2"], dataclasses.replace(plans["zero2=2"], predicted={})).totals
+
+
+def test_other_terms_are_said():
+    module, args, kwargs = ZOO["gpt"]()
+    one, other = (
+        make_plan(module, example=(args, kwargs), plan="tp=2", optimizer=optimizer) for optimizer in ("adamw", "sgd")
+    )
+    (row,) = diff(one, other).rows
+    assert (row.what, row.name, row.a, row.b) == ("priced for", "optimizer", "adamw", "sgd")
+
+
+def test_a_difference_in_one_part_costs_all_of_the_difference():
+    module, args, kwargs = ZOO["gpt"]()
+    graph = capture(skeleton_of(module), args, kwargs).graph
+    asked = {"example": (args, kwargs), "cluster": "2xA100-80GB"}
+    plans = [make_plan(module, plan=text, **asked) for text in ("dp=2", "zero2=2")]
+    mixed = dataclasses.replace(plans[0], storage={key: plans[1].storage[key] for key in ["wte.weight"]})
+    (part,) = diff(plans[0], mixed, graph).parts
+    assert (part.name, part.ops, part.stored) == ("wte", 0, 1)
+
+    every = diff(*plans, graph).parts
+    assert {part.name for part in every} >= {"wte", "blocks.*.attn", "blocks.*.up"}
+    assert next(one for one in every if one.name == "wte") == part
+    total = plans[1].predicted["train"]["seconds"] - plans[0].predicted["train"]["seconds"]
+    assert sum(part.seconds for part in every) == pytest.approx(total, rel=0.01)  # storages do not touch each other
+
+
+def test_recomputing_is_a_part(plans):
+    module, args, kwargs = ZOO["gpt"]()
+    graph = capture(skeleton_of(module), args, kwargs).graph
+    again = make_plan(module, example=(args, kwargs), plan="tp=2,recompute")
+    (part,) = diff(plans["tp=2"], again, graph).parts
+    assert part.name == "what is recomputed"
+    assert part.seconds > 0 > part.memory
+
+
+def test_parts_of_plans_on_different_meshes_have_no_cost(plans):
+    module, args, kwargs = ZOO["gpt"]()
+    graph = capture(skeleton_of(module), args, kwargs).graph
+    found = diff(plans["tp=2"], plans["zero2=2"], graph)
+    assert not found.parts
+    assert "the meshes differ" in str(found)
 
 
 def test_files_that_are_no_plans_are_refused(tmp_path):

@@ -170,6 +170,7 @@ class Graph:
     batch: int | None = None  # the size of the batch dim (dim 0 of the inputs), if there is one
     notes: tuple[str, ...] = field(default=())
     branches: Mapping[str, Graph] = field(default_factory=dict)  # graphs that ops of this one run, by name
+    given: tuple[Output, ...] | None = None  # what the model gives back, where `outputs` leave some of it out
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
@@ -230,7 +231,8 @@ class Graph:
                 number[name] = len(number)
             edges = [number[name] for name in op.inputs]
             digest.update(repr((op.name, op.target, edges, op.region, op.autocast, op.no_grad)).encode())
-        digest.update(repr([o.value and number[o.value] for o in self.outputs]).encode())
+        given = self.outputs if self.given is None else self.given
+        digest.update(repr([o.value and number[o.value] for o in given]).encode())
         for name, branch in self.branches.items():
             digest.update(f"{name} {branch.fingerprint}".encode())
         return digest.hexdigest()[:12]

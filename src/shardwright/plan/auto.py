@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,8 @@ from ..rules import Analysis
 from .draft import Draft
 from .homes import Storing
 from .kinds import Kinds
-from .meshes import Candidate, candidates
+from .meshes import Candidate, candidates, left_out
+from .outcomes import outcomes
 from .plan import Plan
 from .recompute import faults_of, layers_of, prefixes
 from .search import Problem, Solution, relax, solve
@@ -55,6 +56,7 @@ class Wishes:
     aim           the relative gap at which a mesh is solved well enough
     slack         what another mesh must be better by, relatively, to be worth a look
     data_only     every axis splits the batch
+    stop          says when to end the search with the best so far
     """
 
     memory: float | None = None
@@ -63,6 +65,7 @@ class Wishes:
     aim: float = 0.002
     slack: float = 0.005
     data_only: bool = False
+    stop: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +93,9 @@ class Found:
     best: Looked
     looked: tuple[Looked, ...]
     bound: float
+    limit: float
     seconds: float
     stopped: bool = False
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def gap(self) -> float:
@@ -101,11 +104,7 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         """For a plan file: the bound, and what else was looked at, the best first."""
-        others = sorted(self.looked, key=lambda one: (one.time, one.bound))
-        meshes = [
-            {"mesh": str(one.candidate), "bound": one.bound, "seconds": one.time if math.isfinite(one.time) else None}
-            for one in others
-        ]
+        meshes = outcomes(self.looked, self.best, self.limit)
         return {"bound": self.bound, "gap": self.gap, "stopped": self.stopped, "meshes": meshes}
 
 
@@ -142,18 +141,20 @@ class _Search:
         return Skeleton(self.kinds, recomputable(self.facts) if self.wishes.recompute else {})
 
     def late(self) -> bool:
-        return time.monotonic() - self.began > self.wishes.seconds
+        told = self.wishes.stop is not None and self.wishes.stop()
+        return told or time.monotonic() - self.began > self.wishes.seconds
 
     def run(self, size: int | None) -> Found:
         looked: list[Looked] = []
+        stopped = False
         for candidate in candidates(self.cluster, size, data_only=self.wishes.data_only):
             tables = make_tables(self.plain, self.cluster, candidate, self.wishes.data_only)
             bound = relax(_problem(tables, self.cluster, math.inf))
             looked.append(Looked(candidate=candidate, bound=bound, plain=tables, tables=tables))
             self.progress(f"bounded {candidate}", math.inf)
             if self.late():
+                stopped = True
                 break
-        stopped = False
         for at in sorted(range(len(looked)), key=lambda at: looked[at].bound):
             if looked[at].bound >= self.upper:
                 break
@@ -164,7 +165,7 @@ class _Search:
             self.progress(f"solved {looked[at].candidate}", self.best.time if self.best is not None else math.inf)
         if self.best is None:
             raise _nothing_fits(self.facts, looked, self.limit - self.reserve)
-        return self._found(self.best, looked, stopped)
+        return self._found(self.best, looked, stopped, left_out(self.cluster, size))
 
     @property
     def upper(self) -> float:
@@ -219,14 +220,17 @@ class _Search:
             self.hints[recompute] = found.multipliers
         return found
 
-    def _found(self, best: Looked, looked: Sequence[Looked], stopped: bool) -> Found:
+    def _found(self, best: Looked, looked: Sequence[Looked], stopped: bool, notes: Iterable[str]) -> Found:
         assert best.solution is not None
         bound = min(one.solution.bound if one.solution is not None else one.bound for one in looked)
+        said = dict.fromkeys((*notes, *(note for one in looked for note in one.tables.spaces.left_out())))
+        plan = _plan(self.facts, self.cluster, best)
         return Found(
-            plan=_plan(self.facts, self.cluster, best),
+            plan=replace(plan, notes=(*plan.notes, *(f"the search: {note}" for note in said))),
             best=best,
             looked=tuple(looked),
             bound=min(bound, best.time),
+            limit=self.limit - self.reserve,
             seconds=time.monotonic() - self.began,
             stopped=stopped or best.solution.stopped,
         )

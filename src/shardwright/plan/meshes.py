@@ -50,6 +50,20 @@ def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = F
                 yield _candidate((count // inside, inside // inner, inner), data_only)
 
 
+def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
+    """What of all meshes is not looked at, in words: the pruning that may lose something."""
+    count = size or cluster.size
+    inside = min(group.node.devices for group in cluster.groups)
+    most = max(2 * inside, 16)
+    if any(most < inner < count for inner in _divisors(count)):
+        yield f"meshes of two axes whose last has more than {most} devices were not looked at"
+    three = any(_divisors(count // part)[1:-1] for part in _divisors(count)[1:-1])
+    if three and count > inside and count % inside == 0:
+        yield "of meshes with three axes only those were looked at whose first lies between nodes and splits the batch"
+    elif three:
+        yield "meshes with three axes were not looked at"
+
+
 def _candidate(sizes: tuple[int, ...], data_only: bool) -> Candidate:
     axes = tuple(Axis(name=name, size=size) for name, size in zip(NAMES, sizes, strict=False))
     data = tuple(axis.name for axis in axes) if data_only else (axes[0].name,) if len(axes) == 3 else ()

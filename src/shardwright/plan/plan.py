@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -62,6 +62,7 @@ class Plan:
     microbatches: int = 1
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    as_read: bool = False  # without its model: names have the stars of the file, and what is not split is not listed
 
     @property
     def mesh(self) -> Mesh:
@@ -97,6 +98,7 @@ class Plan:
         return json.dumps(self._as_dict(), indent=1, sort_keys=False) + "\n"
 
     def _as_dict(self) -> dict[str, Any]:
+        folded: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict if self.as_read else fold
         return {
             "version": VERSION,
             "model": self.model,
@@ -105,10 +107,13 @@ class Plan:
             "mesh": {axis.name: axis.size for axis in self.mesh.axes},
             "microbatches": self.microbatches,
             "fingerprints": dict(sorted(self.fingerprints.items())),
-            "storage": {key: dict(held) for key, held in sorted(fold(self.storage).items())},
+            "storage": {key: dict(held) for key, held in sorted(folded(self.storage).items())},
             "entries": {
                 entry: [
-                    {"choices": {k: dict(v) for k, v in fold(s.choices).items() if v}, "recompute": fold_paths(s)}
+                    {
+                        "choices": {k: dict(v) for k, v in folded(s.choices).items() if v},
+                        "recompute": list(s.recompute) if self.as_read else fold_paths(s),
+                    }
                     for s in segments
                 ]
                 for entry, segments in self.entries.items()

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..cluster import Cluster
-from ..conversion import SENDS, find_steps
+from ..conversion import SENDS, Step, find_steps
 from ..cost import Training, habits_of
 from ..cost.moves import Moves
 from ..cost.peak import Memory, peak
 from ..cost.resources import Resource, memory, phases, seconds
 from ..cost.sends import algorithm_sends
 from ..errors import PlanError
+from ..ir import Graph
 from ..rules import Analysis
+from .digest import AxisUse, axis_uses, fold_parts, stored_bytes
 from .homes import Storing
 from .kinds import Kinds
 from .plan import Plan
 from .search import Problem, solve
-from .skeleton import EdgeTable, End, OpTable, Skeleton, UseTable
+from .skeleton import EdgeTable, End, Entry, OpTable, Skeleton, Table, UseTable
 from .spaces import Spaces
 from .tables import Tables
 
@@ -44,23 +46,27 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """An op or a conversion, and the seconds of a step that it takes."""
+    """An op, or a conversion of what one op makes for another, and the seconds of a step that it takes."""
 
     name: str
     seconds: float
     kept: float  # bytes
+    sends: str = ""  # of a conversion: "all_gather over tp forward, ..."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
     """A step of a plan on a cluster."""
 
+    made_for: Mapping[str, Any]  # the cluster, the batch, the training
     used: np.ndarray
     overlap: float
     training: Training
     sent: tuple[Sent, ...]
     ops: tuple[Part, ...]  # the dearest first
     edges: tuple[Part, ...]
+    axes: tuple[AxisUse, ...]
+    stored: Mapping[str, float]  # bytes of whole parameters, by how they are stored
     memory: Memory
     limit: float
 
@@ -93,17 +99,25 @@ class Price:
         """What is left to see of the communication beside kernels."""
         return max(0.0, self.seconds - self.compute - self.waited - self.update)
 
+    def hidden(self, when: str) -> float:
+        """The part of the communication beside kernels that they hide, in forward or backward."""
+        kernels, beside = (float(self.used[Resource[f"{kind}_{when.upper()}"]]) for kind in ("COMPUTE", "BESIDE"))
+        return self.overlap * min(kernels, beside) / beside if beside else 0.0
+
     def as_json(self) -> dict[str, Any]:
         """For a plan file."""
         held = self.memory
-        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "inputs")
         return {
+            "for": dict(self.made_for),
             "seconds": _short(self.seconds),
             "compute": _short(self.compute),
             "waited": _short(self.waited),
             "beside": _short(self.beside),
             "exposed": _short(self.exposed),
             "update": _short(self.update),
+            "axes": [use.as_json() for use in self.axes],
+            "stored": {how: int(size) for how, size in self.stored.items()},
             "sent": [
                 {
                     "when": sent.when,
@@ -111,11 +125,15 @@ class Price:
                     "axes": list(sent.axes),
                     "count": sent.count,
                     "seconds": _short(sent.seconds),
+                    "hidden": _short(sent.seconds * self.hidden(sent.when) if sent.beside else 0.0),
                     "beside": sent.beside,
                 }
                 for sent in self.sent
             ],
+            "ops": fold_parts(self.ops),
+            "edges": fold_parts(self.edges),
             "memory": {"peak": int(held.peak), **{kind: int(getattr(held, kind)) for kind in kinds}},
+            "at": {"phase": held.at[1], "op": held.at[0]},
             "limit": int(self.limit),
         }
 
@@ -127,8 +145,9 @@ def price(
     plan: Plan,
     *,
     rows: tuple[str, ...] = (),
+    limit: float | None = None,
 ) -> Price:
-    """What a step of a plan's entry for this graph costs."""
+    """What a step of a plan's entry for this graph costs. `limit`: bytes that a device may use, if less than it has."""
     entry = facts.graph.entry
     if entry not in plan.entries:
         raise PlanError(f"the plan has no entry {entry!r}; it has {', '.join(plan.entries)}")
@@ -150,44 +169,130 @@ def price(
     solution = solve(problem)
     if solution.states is None:
         raise PlanError("the plan can't be priced: a parameter is used in layouts that no home serves")
-    ops, edges = _parts(tables, solution.states)
+    ops, conversions = _ops(tables, solution.states), tuple(_conversions(tables, solution.states))
     habits = habits_of(cluster.device(0).name)
     return Price(
+        made_for={
+            "cluster": str(cluster),
+            "batch": facts.graph.batch,
+            "optimizer": training.optimizer,
+            "compute": training.compute,
+            "reduce": training.reduce,
+            "accumulate": training.accumulate,
+            "rows": list(rows),
+            "outputs": _outputs(facts.graph),
+        },
         used=np.asarray(solution.resources),
         overlap=overlap,
         training=training,
-        sent=_sent(tables, solution.states, choices),
+        sent=_sent(tables, solution.states, conversions),
         ops=ops,
-        edges=edges,
+        edges=_dearest(Part(name=held.name, seconds=held.seconds, kept=0.0, sends=held.said()) for held in conversions),
+        axes=axis_uses(facts, plan.mesh, cluster, choices),
+        stored=stored_bytes(facts.graph, plan.storage),
         memory=peak(facts, plan.mesh, choices, plan.storage, training, recompute, habits=habits),
-        limit=cluster.memory * (1.0 - training.margin),
+        limit=cluster.memory * (1.0 - training.margin) if limit is None else limit,
     )
 
 
-def _parts(tables: Tables, states: tuple[int, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    ops: list[Part] = []
-    edges: list[Part] = []
+def _outputs(graph: Graph) -> str:
+    """What leaves the model."""
+    large = any(output.value is not None and graph.values[output.value].shape for output in graph.outputs)
+    return "all" if large else "scalars"
+
+
+def _dearest(parts: Iterator[Part]) -> tuple[Part, ...]:
+    return tuple(sorted(parts, key=lambda part: -part.seconds))
+
+
+def _ops(tables: Tables, states: tuple[int, ...]) -> tuple[Part, ...]:
+    times = tables.training.accumulate
+
+    def parts() -> Iterator[Part]:
+        for table, entry, used in _entries(tables, states):
+            if isinstance(table, OpTable):
+                seconds = times * float(used[: Resource.UPDATE].sum())
+                yield Part(name=entry.name, seconds=seconds, kept=float(used[Resource.KEPT]))
+
+    return _dearest(parts())
+
+
+def _entries(tables: Tables, states: tuple[int, ...]) -> Iterator[tuple[Table, Entry, np.ndarray]]:
+    """Every factor: its table, what it is the price of, and what it uses."""
     kinds = list(tables.skeleton.tables)
     for factor, entry in zip(tables.factors, tables.skeleton.entries, strict=True):
-        used = factor.table[tuple(states[at] for at in factor.variables)]
-        time, kept = float(used[: Resource.UPDATE].sum()), float(used[Resource.KEPT])
-        table = kinds[entry.table]
-        if isinstance(table, OpTable):
-            ops.append(Part(name=entry.name, seconds=time, kept=kept))
-        elif isinstance(table, EdgeTable | UseTable) and time > 0:
-            name = f"{entry.name} to {entry.reader}" if entry.reader else entry.name
-            edges.append(Part(name=name, seconds=time, kept=kept))
-    ops.sort(key=lambda part: -part.seconds)
-    edges.sort(key=lambda part: -part.seconds)
-    return tuple(ops), tuple(edges)
+        yield kinds[entry.table], entry, factor.table[tuple(states[at] for at in factor.variables)]
 
 
-def _sent(tables: Tables, states: tuple[int, ...], choices: Mapping[str, Mapping[str, str]]) -> tuple[Sent, ...]:
+class Conversion(NamedTuple):
+    """What stands between a value's producer and a reader: its steps, and the seconds of each direction."""
+
+    name: str
+    steps: tuple[Step, ...]
+    forward: float
+    backward: float
+    again: float  # forward, run again in backward
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.again
+
+    def sends(self) -> Iterator[tuple[str, str, tuple[str, ...], float]]:
+        """(when, collective, axes, seconds): the price of a direction is shared among its steps."""
+        directions = (("forward", 0, self.forward), ("backward", 1, self.backward), ("backward", 0, self.again))
+        for when, back, time in directions:
+            sending = [step for step in self.steps if SENDS[step.kind][back]]
+            for step in sending if time else ():
+                yield when, SENDS[step.kind][back], step.axes, time / len(sending)
+
+    def said(self) -> str:
+        """The collectives forward / backward, such as "all_gather tp / reduce_scatter tp"."""
+        found: dict[str, dict[str, dict[str, None]]] = {"forward": {}, "backward": {}}
+        for when, kind, axes, _ in self.sends():
+            found[when].setdefault(kind, {}).update(dict.fromkeys(axes))
+        both = ("; ".join(f"{kind} {', '.join(axes)}" for kind, axes in held.items()) for held in found.values())
+        return " / ".join(said or "-" for said in both)
+
+
+def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[Conversion]:
+    """All conversions of a step that send something."""
+    graph, sizes, times = tables.graph, tables.mesh.sizes, tables.training.accumulate
+    for (table, entry, used), factor in zip(_entries(tables, states), tables.factors, strict=True):
+        if not isinstance(table, EdgeTable | UseTable):
+            continue
+        forward, backward = float(used[Resource.SEND_FORWARD]), float(used[Resource.SEND_BACKWARD])
+        if not forward and not backward:
+            continue
+        if isinstance(table, UseTable):
+            starts, goals = tables.homes[table.home].layouts, tables.layouts(End("in", table.kind, table.index))
+        else:
+            starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
+        source = starts[states[factor.variables[0]]]
+        goal = goals[states[factor.variables[1]] if len(goals) > 1 else 0]
+        value = graph.values[entry.name]
+        _, steps, _ = find_steps([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
+        ways = table.ways if isinstance(table, EdgeTable) else ()
+        again = forward if ways and ways[states[factor.variables[-1]]] == "again" else 0.0
+        yield Conversion(
+            name=f"{_maker(tables, entry.name)} -> {entry.reader or 'its readers'}",
+            steps=tuple(steps),
+            forward=times * forward,
+            backward=times * (backward - again),
+            again=times * again,
+        )
+
+
+def _maker(tables: Tables, value: str) -> str:
+    """The op that makes a value, or the key of a parameter."""
+    made, parameter = tables.graph.producer.get(value), tables.graph.parameter_of(value)
+    return made.name if made is not None else parameter.key if parameter is not None else value
+
+
+def _sent(tables: Tables, states: tuple[int, ...], conversions: tuple[Conversion, ...]) -> tuple[Sent, ...]:
     """All collectives of a step, added up by kind and axes."""
     sums: dict[tuple[str, str, tuple[str, ...], bool], list[float]] = {}
-    for when, collective, axes, time, beside in (
-        *_of_values(tables, states), *_of_ops(tables, choices), *_of_parameters(tables, states)
-    ):  # fmt: skip
+    of_values = ((*sent, False) for held in conversions for sent in held.sends())
+    for when, collective, axes, time, beside in (*of_values, *_of_ops(tables, states), *_of_parameters(tables, states)):
         sums.setdefault((when, collective, axes, beside), []).append(time)
     order = ("forward", "backward", "update")
     return tuple(
@@ -198,45 +303,26 @@ def _sent(tables: Tables, states: tuple[int, ...], choices: Mapping[str, Mapping
     )
 
 
-Entry = tuple[str, str, tuple[str, ...], float, bool]
+Sending = tuple[str, str, tuple[str, ...], float, bool]
 
 
-def _of_values(tables: Tables, states: tuple[int, ...]) -> Iterator[Entry]:
-    """The steps of conversions; the price of each edge is shared among its steps."""
-    values, sizes = tables.graph.values, tables.mesh.sizes
-    kinds = list(tables.skeleton.tables)
-    for factor, entry in zip(tables.factors, tables.skeleton.entries, strict=True):
-        table = kinds[entry.table]
-        if not isinstance(table, EdgeTable | UseTable):
+def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
+    """What ops send themselves; those that backward runs again send it again."""
+    choices, skeleton = tables.choices(states), tables.skeleton
+    for (table, entry, _), factor in zip(_entries(tables, states), tables.factors, strict=True):
+        if not isinstance(table, OpTable):
             continue
-        used = factor.table[tuple(states[at] for at in factor.variables)]
-        price = {"forward": float(used[Resource.SEND_FORWARD]), "backward": float(used[Resource.SEND_BACKWARD])}
-        if not any(price.values()):
-            continue
-        if isinstance(table, UseTable):
-            starts, goals = tables.homes[table.home].layouts, tables.layouts(End("in", table.kind, table.index))
-        else:
-            starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
-        source = starts[states[factor.variables[0]]]
-        goal = goals[states[factor.variables[1]] if len(goals) > 1 else 0]
-        value = values[entry.name]
-        _, steps, _ = find_steps([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
-        for when, time in price.items():
-            sending = [step for step in steps if SENDS[step.kind][when == "backward"]]
-            for step in sending:
-                yield when, SENDS[step.kind][when == "backward"], step.axes, time / len(sending), False
-
-
-def _of_ops(tables: Tables, choices: Mapping[str, Mapping[str, str]]) -> Iterator[Entry]:
-    for name in tables.skeleton.ops:
-        signature = tables.facts.signatures[name]
-        for sent in algorithm_sends(signature, choices.get(name, {}), tables.mesh, tables.training):
+        again = table.region[states[factor.variables[-1]]] >= 0 if table.region else table.again
+        signature = skeleton.facts.signatures[entry.name]
+        for sent in algorithm_sends(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
+            time = tables.training.accumulate * tables.moves.collective(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
-                time = tables.moves.collective(sent.collective, sent.bytes, sent.axes)
                 yield sent.when, sent.collective, sent.axes, time, False
+            if sent.when == "forward" and again:
+                yield "backward", sent.collective, sent.axes, time, False
 
 
-def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Entry]:
+def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
     whens = {Resource.BESIDE_FORWARD: "forward", Resource.BESIDE_BACKWARD: "backward", Resource.UPDATE: "update"}
     for parameter in tables.graph.parameters:
         if parameter.key not in tables.skeleton.homes:
@@ -244,7 +330,8 @@ def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Entry]:
         layout, held = tables.home(parameter.key, states)
         for sent in tables.storing.sends(parameter, layout, held, tables.skeleton.units[parameter.key]):
             beside = sent.resource != Resource.UPDATE
-            yield whens[sent.resource], sent.collective, sent.axes, sent.seconds, beside
+            times = tables.training.accumulate if beside else 1
+            yield whens[sent.resource], sent.collective, sent.axes, times * sent.seconds, beside
 
 
 def _short(value: float) -> float:

@@ -12,7 +12,7 @@ label without a parameter) or on one of the `MOST` labels of parameters that hav
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -59,15 +59,19 @@ class Spaces:
         data: Iterable[str] = (),
         fixed: Mapping[str, Mapping[str, str]] | None = None,
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
+        free: Collection[str] = (),
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
+        `free`: ops that may do all they can, without pruning, beside what is fixed.
+
         `allowed`: for some ops on some axes the choices that people allow ("" is whole). What is said of ops in
-        these two has to be known to `kinds` too.
+        these has to be known to `kinds` too.
         """
         self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
         self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
+        self.free = frozenset(free)
         self._known: dict[int, Space] = {}
 
     def of(self, kind: int) -> Space:
@@ -84,6 +88,25 @@ class Spaces:
         ranked = sorted((role for role in roles if role.atom in owned), key=lambda role: -work.get(role.atom, 0.0))
         return tuple(role for role in roles if role.atom not in owned or role in ranked[:MOST])
 
+    def _roles_of(self, op: Op, signature: Signature) -> tuple[Role, ...]:
+        return signature.roles if op.name in self.free else self._roles(signature)
+
+    def left_out(self) -> Iterator[str]:
+        """What of all splits is not looked at, in words: the pruning that may lose something."""
+        count: dict[str, int] = {}
+        for op in self.kinds.live:
+            signature = self.facts.signatures[op.name]
+            missing = len(signature.roles) - len(self._roles(signature))
+            if missing:
+                target = op.target.split(".")[1] if "." in op.target else op.target
+                count[target] = count.get(target, 0) + 1
+        if count:
+            kinds = ", ".join([*sorted(count, key=lambda target: -count[target])[:4], *["..."][: len(count) > 4]])
+            yield (
+                f"on meshes of several axes {sum(count.values())} ops ({kinds}) were looked at with the {MOST} labels "
+                "of parameters that have the most arithmetic, and not with all"
+            )
+
     def _make(self, op: Op) -> Space:
         signature = self.facts.signatures[op.name]
         choices: list[Mapping[str, str]] = []
@@ -93,7 +116,7 @@ class Spaces:
             try:
                 layouts = signature.layouts(choice, self.mesh)
             except PlanError:
-                if self.fixed is not None:
+                if self.fixed is not None and op.name not in self.free:
                     raise
                 continue  # two axes on one label whose sizes do not divide
             if layouts not in seen:
@@ -124,7 +147,8 @@ class Spaces:
     def _choices(self, op: Op, signature: Signature) -> Iterable[Mapping[str, str]]:
         if self.fixed is not None:
             yield self.fixed.get(op.name, {})
-            return
+            if op.name not in self.free:
+                return
         lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
         roles = {role.name: role for role in signature.roles}
         for picked in product(*lists):
@@ -142,7 +166,7 @@ class Spaces:
 
     def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
         """What an op may do on one axis; "" is to run whole."""
-        batch, even = self.facts.batch, [role for role in self._roles(signature) if role.fills(axis.size)]
+        batch, even = self.facts.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
         roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
         if axis.name in self.data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]

@@ -1,19 +1,23 @@
-"""A plan on one screen: mesh, how ops are split, how parameters are held, what is sent, what fell back.
+"""A plan explained: on one screen what it costs (`screen`), in long tables what it decides.
 
-With the plan alone this says what was decided. With the model's graph it also says what
-follows from that: shapes of pieces, memory, collectives.
+With the plan alone the tables say what was decided. With the model's graph they also say what follows from that:
+shapes of pieces, memory, collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..cluster import Cluster
+from ..cost import Training
+from ..errors import InputError
 from ..ir import Graph
 from ..layout import FANNED
 from ..lower import Holding, Program, lower
@@ -22,28 +26,38 @@ from ..plan.plan import fold, fold_paths, star
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
+from .made import made_for, spelled_out
+from .screen import MOST_NOTES, notes_of, priced_for, screen
 from .traffic import said_bytes, stored_bytes, totals
+from .why import Why, why
 
 ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan, and the program that it makes of a graph if one was given. Prints as tables."""
+    """A plan, and the program that it makes of a graph if one was given. Prints as a screen, or with all tables."""
 
     plan: Plan
     program: Program | None = None
     entry: str = "train"
+    full: bool = False
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [*self._head(), self._splits()]
+        parts: list[Any] = [*self._head()]
+        priced = self.entry in self.plan.predicted
+        if priced:
+            parts += screen(self.plan, self.entry)
+        if self.full or not priced:
+            parts += self._tables()
+        return Group(*parts, *notes_of(self.plan, None if self.full else MOST_NOTES))
+
+    def _tables(self) -> Iterator[Any]:
+        yield self._splits()
         if self.program is not None:
-            parts += [_held(self.program), *_memory(self.program), _sent(self.program)]
+            yield from (_held(self.program), *_memory(self.program), _sent(self.program))
         elif self.plan.storage:
-            parts.append(self._storage())
-        if self.plan.notes:
-            parts += [Text("notes", style="bold"), *(Text(f"  - {note}") for note in self.plan.notes)]
-        return Group(*parts)
+            yield self._storage()
 
     def __str__(self) -> str:
         return render(self)
@@ -51,7 +65,9 @@ class Explanation:
     def _head(self) -> Iterator[Text]:
         plan = self.plan
         yield Text(f"{plan.model} under {plan.policy or 'an own plan'}, plan {plan.name}", style="bold")
-        yield Text(f"mesh {plan.mesh}: {plan.mesh.size} devices" + (f" of {plan.cluster}" if plan.cluster else ""))
+        said = plan.predicted.get(self.entry)
+        devices = f"{plan.mesh.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
+        yield Text(f"mesh {plan.mesh}: {devices}" + (f"; {priced_for(said)}" if said else ""))
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
@@ -85,11 +101,49 @@ class Explanation:
         return table
 
 
-def explain(plan: Plan, graph: Graph | None = None) -> Explanation:
-    """What a plan decides; with the graph of the model also what a rank holds and sends. Print it."""
+@overload
+def explain(
+    plan: Plan, graph: Graph | None = None, *, op: None = None, cluster: None = None, training: None = None,
+    full: bool = False,
+) -> Explanation: ...  # fmt: skip
+
+
+@overload
+def explain(
+    plan: Plan, graph: Graph, *, op: str, cluster: Cluster | str | Path | None = None,
+    training: Training | None = None, full: bool = False,
+) -> Why: ...  # fmt: skip
+
+
+def explain(
+    plan: Plan,
+    graph: Graph | None = None,
+    *,
+    op: str | None = None,
+    cluster: Cluster | str | Path | None = None,
+    training: Training | None = None,
+    full: bool = False,
+) -> Explanation | Why:
+    """What a plan costs and decides. Print it.
+
+    The plan alone is one screen. With `full` there are tables of every op and parameter, and with the graph of the
+    model they say what a rank holds and sends.
+
+    op          with the graph: why this op ("model.layers.0.mlp.up_proj / linear", or with a star for all layers) is
+                split the way it is, and what each other way would cost
+    cluster     for `op`: what to price on; the cluster by the name in the plan if it is not said
+    training    for `op`: the optimizer and precision; what the plan was made for if it is not said
+    """
     entry = graph.entry if graph is not None else next(iter(plan.entries))
-    program = lower(graph, plan, analyse(graph, probing())) if graph is not None else None
-    return Explanation(plan=plan, program=program, entry=entry)
+    if graph is None:
+        if op is not None:
+            raise InputError("to explain an op the graph of the model is needed: explain(plan, graph, op=...)")
+        return Explanation(plan=plan, entry=entry, full=full)
+    plan, graph = spelled_out(plan, graph)
+    facts = analyse(graph, probing())
+    if op is not None:
+        return why(plan, facts, op, made_for(plan, entry, cluster, training))
+    return Explanation(plan=plan, program=lower(graph, plan, facts), entry=entry, full=True)
 
 
 def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -1,7 +1,9 @@
-"""The command line: plan, explain, compile, verify, calibrate.
+"""The command line: plan, explain, diff, compile, verify, calibrate.
 
-    shardwright plan    train.py:make_model --plan tp=2 -o plan.json
-    shardwright explain plan.json --model train.py:make_model
+    shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
+    shardwright explain plan.json
+    shardwright explain plan.json --model train.py:make_model --op "blocks.*.up / linear"
+    shardwright diff    plan.json other.json
     shardwright compile train.py:make_model --plan dp=2,tp=2 -o generated
     shardwright verify  train.py:make_model --plan tp=2
     shardwright calibrate -o cluster.yaml
@@ -9,37 +11,31 @@
 A model is named by a file (or an importable module) and a function in it that returns the
 module and an example of its arguments; or by a Hugging Face config, `hf:config.json`. None
 of these commands needs a GPU or other processes. Exit code 0: fine, 1: the program differs
-from the original, 2: something is wrong with what was asked.
+from the original, 2: something is wrong with what was asked, 130: interrupted.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from .calibrate import FULL, QUICK, calibrate, tables
-from .capture import find_opaque
-from .cluster import save
-from .compile import write
-from .errors import InputError, ShardwrightError
-from .report import explain, read_plan
-from .runtime.inputs import rows_of
-from .verify import compile_program, first_difference, verify
-from .verify.parity import arguments_of, ranks_of
-
-MODEL = "FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (module, example); or hf:CONFIG.json"
-Example = tuple[tuple[Any, ...], dict[str, Any]]
+from ..calibrate import FULL, QUICK, calibrate, tables
+from ..capture import find_opaque
+from ..cluster import save
+from ..compile import Outputs, write
+from ..errors import InputError, ShardwrightError
+from ..ir import Graph
+from ..parallelize import captured_graph, cluster_size, planned
+from ..report import diff, explain, read_plan
+from ..verify import compile_program, first_difference, verify
+from ..verify.parity import ranks_of
+from .models import MODEL, load_model, with_rows
+from .watching import Watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,21 +48,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardwrightError, OSError) as error:
         print(f"shardwright {asked.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"shardwright {asked.command}: interrupted, and nothing was written", file=sys.stderr)
+        return 130
 
 
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="shardwright", description="Compile a PyTorch model for many devices, and look at it.")
     commands = parser.add_subcommands(dest="command")
-    plan = ArgumentParser(description="Make a plan for a model, show it, and write it to a file.")
+    plan = ArgumentParser(
+        description="Make a plan for a model, show on one screen what it costs, and write it to a file. "
+        "Ctrl-C ends a search with the best plan so far."
+    )
     _model_arguments(plan)
+    _plan_arguments(plan)
+    plan.add_argument("--full", action="store_true", help="show every op, parameter and collective too")
     plan.add_argument("-o", "--output", type=Path, help="where to write the plan (JSON); without it, it is only shown")
     commands.add_subcommand("plan", plan, help="make a plan and show it")
 
-    shown = ArgumentParser(description="Show what a plan file decides; with the model also what follows from it.")
+    shown = ArgumentParser(
+        description="Show what a plan file costs and decides; with the model also what follows from it, "
+        "and with an op what every other way to split it would cost."
+    )
     shown.add_argument("file", type=Path, help="a plan file")
-    shown.add_argument("--model", help=f"the model that it was made for: {MODEL}")
-    _size_arguments(shown)
-    commands.add_subcommand("explain", shown, help="show what a plan file decides")
+    shown.add_argument("--op", help='an op as the plan names it, such as "blocks.0.up / linear"; "blocks.*..." is all')
+    shown.add_argument("--full", action="store_true", help="show every op and parameter too")
+    _known_model_arguments(shown)
+    commands.add_subcommand("explain", shown, help="show what a plan file costs and decides")
+
+    compared = ArgumentParser(
+        description="Show what two plan files decide differently and what they cost; with the model also what each "
+        "part of it would change."
+    )
+    compared.add_argument("a", type=Path, help="a plan file")
+    compared.add_argument("b", type=Path, help="another")
+    _known_model_arguments(compared)
+    commands.add_subcommand("diff", compared, help="compare two plan files")
 
     compiled = ArgumentParser(description="Write the program that a plan makes of a model, as PyTorch code to read.")
     _model_arguments(compiled)
@@ -102,6 +119,27 @@ def _model_arguments(parser: ArgumentParser) -> None:
     _size_arguments(parser)
 
 
+def _plan_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--cluster", help="what to plan for: a name such as 8xA100-80GB, or a cluster file (YAML)")
+    parser.add_argument("--memory", help="how much of a device's memory may be used, such as 70GiB; else what it has")
+    parser.add_argument("--precision", choices=["bfloat16", "float16"], help="train in it (autocast); else as written")
+    parser.add_argument("--optimizer", default="adamw", help="whose state counts: adamw, sgd, momentum, ...")
+    parser.add_argument("--accumulate", type=int, default=1, help="backwards before an update")
+    parser.add_argument(
+        "--inputs", choices=["same", "rows"], default="same", help="rows: data-parallel groups pass their own rows"
+    )
+    parser.add_argument(
+        "--outputs", choices=["all", "scalars"], help="scalars: only the loss leaves the model; usual for hf: models"
+    )
+    parser.add_argument("--seconds", type=float, help="how long to search at most")
+
+
+def _known_model_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", help=f"the model that it was made for: {MODEL}")
+    parser.add_argument("--cluster", help="what to price on, if other than the plan says")
+    _size_arguments(parser)
+
+
 def _size_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="rows of the example, if other than the model's own example has")
     parser.add_argument("--seq", type=int, default=128, help="length of the example of an hf: model")
@@ -111,25 +149,50 @@ def _size_arguments(parser: ArgumentParser) -> None:
 
 
 def run_plan(asked: Namespace, console: Console) -> int:
-    module, (args, kwargs) = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    made = compile_program(find_opaque(module, asked.opaque), args, kwargs, asked.plan, _devices(asked))
-    console.print(explain(made.plan, made.captured.graph))
+    module, example = load_model(asked.model, asked.batch, asked.seq, meta=True)
+    outputs: Outputs = asked.outputs or ("scalars" if asked.model.startswith("hf:") else "all")
+    if asked.accumulate < 1:
+        raise InputError(f"--accumulate {asked.accumulate} makes no sense; 1 is an update after every backward")
+    size = _devices(asked)
+    with Watching() as watching:
+        made, graph = planned(
+            module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
+            optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
+            outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, progress=watching, stop=watching.stopped,
+        )  # fmt: skip
+    console.print(explain(made, graph) if asked.full else explain(made))
+    if asked.outputs is None and outputs == "scalars":
+        console.print(ONLY_SCALARS, highlight=False)
     if asked.output is not None:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        made.plan.save(asked.output)
+        made.save(asked.output)
         console.print(f"written to {asked.output}", highlight=False, soft_wrap=True)
     return 0
 
 
 def run_explain(asked: Namespace, console: Console) -> int:
-    if asked.model is None:
-        console.print(explain(read_plan(asked.file)))
-        return 0
-    module, (args, kwargs) = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    read_plan(asked.file)  # its faults first
-    made = compile_program(module, args, kwargs, asked.file, ranks_of(asked.file))
-    console.print(explain(made.plan, made.captured.graph))
+    plan = read_plan(asked.file)  # its faults first
+    if asked.op is not None:
+        if asked.model is None:
+            raise InputError("--op needs the model that the plan was made for: --model FILE.py:FUNCTION")
+        console.print(explain(plan, _graph(asked), op=asked.op, cluster=asked.cluster))
+    elif asked.model is not None:
+        console.print(explain(plan, _graph(asked)))
+    else:
+        console.print(explain(plan, full=asked.full))
     return 0
+
+
+def run_diff(asked: Namespace, console: Console) -> int:
+    a, b = read_plan(asked.a), read_plan(asked.b)
+    graph = _graph(asked) if asked.model is not None else None
+    console.print(diff(a, b, graph, cluster=asked.cluster))
+    return 0
+
+
+def _graph(asked: Namespace) -> Graph:
+    module, example = load_model(asked.model, asked.batch, asked.seq, meta=True)
+    return captured_graph(module, example).graph
 
 
 def run_compile(asked: Namespace, console: Console) -> int:
@@ -177,6 +240,7 @@ def run_calibrate(asked: Namespace, console: Console) -> int:
     return 0
 
 
+ONLY_SCALARS = "only the loss leaves the model, as is usual in training; with --outputs all the logits do too"
 UNDER_TORCHRUN = (
     "collectives were not measured; for those start one process a GPU: "
     "torchrun --no-python --nproc-per-node 8 shardwright calibrate ..."
@@ -188,6 +252,7 @@ AGREES = (
 COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "plan": run_plan,
     "explain": run_explain,
+    "diff": run_diff,
     "compile": run_compile,
     "verify": run_verify,
     "calibrate": run_calibrate,
@@ -195,111 +260,14 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
 
 
 def _devices(asked: Namespace) -> int:
-    said = asked.devices or 1 if asked.plan == "auto" else ranks_of(asked.plan)
-    if asked.devices is not None and asked.devices != said:
-        raise InputError(f"--devices {asked.devices} does not fit --plan {asked.plan}, which is for {said}")
-    return said
+    """How many devices a plan is for: what it says itself, what was asked for, or all of the cluster."""
+    if asked.plan != "auto":
+        said = ranks_of(asked.plan)
+        if asked.devices is not None and asked.devices != said:
+            raise InputError(f"--devices {asked.devices} does not fit --plan {asked.plan}, which is for {said}")
+        return said
+    named = asked.get("cluster")
+    return asked.devices or (cluster_size(named, "auto") if named is not None else 1)
 
 
-# -- models ----------------------------------------------------------------------------
-
-
-def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) -> tuple[nn.Module, Example]:
-    """The module that a name on the command line stands for, and an example of its arguments."""
-    if batch is not None and batch < 1:
-        raise InputError(f"--batch {batch} is no batch")
-    if text.startswith("hf:"):
-        return _hugging_face(Path(text.removeprefix("hf:")), batch or 8, seq, meta)
-    where, colon, name = text.rpartition(":")
-    if not colon or not where or not name:
-        raise InputError(f"{text!r} does not name a model; write {MODEL}")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    make = getattr(module, name, None)
-    if not callable(make):
-        known = [key for key, held in vars(module).items() if callable(held) and not key.startswith("_")]
-        raise InputError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
-    made = make()
-    found, example = _parts(made, text)
-    return found, example if batch is None else with_rows(example, batch)
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}")
-    name = path.stem
-    held = sys.modules.get(name)
-    if held is not None and Path(getattr(held, "__file__", None) or "").resolve() == path.resolve():
-        return held
-    if held is not None or not name.isidentifier():
-        name = f"shardwright_model_{abs(hash(path.resolve()))}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # generated code finds the model's own functions there
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _import_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"there is no module {name!r} ({error}); for a file write its path, ending in .py") from error
-
-
-def _parts(made: Any, text: str) -> tuple[nn.Module, Example]:
-    """(module, example) from what the user's function returned."""
-    if isinstance(made, nn.Module):
-        raise InputError(f"{text} returns a module alone; return (module, example), with example a tuple of arguments")
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise InputError(f"{text} returns a {type(made).__name__}; return (module, example) or (module, args, kwargs)")
-    return made[0], arguments_of(made[1] if len(made) == 2 else (tuple(made[1]), dict(made[2])))
-
-
-def with_rows(example: Example, batch: int) -> Example:
-    """The example with another number of rows: its own, over and over."""
-    leaves, spec = pytree.tree_flatten(example)
-    rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    if rows is None:
-        raise InputError(f"--batch {batch}: the example's tensors have no common first dim; leave --batch out")
-
-    def repeated(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return leaf
-        return leaf.index_select(0, torch.arange(batch, device=leaf.device) % rows)
-
-    made: Example = pytree.tree_unflatten([repeated(leaf) for leaf in leaves], spec)
-    return made
-
-
-def _hugging_face(path: Path, batch: int, seq: int, meta: bool) -> tuple[nn.Module, Example]:
-    """A language model from its config, with random weights, and ids to train it on."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError("hf: needs the package transformers; install it with pip install transformers") from error
-    try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise InputError(f"{path} is no Hugging Face config: it has no model_type")
-    config = transformers.AutoConfig.for_model(**data)
-    named = getattr(transformers, (data.get("architectures") or ["?"])[0], None)
-    with torch.device("meta" if meta else "cpu"):
-        make: Any = named or transformers.AutoModelForCausalLM.from_config
-        module: nn.Module = make(config)
-    longest = getattr(config, "max_position_embeddings", None)
-    ids = torch.randint(config.vocab_size, (batch, min(seq, longest or seq)))
-    return module.train(), ((ids,), {"labels": ids.clone(), "use_cache": False})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+__all__ = ["load_model", "main", "with_rows"]

@@ -1,0 +1,118 @@
+"""The models that a command line names: a function in a file or a module, or a Hugging Face config."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from ..runtime.inputs import rows_of
+from ..verify.parity import arguments_of
+
+MODEL = "FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (module, example); or hf:CONFIG.json"
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) -> tuple[nn.Module, Example]:
+    """The module that a name on the command line stands for, and an example of its arguments."""
+    if batch is not None and batch < 1:
+        raise InputError(f"--batch {batch} is no batch")
+    if text.startswith("hf:"):
+        return _hugging_face(Path(text.removeprefix("hf:")), batch or 8, seq, meta)
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise InputError(f"{text!r} does not name a model; write {MODEL}")
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    make = getattr(module, name, None)
+    if not callable(make):
+        known = [key for key, held in vars(module).items() if callable(held) and not key.startswith("_")]
+        raise InputError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    made = make()
+    found, example = _parts(made, text)
+    return found, example if batch is None else with_rows(example, batch)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}")
+    name = path.stem
+    held = sys.modules.get(name)
+    if held is not None and Path(getattr(held, "__file__", None) or "").resolve() == path.resolve():
+        return held
+    if held is not None or not name.isidentifier():
+        name = f"shardwright_model_{abs(hash(path.resolve()))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # generated code finds the model's own functions there
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _import_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"there is no module {name!r} ({error}); for a file write its path, ending in .py") from error
+
+
+def _parts(made: Any, text: str) -> tuple[nn.Module, Example]:
+    """(module, example) from what the user's function returned."""
+    if isinstance(made, nn.Module):
+        raise InputError(f"{text} returns a module alone; return (module, example), with example a tuple of arguments")
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise InputError(f"{text} returns a {type(made).__name__}; return (module, example) or (module, args, kwargs)")
+    return made[0], arguments_of(made[1] if len(made) == 2 else (tuple(made[1]), dict(made[2])))
+
+
+def with_rows(example: Example, batch: int) -> Example:
+    """The example with another number of rows: its own, over and over."""
+    leaves, spec = pytree.tree_flatten(example)
+    rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    if rows is None:
+        raise InputError(f"--batch {batch}: the example's tensors have no common first dim; leave --batch out")
+
+    def repeated(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return leaf
+        return leaf.index_select(0, torch.arange(batch, device=leaf.device) % rows)
+
+    made: Example = pytree.tree_unflatten([repeated(leaf) for leaf in leaves], spec)
+    return made
+
+
+def _hugging_face(path: Path, batch: int, seq: int, meta: bool) -> tuple[nn.Module, Example]:
+    """A language model from its config, with random weights, and ids to train it on."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("hf: needs the package transformers; install it with pip install transformers") from error
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise InputError(f"{path} is no Hugging Face config: it has no model_type")
+    config = transformers.AutoConfig.for_model(**data)
+    named = getattr(transformers, (data.get("architectures") or ["?"])[0], None)
+    with torch.device("meta" if meta else "cpu"):
+        make: Any = named or transformers.AutoModelForCausalLM.from_config
+        module: nn.Module = make(config)
+    longest = getattr(config, "max_position_embeddings", None)
+    ids = torch.randint(config.vocab_size, (batch, min(seq, longest or seq)))
+    return module.train(), ((ids,), {"labels": ids.clone(), "use_cache": False})

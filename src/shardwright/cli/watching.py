@@ -1,0 +1,52 @@
+"""A search on the command line: a line that says what is being looked at, and Ctrl-C for the best so far."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from ..report.screen import said_time
+
+
+class Watching:
+    """Shows a search while it runs. The first Ctrl-C asks it to end with what it has, the second gives up.
+
+    Before the search has begun (while the model is captured) there is nothing to end with: Ctrl-C gives up at once.
+    """
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self.status = Status("capturing the model", console=self.console)
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Watching:
+        self.status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.status.stop()
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def __call__(self, what: str, best: float) -> None:
+        """Progress of the search."""
+        if self._before is None and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._interrupted)
+        found = f"; the best step so far takes {said_time(best)}" if math.isfinite(best) else ""
+        self.status.update(f"{what}{found}")
+
+    def stopped(self) -> bool:
+        return self.asked
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.console.print("ending with the best plan so far; once more to give up", highlight=False)

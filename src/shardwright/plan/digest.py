@@ -1,0 +1,124 @@
+"""What a plan file says of a plan's cost beside the numbers of `price`: what each axis does, how parameters are stored.
+
+Ops of equal layers are said once, with a star and a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..cluster import Cluster
+from ..cost import flops, is_product
+from ..ir import Graph
+from ..ir.graph import ITEM_SIZE
+from ..layout import Mesh
+from ..rules import Analysis
+from .plan import star
+
+DEAREST = 5
+"""Ops and conversions that a plan file names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisUse:
+    """What an axis of a mesh is used for.
+
+    links     that it crosses, the slowest last
+    nodes     that a group along it lies on
+    batch     the part of the products' arithmetic that it splits on the batch,
+    weights   on a dim of a parameter,
+    other     and on anything else, such as the sequence
+    """
+
+    axis: str
+    size: int
+    links: tuple[str, ...]
+    nodes: int
+    batch: float
+    weights: float
+    other: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "axis": self.axis,
+            "size": self.size,
+            "links": list(self.links),
+            "nodes": self.nodes,
+            "batch": round(self.batch, 4),
+            "weights": round(self.weights, 4),
+            "other": round(self.other, 4),
+        }
+
+
+def axis_uses(
+    facts: Analysis, mesh: Mesh, cluster: Cluster, choices: Mapping[str, Mapping[str, str]]
+) -> tuple[AxisUse, ...]:
+    """What the axes of a mesh are used for under these choices."""
+    kinds = atom_kinds(facts)
+    products = [op for op in facts.graph.ops if is_product(facts.signatures[op.name])]
+    total = sum(flops(facts.signatures[op.name]) for op in products) or 1.0
+    found = []
+    for axis in mesh.axes:
+        work = {"batch": 0.0, "weights": 0.0, "other": 0.0}
+        for op in products:
+            signature, picked = facts.signatures[op.name], choices.get(op.name, {}).get(axis.name)
+            role = next((role for role in signature.roles if role.name == picked), None)
+            if role is not None:
+                work[kinds.get(role.atom, "other")] += flops(signature) / total
+        spans = cluster.spans(mesh, (axis.name,))
+        links = dict.fromkeys(link.name for span in spans for link in span.links)
+        nodes = max(len(span.ranks) for span in spans)
+        found.append(AxisUse(axis=axis.name, size=axis.size, links=tuple(links), nodes=nodes, **work))
+    return tuple(found)
+
+
+def atom_kinds(facts: Analysis) -> dict[int, str]:
+    """Of each atom that is the batch's or a parameter's: "batch" or "weights"."""
+    owned = {
+        atom
+        for parameter in facts.graph.parameters
+        for dim in facts.dims[parameter.value]
+        for atom in facts.atoms.splittable(dim)
+    }
+    return dict.fromkeys(owned, "weights") | dict.fromkeys(facts.batch, "batch")
+
+
+def stored_bytes(graph: Graph, storage: Mapping[str, Iterable[tuple[str, int]]]) -> dict[str, float]:
+    """Bytes of whole parameters by how they are stored, most first: {"ZeRO-3 over dp": ..., "not split": ...}."""
+    found: dict[str, float] = {}
+    for parameter in graph.parameters:
+        held = tuple(storage.get(parameter.key, ()))
+        over = ", ".join(axis for axis, _ in held)
+        how = f"ZeRO-{max(level for _, level in held)} over {over}" if held else "not split for storage"
+        value = graph.values[parameter.value]
+        found[how] = found.get(how, 0.0) + value.elements * ITEM_SIZE.get(value.dtype, 4)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+class Part(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def sends(self) -> str: ...
+
+
+def fold_parts(parts: Iterable[Part], most: int = DEAREST) -> list[dict[str, Any]]:
+    """The dearest parts, those of equal layers as one."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for part in parts:
+        found.setdefault((star_all(part.name), part.sends), []).append(part.seconds)
+    dearest = sorted(found.items(), key=lambda item: -sum(item[1]))[:most]
+    return [
+        {"name": name, "count": len(held), "seconds": float(f"{sum(held):.4g}"), **({"sends": sends} if sends else {})}
+        for (name, sends), held in dearest
+        if sum(held) > 0
+    ]
+
+
+def star_all(name: str) -> str:
+    """Both ends of a conversion with stars for layer numbers."""
+    return " -> ".join(star(end) for end in name.split(" -> "))

@@ -1,0 +1,185 @@
+"""What a plan would cost if some ops were split otherwise.
+
+    alone     everything else stays: other ops, the storage of parameters, what is recomputed
+    follow    the other ops and the storage are free: the best plan on the same mesh with these ops split so
+
+Both use the tables of the search, with the asked ops held at one state after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..cost import Training
+from ..cost.moves import Moves
+from ..cost.peak import peak
+from ..cost.resources import memory, phases
+from ..errors import PlanError
+from ..rules import Analysis
+from .homes import Storing
+from .kinds import Kinds
+from .plan import Plan, star
+from .search import Factor, Problem, solve
+from .skeleton import Skeleton
+from .spaces import Spaces
+from .tables import Tables
+
+AIM = 0.0005
+"""How near to the best the plans are in which other ops follow."""
+
+Choice = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to split the asked ops, and what a step costs then: seconds, and bytes at the worst moment."""
+
+    choice: Choice
+    chosen: bool
+    seconds: float
+    memory: float
+    follow: float  # infinity if nothing fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A plan, what it is for, and the ops that are asked about."""
+
+    facts: Analysis
+    cluster: Cluster
+    training: Training
+    plan: Plan
+    ops: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    limit: float | None = None  # bytes that a device may use
+
+    @property
+    def entry(self) -> str:
+        return self.facts.graph.entry
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        return self.plan.entries[self.entry][0].recompute
+
+
+def find_ops(facts: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
+    """The ops that a name stands for, which may have stars; refused if the plan splits them differently."""
+    constants = facts.constants
+    live = [op.name for op in facts.graph.ops if not all(value in constants for value in op.outputs)]
+    wanted = " ".join(name.split())
+    found = tuple(one for one in live if one == wanted or ("*" in wanted and star(one) == wanted))
+    if not found:
+        part = wanted.split(" / ")[0].strip("/ ")
+        near = list(dict.fromkeys(star(one) for one in live if star(part) in star(one)))[:6]
+        hint = f"; there are {', '.join(near)}" if near else "; an op is named as in the plan file: module path / kind"
+        raise PlanError(f"no op is named {name!r}, or its value is a constant{hint}")
+    choices = plan.choices(facts.graph.entry)
+    ways = {tuple(sorted(choices.get(one, {}).items())): one for one in found}
+    if len(ways) > 1:
+        raise PlanError(f"the ops of {name!r} are split in {len(ways)} ways; ask for one: {', '.join(ways.values())}")
+    return found
+
+
+def alternatives(asked: Asked, progress: Callable[[int, int], None] | None = None) -> tuple[Way, ...]:
+    """Every way to split the asked ops, the fastest first. `progress` is called with how many of how many are done."""
+    fixed, free = _tables(asked, follow=False), _tables(asked, follow=True)
+    layouts = asked.facts.signatures[asked.ops[0]].layouts
+    picked = layouts(asked.plan.choices(asked.entry).get(asked.ops[0], {}), asked.plan.mesh)
+    ways = list(_ways(asked, fixed))
+    limit = asked.cluster.memory * (1 - asked.training.margin) if asked.limit is None else asked.limit
+    hint, reserve = None, 0.0
+    found: list[Way] = []
+    for at, (choice, states) in enumerate(ways):
+        alone = solve(_held(_problem(asked, fixed, math.inf), states))
+        chosen = layouts(choice, asked.plan.mesh) == picked
+        held = _peak(asked, choice) if alone.states is not None else math.inf
+        if chosen and alone.states is not None:
+            reserve = max(0.0, held - alone.memory)
+        follow = solve(_held(_problem(asked, free, limit - reserve), _same(asked, free, choice)), aim=AIM, hint=hint)
+        hint = follow.multipliers if follow.multipliers is not None else hint
+        found.append(Way(choice=choice, chosen=chosen, seconds=alone.time, memory=held, follow=follow.time))
+        if progress is not None:
+            progress(at + 1, len(ways))
+    return tuple(sorted(found, key=lambda way: (way.seconds, way.follow, not way.chosen)))
+
+
+def _tables(asked: Asked, *, follow: bool) -> Tables:
+    """The tables with the asked ops free, and the others too if they follow."""
+    facts, plan = asked.facts, asked.plan
+    choices = plan.choices(asked.entry)
+    known: dict[str, object] = {} if follow else {**choices, **plan.storage}
+    kinds = Kinds(facts, asked.training, {**known, **dict.fromkeys(asked.ops, "asked")})
+    skeleton = Skeleton(kinds, {path: (frozenset([path]),) for path in asked.recompute})
+    names = plan.mesh.names
+    data = asked.rows if not follow else asked.rows or names[: len(names) == 3]
+    fixed = None if follow else choices
+    spaces = Spaces(kinds, Moves(plan.mesh, asked.cluster), data=data, fixed=fixed, free=asked.ops)
+    return Tables(skeleton, spaces, Storing(spaces, fixed=None if follow else plan.storage), asked.rows)
+
+
+def _problem(asked: Asked, tables: Tables, limit: float) -> Problem:
+    return Problem(
+        sizes=tables.sizes,
+        factors=tables.factors,
+        blocks=tables.blocks,
+        phases=phases(asked.cluster.overlap, asked.training.accumulate),
+        memory=memory(),
+        limit=limit,
+    )
+
+
+def _ways(asked: Asked, tables: Tables) -> Iterator[tuple[Choice, dict[int, int]]]:
+    """Every choice that all asked ops have, and the states that it means. What the plan has chosen comes first."""
+    kinds = tables.skeleton.kinds.of
+    for choice in tables.spaces.of(kinds[asked.ops[0]]).choices:
+        states = _same(asked, tables, choice)
+        if states:
+            yield choice, states
+
+
+def _same(asked: Asked, tables: Tables, choice: Choice) -> dict[int, int]:
+    """For the variables of the asked ops the state that lies as this choice does; nothing if one has none."""
+    found: dict[int, int] = {}
+    known: dict[int, int | None] = {}
+    for name in asked.ops:
+        kind = tables.skeleton.kinds.of[name]
+        if kind not in known:
+            layouts, mesh = asked.facts.signatures[name].layouts, asked.plan.mesh
+            wanted, held = layouts(choice, mesh), tables.spaces.of(kind).choices
+            known[kind] = next((at for at, one in enumerate(held) if layouts(one, mesh) == wanted), None)
+        state = known[kind]
+        if state is None:
+            return {}
+        found[tables.skeleton.ops[name]] = state
+    return found
+
+
+def _held(problem: Problem, states: Mapping[int, int]) -> Problem:
+    """The problem with some variables held at one state."""
+    made: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+
+    def cut(factor: Factor) -> Factor:
+        at = tuple(states.get(variable, -1) for variable in factor.variables)
+        if max(at) < 0:
+            return factor
+        key = (id(factor.table), at)
+        if key not in made:
+            table = factor.table
+            for dim, state in enumerate(at):
+                table = table if state < 0 else table.take([state], axis=dim)
+            made[key] = table
+        return replace(factor, table=made[key])
+
+    sizes = tuple(1 if at in states else size for at, size in enumerate(problem.sizes))
+    return replace(problem, sizes=sizes, factors=tuple(cut(factor) for factor in problem.factors))
+
+
+def _peak(asked: Asked, choice: Choice) -> float:
+    plan = asked.plan
+    choices = {**plan.choices(asked.entry), **dict.fromkeys(asked.ops, choice)}
+    return peak(asked.facts, plan.mesh, choices, plan.storage, asked.training, asked.recompute).peak

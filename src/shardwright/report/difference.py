@@ -1,0 +1,265 @@
+"""Two plans compared: what they decide differently, what they cost, and what each difference costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..cluster import Cluster
+from ..cost import Training
+from ..ir import Graph
+from ..plan import Plan
+from ..plan.homes import block_of
+from ..plan.plan import star
+from ..plan.price import Price, price
+from ..probe import probing
+from ..rules import Analysis, analyse
+from ..verify.measure import render
+from .made import Made, made_for, spelled_out
+from .screen import KINDS, said_time
+from .traffic import said_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """Something that two plans decide differently."""
+
+    what: str  # "mesh", "policy", "train", "storage", ...
+    name: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What changes in a step of the first plan if one part of the model is as in the second: seconds and bytes."""
+
+    name: str
+    ops: int  # that are split otherwise
+    stored: int  # parameters that are stored otherwise
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """A number that both plans predict: seconds, or bytes if it is of memory."""
+
+    what: str
+    a: float
+    b: float
+    bytes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Everything that two plans decide differently, and what they cost. Prints as tables; true if there is anything."""
+
+    names: tuple[str, str]
+    rows: tuple[Changed, ...]
+    totals: tuple[Total, ...] = ()
+    parts: tuple[Part, ...] = ()
+    why_not: str = ""  # why parts have no cost, if that was asked for
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def __rich__(self) -> Group:
+        if not self.rows:
+            return Group(Text("the plans decide the same"))
+        parts: list[RenderableType] = [self._decisions()]
+        if self.parts:
+            parts += [Text("what changes in a step of the first if this part alone is as in the second"), self._parts()]
+        if self.why_not:
+            parts.append(Text(self.why_not))
+        return Group(*parts, *([self._totals()] if self.totals else []))
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def _decisions(self) -> Table:
+        table = Table("", "", *self.names)
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in (row.what, row.name, row.a, row.b)))
+        return table
+
+    def _parts(self) -> Table:
+        table = Table("part")
+        for head in ("ops", "parameters", "time", "memory"):
+            table.add_column(head, justify="right")
+        for part in self.parts:
+            time = f"{1e3 * part.seconds:+.3f} ms" if abs(part.seconds) > 5e-7 else "the same"
+            held = f"{'+' if part.memory > 0 else '-'}{said_bytes(abs(part.memory))}"
+            changed = (str(part.ops), str(part.stored), time, held if abs(part.memory) >= 1 else "the same")
+            table.add_row(Text(part.name), *changed)
+        return table
+
+    def _totals(self) -> Table:
+        table = Table(title="what they cost", title_justify="left")
+        table.add_column("")
+        for head in (*self.names, "difference", ""):
+            table.add_column(head, justify="right")
+        for one in self.totals:
+            said = said_bytes if one.bytes else said_time
+            change = one.b - one.a
+            sign = "+" if change > 0 else "-" if change < 0 else ""
+            part = f"{100 * change / one.a:+.1f} %" if one.a and change else ""
+            table.add_row(one.what, said(one.a), said(one.b), f"{sign}{said(abs(change))}", part)
+        return table
+
+
+def diff(
+    a: Plan,
+    b: Plan,
+    graph: Graph | None = None,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    training: Training | None = None,
+) -> Difference:
+    """Which ops and parameters two plans treat differently, and what they cost if they say so.
+
+    graph       of the model: then each part of it (a module of a layer, the same in all layers) has a cost of its own,
+                that of taking this part alone from the second plan
+    cluster     what to price on then; the cluster by the name in the first plan if it is not said
+    training    the optimizer and precision; what the first plan was made for if it is not said
+    """
+    found = Difference(
+        names=(f"{a.policy} ({a.name})", f"{b.policy} ({b.name})"), rows=tuple(_rows(a, b)), totals=tuple(_totals(a, b))
+    )
+    if graph is None or not found:
+        return found
+    if a.mesh != b.mesh:
+        return replace(found, why_not="the meshes differ, so that no part can be taken from the second alone")
+    (one, graph), (other, _) = spelled_out(a, graph), spelled_out(b, graph)
+    made = made_for(one, graph.entry, cluster, training)
+    return replace(found, parts=tuple(part_costs(one, other, analyse(graph, probing()), made)))
+
+
+def part_costs(a: Plan, b: Plan, facts: Analysis, made: Made) -> list[Part]:
+    """What each part of the model costs that the plans treat differently, the largest change of time first."""
+    entry = facts.graph.entry
+    one, other = a.choices(entry), b.choices(entry)
+    ops: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
+    for op in facts.graph.ops:
+        if dict(one.get(op.name, {})) != dict(other.get(op.name, {})):
+            ops.setdefault(part_of(op.module_path), []).append(op.name)
+    for key in (parameter.key for parameter in facts.graph.parameters):
+        if dict(a.storage.get(key, ())) != dict(b.storage.get(key, ())):
+            keys.setdefault(part_of(key.rpartition(".")[0]), []).append(key)
+
+    def priced(plan: Plan) -> Price:
+        return price(facts, made.cluster, made.training, plan, rows=made.rows)
+
+    base, segment = priced(a), a.entries[entry][0]
+
+    def part(name: str, plan: Plan) -> Part:
+        now, changed = priced(plan), (len(held.get(name, ())) for held in (ops, keys))
+        time, memory = now.seconds - base.seconds, now.memory.peak - base.memory.peak
+        return Part(name=name, ops=next(changed), stored=next(changed), seconds=time, memory=memory)
+
+    found = []
+    for name in dict.fromkeys((*ops, *keys)):
+        choices = {**segment.choices, **{op: other.get(op, {}) for op in ops.get(name, ())}}
+        storage = {**a.storage, **{key: b.storage.get(key, ()) for key in keys.get(name, ())}}
+        found.append(part(name, replace(a, entries={entry: (replace(segment, choices=choices),)}, storage=storage)))
+    again = b.entries[entry][0].recompute
+    if set(segment.recompute) != set(again):
+        found.append(part("what is recomputed", replace(a, entries={entry: (replace(segment, recompute=again),)})))
+    return sorted(found, key=lambda one: -abs(one.seconds))
+
+
+def part_of(path: str) -> str:
+    """The part of a model that a module is in: the module of a layer, with a star; outside of layers the module."""
+    layer = block_of(path)
+    below = path[len(layer) + 1 :].split(".")[0] if layer else path
+    return star(".".join(held for held in (layer, below) if held)) or "the model itself"
+
+
+def _totals(a: Plan, b: Plan) -> Iterator[Total]:
+    """What both plans predict for their first common entry."""
+    entry = next((entry for entry in a.predicted if entry in b.predicted), None)
+    if entry is None:
+        return
+    one, other = a.predicted[entry], b.predicted[entry]
+    for key, said in TIMES.items():
+        yield Total(what=said, a=one[key], b=other[key])
+    for key in ("peak", *KINDS):
+        held = one["memory"][key], other["memory"][key]
+        if any(held):
+            yield Total(what=f"memory, {'at most' if key == 'peak' else key}", a=held[0], b=held[1], bytes=True)
+
+
+TIMES = {
+    "seconds": "a step",
+    "compute": "compute",
+    "waited": "waiting for communication",
+    "exposed": "communication beside compute that shows",
+    "update": "update",
+}
+
+
+def _rows(a: Plan, b: Plan) -> Iterator[Changed]:
+    for what in ("model", "policy", "cluster", "mesh", "microbatches"):
+        one, other = str(getattr(a, what)), str(getattr(b, what))
+        if one != other:
+            yield Changed(what=what, name="", a=one, b=other)
+    yield from _terms(a, b)
+    for entry in dict.fromkeys((*a.entries, *b.entries)):
+        yield from _changes(entry, _choices(a, entry), _choices(b, entry))
+        yield from _changes(f"{entry}, backward", _recomputed(a, entry), _recomputed(b, entry), "kept")
+    yield from _changes("storage", _storage(a), _storage(b))
+    for entry in (*a.fingerprints, *(name for name in b.fingerprints if name not in a.fingerprints)):
+        one, other = a.fingerprints.get(entry, "-"), b.fingerprints.get(entry, "-")
+        if one != other:
+            yield Changed(what="graph", name=entry, a=one, b=other)
+
+
+def _terms(a: Plan, b: Plan) -> Iterator[Changed]:
+    """Where the plans were priced on different terms."""
+    for entry in (entry for entry in a.predicted if entry in b.predicted):
+        one, other = a.predicted[entry]["for"], b.predicted[entry]["for"]
+        for key in ("batch", "optimizer", "compute", "reduce", "accumulate"):
+            if one[key] != other[key]:
+                yield Changed(what="priced for", name=key, a=str(one[key]), b=str(other[key]))
+
+
+def _choices(plan: Plan, entry: str) -> dict[str, str]:
+    held = plan.entries[entry][0].choices if entry in plan.entries else {}
+    return {name: said(choice) for name, choice in held.items()}
+
+
+def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
+    held = plan.entries[entry][0].recomputed() if entry in plan.entries else {}
+    return {path: "recomputed" if again else "kept" for path, again in held.items()}
+
+
+def _storage(plan: Plan) -> dict[str, str]:
+    levels = {key: [f"ZeRO-{level} over {axis}" for axis, level in held] for key, held in plan.storage.items()}
+    return {key: ", ".join(held) or "whole" for key, held in levels.items()}
+
+
+def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: str = "whole") -> list[Changed]:
+    """Rows for what differs, layers that differ alike as one. A plan read from a file may have stars already."""
+    every = dict.fromkeys((*a, *b))
+    spelled_out = {star(name) for name in every if star(name) != name}
+    names = [name for name in every if name not in spelled_out]
+    pairs = {name: tuple(held.get(name, held.get(star(name), otherwise)) for held in (a, b)) for name in names}
+    alike: dict[str, set[tuple[str, ...]]] = {}
+    for name, pair in pairs.items():
+        alike.setdefault(star(name), set()).add(pair)
+    rows: dict[str, tuple[str, ...]] = {}
+    for name, pair in pairs.items():
+        if pair[0] != pair[1]:
+            rows[star(name) if len(alike[star(name)]) == 1 else name] = pair
+    return [Changed(what=what, name=name, a=one, b=other) for name, (one, other) in rows.items()]
+
+
+def said(choice: Mapping[str, str]) -> str:
+    """A choice in words: "dp: b, tp: n"."""
+    return ", ".join(f"{axis}: {role}" for axis, role in choice.items()) or "whole"

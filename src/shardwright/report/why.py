@@ -1,0 +1,122 @@
+"""Why an op is split the way it is: what every other way would cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..plan import Plan
+from ..plan.digest import atom_kinds
+from ..plan.plan import star
+from ..plan.whatif import Asked, Way, alternatives, find_ops
+from ..rules import FAN, ROWS, Analysis
+from ..verify.measure import render
+from .made import Made
+from .screen import said_time
+from .traffic import said_bytes
+
+MOST = 24  # ways that are shown
+
+SAID = {FAN: "whole, its gradients in parts"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """The ways to split an op (or the same op of all layers), the fastest first. Prints as a table."""
+
+    asked: Asked
+    ways: tuple[Way, ...]
+
+    @property
+    def chosen(self) -> Way:
+        return next(way for way in self.ways if way.chosen)
+
+    def __rich__(self) -> Group:
+        return Group(*self._head(), self._table(), *self._foot())
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def _head(self) -> Iterator[RenderableType]:
+        facts, names = self.asked.facts, self.asked.ops
+        op = facts.graph.by_name[names[0]]
+        count = f", {len(names)} times" if len(names) > 1 else ""
+        yield Text(f"{names[0] if len(names) == 1 else star(names[0])}{count}", style="bold")
+        rule = facts.signatures[op.name].rule
+        values = facts.graph.values
+        shapes = ", ".join(str(list(values[name].shape)) for name in (*op.inputs, *op.outputs[:1]))
+        yield Text(f"  {f'{op.source}; ' if op.source else ''}rule {rule.text if rule else 'none'}; shapes {shapes}")
+        others = [way for way in self.ways if not way.chosen]
+        line = f"split {self._said(self.chosen.choice)}: a step takes {said_time(self.chosen.seconds)}"
+        if others:
+            best = min(others, key=lambda way: way.follow)
+            line += f"; the best other way {_change(best.follow, self.chosen.seconds)}"
+        yield Text(line)
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("")
+        table.add_column("split")
+        for head in ("alone", "", "memory", "if others follow", ""):
+            table.add_column(head, justify="right", no_wrap=True)
+        base = self.chosen
+        for way in self.ways[:MOST]:
+            table.add_row(
+                "*" if way.chosen else "",
+                Text(self._said(way.choice)),
+                *_times(way.seconds, base.seconds),
+                said_bytes(way.memory) if math.isfinite(way.memory) else "-",
+                *_times(way.follow, base.seconds),
+            )
+        return table
+
+    def _foot(self) -> Iterator[RenderableType]:
+        if len(self.ways) > MOST:
+            yield Text(f"and {len(self.ways) - MOST} more, all slower alone", style="dim")
+        yield Text("* as planned. alone: a step, and its memory, if nothing else changes.")
+        yield Text("if others follow: a step of the best plan on this mesh, within the memory, that splits the op so.")
+
+    def _said(self, choice: Mapping[str, str]) -> str:
+        """A choice in words: "dp: ma (batch), tp: n (weights)"."""
+        facts = self.asked.facts
+        kinds, roles = atom_kinds(facts), {role.name: role for role in facts.signatures[self.asked.ops[0]].roles}
+
+        def one(picked: str) -> str:
+            if picked in roles:
+                return f"{picked} ({kinds.get(roles[picked].atom, 'other')})"
+            return "a partial sum passes" if picked.startswith(ROWS) else SAID.get(picked, picked)
+
+        return ", ".join(f"{axis}: {one(picked)}" for axis, picked in choice.items()) or "not split"
+
+
+def why(plan: Plan, facts: Analysis, op: str, made: Made, progress: Callable[[int, int], None] | None = None) -> Why:
+    """Why a plan splits an op the way it does."""
+    asked = Asked(
+        facts=facts,
+        cluster=made.cluster,
+        training=made.training,
+        plan=plan,
+        ops=find_ops(facts, plan, op),
+        rows=made.rows,
+        limit=made.limit,
+    )
+    return Why(asked=asked, ways=alternatives(asked, progress))
+
+
+def _times(seconds: float, base: float) -> tuple[str, str]:
+    if not math.isfinite(seconds):
+        return "does not fit", ""
+    change = seconds / base - 1
+    return f"{1e3 * seconds:.2f} ms", "" if abs(change) < 5e-5 else f"{100 * change:+.2f} %"
+
+
+def _change(seconds: float, base: float) -> str:
+    if not math.isfinite(seconds):
+        return "does not fit"
+    kind = "slower" if seconds >= base else "FASTER"
+    return f"is {said_time(abs(seconds - base))} ({100 * abs(seconds / base - 1):.2f} %) {kind}, others following"

@@ -1,0 +1,115 @@
+"""What a plan costs, on one screen, from its file alone."""
+
+import dataclasses
+import json
+
+import pytest
+
+from shardwright.parallelize import plan as make_plan
+from shardwright.report import explain, read_plan
+from shardwright.report.screen import said_time
+from tests.models.zoo import ZOO
+from tests.report.llama import llama
+
+
+@pytest.fixture(scope="module")
+def auto():
+    module, example = llama()
+    asked = {"cluster": "2x4xA100-80GB", "precision": "bfloat16", "memory": "10GiB", "outputs": "scalars"}
+    return make_plan(module, example=example, **asked)
+
+
+def changed(plan, **said):
+    return dataclasses.replace(plan, predicted={"train": {**plan.predicted["train"], **said}})
+
+
+def line_with(plan, words):
+    text = " ".join(str(explain(plan)).split())
+    assert words in text, text
+
+
+def test_it_is_one_screen(auto):
+    lines = str(explain(auto)).splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_file_alone_shows_the_same(auto, tmp_path):
+    auto.save(tmp_path / "plan.json")
+    assert str(explain(read_plan(tmp_path / "plan.json"))) == str(explain(auto))
+
+
+def test_what_it_is_for_is_said(auto):
+    line_with(auto, "8 devices of 2x4xA100-80GB; batch 8, adamw, in bfloat16")
+    line_with(auto, "of the 10.0 GiB that may be used")
+
+
+def test_the_numbers_are_those_of_the_file(auto):
+    said = auto.predicted["train"]
+    line_with(auto, f"a step takes {said_time(said['seconds'])}; nothing of all that was searched takes less than")
+    line_with(auto, f"compute {said_time(said['compute'])} (")
+    line_with(auto, f"waiting for communication {said_time(said['waited'])} (")
+    for op in said["ops"]:
+        line_with(auto, f"{op['name']} {op['count']} {said_time(op['seconds'])}")
+    for edge in said["edges"]:
+        line_with(auto, f"{edge['sends']} {edge['count']} {said_time(edge['seconds'])}")
+
+
+def test_links_are_named(auto):
+    links = {link for use in auto.predicted["train"]["axes"] for link in use["links"]}
+    assert any("infiniband" in link for link in links)
+    for link in links:
+        line_with(auto, link)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ({"outcome": "slower", "seconds": 1.02, "bound": 1.01}, "4 x 2 is 2.0 % slower"),
+        ({"outcome": "bounded", "seconds": None, "bound": 1.5}, "4 x 2 is at least 50 % slower"),
+        ({"outcome": "bounded", "seconds": None, "bound": 0.998}, "4 x 2 is at most 0.2 % faster"),
+        ({"outcome": "bounded", "seconds": None, "bound": 0.9999}, "4 x 2 is as fast at best"),
+        ({"outcome": "does not fit", "seconds": None, "bound": 1.0, "memory": 2**34}, "4 x 2 does not fit (16.0 GiB"),
+        ({"outcome": "does not fit", "seconds": None, "bound": None}, "4 x 2 was not made to fit"),
+        ({"outcome": "not solved", "seconds": None, "bound": 0.9}, "for lack of time (at most 10 % faster)"),
+    ],
+)
+def test_other_meshes_and_why_they_lost(auto, mesh, words):
+    chosen = {"mesh": "8", "outcome": "chosen", "seconds": 1.0, "bound": 1.0}
+    line_with(changed(auto, seconds=1.0, meshes=[chosen, {"mesh": "4 x 2", **mesh}]), words)
+
+
+def test_a_search_that_was_stopped_says_so(auto):
+    line_with(changed(auto, stopped=True), "the search was stopped before its end: there may be better plans")
+
+
+def test_a_plan_that_does_not_fit_says_so(auto):
+    line_with(changed(auto, limit=1), "IT DOES NOT FIT")
+
+
+def test_equal_notes_of_layers_are_one_and_many_are_cut(auto):
+    notes = [f"blocks.{layer}.odd / op (x) has no rule and runs whole on every device" for layer in range(12)]
+    plan = dataclasses.replace(auto, notes=(*notes, *(f"note {'abcdefgh'[at]}" for at in range(8))))
+    line_with(plan, "blocks.*.odd / op (x) has no rule and runs whole on every device (12 times)")
+    line_with(plan, "and 3 more, which explain(plan, full=True) shows")
+    assert "note h" in str(explain(plan, full=True))
+
+
+def test_a_plan_without_a_prediction_shows_its_decisions(auto):
+    text = str(explain(dataclasses.replace(auto, predicted={})))
+    assert "how ops are split" in text
+    assert "a step takes" not in text
+
+
+def test_one_device_sends_nothing():
+    module, args, kwargs = ZOO["gpt"]()
+    plan = make_plan(module, example=(args, kwargs), cluster="cpu", plan="single")
+    line_with(plan, "hidden none memory")
+    assert json.loads(plan.to_json())["predicted"]["train"]["sent"] == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0"), (2.5e-7, "0.25 us"), (12.34e-6, "12.3 us"), (0.155, "155 ms"), (3.0, "3 s")]
+)
+def test_times_as_people_say_them(seconds, text):
+    assert said_time(seconds) == text
