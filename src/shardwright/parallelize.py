@@ -25,6 +25,7 @@ from .errors import InputError
 from .parts import Parts, replace_parts
 from .plan import Plan
 from .plan.auto import Progress, Wishes
+from .plan.constraints import Constraints, ConstraintsLike, read_constraints
 from .planning import PlanLike, Setting, cluster_here, make_plan, only_scalars, training_of
 from .probe import probing
 from .rules import analyse
@@ -44,6 +45,7 @@ def parallelize(
     plan: PlanLike = "auto",
     cluster: str | Path = "auto",
     memory: str | float | None = None,
+    constraints: ConstraintsLike | None = None,
     inputs: Mode = "same",
     outputs: Outputs = "all",
     accumulate: int = 1,
@@ -62,6 +64,7 @@ def parallelize(
     cluster     what "auto" plans for: the name of a cluster ("8xA100-80GB"), the path of a cluster file (written by
                 shardwright calibrate), or "auto": the devices of this run as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
+    constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
     inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
                 group its rows), "gather" (each rank its rows).
     outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
@@ -86,12 +89,14 @@ def parallelize(
     if parts is not None:
         if example is not None:
             raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
+        if constraints is not None:
+            raise InputError("constraints are for the search over a whole model; leave parts or constraints out")
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
-    setting = None
+    setting, asked = None, read_asked(constraints, model, plan)
     if plan == "auto" or cluster != "auto":
         found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-        wishes = Wishes(memory=read_bytes(memory))
+        wishes = Wishes(memory=read_bytes(memory), constraints=asked)
         setting = Setting(
             cluster=found, training=training_of(optimizer, accumulate), wishes=wishes, rows=inputs == "rows"
         )
@@ -110,13 +115,15 @@ def parallelize(
 
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
-    memory: str | float | None = None, optimizer: str = "adamw", precision: str | None = None, accumulate: int = 1,
-    inputs: Mode = "same", outputs: Outputs = "all", opaque: How = "marked", progress: Progress | None = None,
+    memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
+    precision: str | None = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all", opaque: How = "marked",
+    progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
 
     cluster     a name such as "8xA100-80GB", the path of a cluster file, or a number of CPU processes
     memory      how much of a device's memory it may use, such as "70GiB"; without it, what the device has
+    constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   "bfloat16" or "float16" if the model is trained in it (autocast); None: as it is written
     progress    is called with what is being looked at, and the best time of a step so far
@@ -131,11 +138,19 @@ def plan(
     setting = Setting(
         cluster=cluster_for(cluster, size),
         training=Training(optimizer=optimizer, compute=precision, accumulate=accumulate),
-        wishes=Wishes(memory=read_bytes(memory)),
+        wishes=Wishes(memory=read_bytes(memory), constraints=read_asked(constraints, model, plan)),
         rows=inputs == "rows",
         progress=progress,
     )
     return make_plan(graph, analyse(graph, probing(captured.functions)), plan, size, setting)
+
+
+def read_asked(constraints: ConstraintsLike | None, model: nn.Module, plan: PlanLike) -> Constraints:
+    """Constraints on the search of a plan for a model."""
+    if constraints is not None and plan != "auto":
+        raise InputError(f'constraints are for plan="auto", which searches; plan={plan!r} says what to do')
+    modules = model.named_modules(remove_duplicate=False)
+    return read_constraints(constraints, {path: type(module).__name__ for path, module in modules})
 
 
 def cluster_for(cluster: str | Path | int, size: int) -> Cluster:

@@ -70,6 +70,7 @@ class EdgeTable:
     kept: bool
     held: bool
     ways: tuple[str, ...] = ()
+    same: bool = False  # both ends are one variable
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,15 @@ class UseTable:
     value: str = field(compare=False)
 
 
-Table = OpTable | EdgeTable | HomeTable | UseTable
+@dataclass(frozen=True)
+class SameTable:
+    """Ops of two kinds that are split in the same way."""
+
+    kind: int
+    other: int
+
+
+Table = OpTable | EdgeTable | HomeTable | UseTable | SameTable
 
 
 class Variable(NamedTuple):
@@ -104,11 +113,14 @@ class Entry(NamedTuple):
 
 
 class Skeleton:
-    """The variables and entries of one graph."""
+    """The variables and entries of one graph.
 
-    def __init__(self, kinds: Kinds, layers: Ways | None = None) -> None:
+    `together` names groups of ops that are split in the same way: those of one kind in a group are one variable.
+    """
+
+    def __init__(self, kinds: Kinds, layers: Ways | None = None, together: Mapping[str, str] | None = None) -> None:
         self.kinds, self.facts, self.graph = kinds, kinds.facts, kinds.graph
-        self.layers = layers or {}
+        self.layers, self.together = layers or {}, together or {}
         self.variables: list[Variable] = []
         self.entries: list[Entry] = []
         self.tables: dict[Table, int] = {}
@@ -121,12 +133,23 @@ class Skeleton:
         self.home_firsts: list[Parameter] = []
         self._where: dict[str, tuple[int, Region]] = {}
         self._ways: dict[int, Sequence[frozenset[str]]] = {}
+        self._groups: dict[str, dict[int, int]] = {}
         self.sinks = frozenset(self.graph.sinks())
         self._build()
 
     def _variable(self, what: Literal["op", "hub", "home", "layer"], kind: int, block: int) -> int:
         self.variables.append(Variable(what, kind, block))
         return len(self.variables) - 1
+
+    def _op_variable(self, op: Op, block: int) -> int:
+        kind, group = self.kinds.of[op.name], self.together.get(op.name)
+        known = self._groups.setdefault(group, {}) if group is not None else {}
+        if kind not in known:
+            first = next(iter(known.items()), None)
+            known[kind] = self._variable("op", kind, block)
+            if first is not None:
+                self._add((first[1], known[kind]), SameTable(first[0], kind), op.name)
+        return known[kind]
 
     def _build(self) -> None:
         blocks: dict[str, int] = {}
@@ -140,7 +163,7 @@ class Skeleton:
             if path is not None and path not in self.recomputed:
                 self.recomputed[path] = self._variable("layer", len(self.layers[path]), number)
                 self._ways[self.recomputed[path]] = self.layers[path]
-            self.ops[op.name] = self._variable("op", self.kinds.of[op.name], number)
+            self.ops[op.name] = self._op_variable(op, number)
             self._where[op.name] = self._place(op, path)
         for op in self.kinds.live:
             self._add_op(op)
@@ -213,10 +236,11 @@ class Skeleton:
 
     def _edge(self, name: str, a: Side, b: Side, *, kept: bool, held: bool) -> None:
         value = self.graph.values[name]
-        ends = (a.variable,) if b.variable < 0 else (a.variable, b.variable)
+        same = a.variable == b.variable
+        ends = (a.variable,) if b.variable < 0 or same else (a.variable, b.variable)
         layer, ways = self._ways_of(a, b)
         size = (value.shape, value.dtype, value.gradient)
-        table = EdgeTable(size, name, a.end, b.end, kept, held, ways)
+        table = EdgeTable(size, name, a.end, b.end, kept, held, ways, same)
         self._add((*ends, layer) if ways else ends, table, name, b.reader)
 
     def _ways_of(self, a: Side, b: Side) -> tuple[int, tuple[str, ...]]:

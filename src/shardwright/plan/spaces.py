@@ -11,7 +11,7 @@ label without a parameter) or on one of the `MOST` labels of parameters that hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -28,6 +28,7 @@ from ..errors import PlanError
 from ..ir import Op
 from ..layout import Axis, Layout
 from ..rules import FAN, ROWS, Role, Signature
+from .constraints import Demand
 from .kinds import Kinds
 
 MOST = 2
@@ -59,15 +60,18 @@ class Spaces:
         data: Iterable[str] = (),
         fixed: Mapping[str, Mapping[str, str]] | None = None,
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
+        demands: Mapping[str, Sequence[Demand]] | None = None,
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
-        `allowed`: for some ops on some axes the choices that people allow ("" is whole). What is said of ops in
-        these two has to be known to `kinds` too.
+        `allowed`: for some ops on some axes the choices that are looked at, if there are such ("" is whole).
+        `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these three has
+        to be known to `kinds` too.
         """
         self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
         self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
+        self.demands = demands or {}
         self._known: dict[int, Space] = {}
 
     def of(self, kind: int) -> Space:
@@ -82,6 +86,8 @@ class Spaces:
             return roles
         owned = [role for role in roles if role.atom in self._work]
         kept = sorted(owned, key=lambda role: -self._work[role.atom])[:MOST]
+        asked = {pick for demand in self.demands.get(signature.op.name, ()) for pick in demand.picks}
+        kept += [role for role in owned if role.name in asked]
         return tuple(role for role in roles if role.atom not in self._work or role in kept)
 
     @cached_property
@@ -145,8 +151,11 @@ class Spaces:
             yield self.fixed.get(op.name, {})
             return
         lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
+        demands = self.demands.get(op.name, ())
         for picked in product(*lists):
-            yield {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+            choice = {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+            if all(demand.is_met(choice, self.mesh.names) for demand in demands):
+                yield choice
 
     def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
         """What an op may do on one axis; "" is to run whole."""
@@ -154,7 +163,8 @@ class Spaces:
         roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
         if axis.name in self.data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
-        found = [*([] if axis.name in self.data and roles else [""]), *roles]
+        asked = any("" in demand.picks and demand.axis in (None, axis.name) for demand in self.demands.get(op.name, ()))
+        found = [*([] if axis.name in self.data and roles and not asked else [""]), *roles]
         if op.name in self.kinds.lean:
             found.append(FAN)
         found += [f"{ROWS}{group}" for group in self._rows(op, signature)]
