@@ -18,6 +18,7 @@ from ..cluster import Cluster
 from ..cost import Training
 from .constraints import Constraint, Constraints, Memory, NamedAxis, Recompute, Said, Split, Together, Whole, Zero
 from .frame import Frame
+from .limits import sizes_of
 
 SECONDS = 20.0
 """How long to look for what can be left out."""
@@ -27,15 +28,20 @@ SECONDS = 20.0
 class Clash:
     """Constraints that can't be met together. `least`: bytes that a device needs at least without those on memory."""
 
-    items: tuple[Constraint, ...]
+    constraints: Constraints
+    frame: Frame
     smallest: bool
     least: float = math.inf
     reserve: float = 0.0
 
+    @property
+    def items(self) -> tuple[Constraint, ...]:
+        return self.constraints.items
+
     def __str__(self) -> str:
         alone = len(self.items) == 1
         head = "this can't be done:" if alone else "these can't be done together:"
-        lines = [head, *(f"  - {item.said}\n      {self._remedy(item)}" for item in self.items)]
+        lines = [head, *(f"  - {item.said}\n    {self._remedy(item)}" for item in self.items)]
         if not self.smallest:
             lines.append("finding out took too long: some of them may have no part in it")
         elif not alone:
@@ -43,16 +49,24 @@ class Clash:
         return "\n".join(lines)
 
     def _remedy(self, item: Constraint) -> str:
+        """What to change about a constraint, with the numbers that it meets."""
         if isinstance(item, Memory):
-            needed = self.least + self.reserve
-            return f"at least {size_of(needed)} are needed{', as far as is known' if self.reserve else ''}"
+            if self.least == math.inf:
+                return "allow more"
+            return f"at least {size_of(self.least + self.reserve)} are needed with the rest; allow more"
+        if isinstance(item, NamedAxis):
+            cluster = self.frame.cluster
+            inside = min(group.node.devices for group in cluster.groups)
+            count = self.frame.size or cluster.size
+            return f"there are {count} devices, {inside} on a node; ask for another size, or say less of the axis"
+        if isinstance(item, Split):
+            held = sizes_of(item, self.constraints, self.frame.facts)
+            return f"{held}; ask for another label, or for an axis that divides it"
         return REMEDIES[type(item)]
 
 
 REMEDIES: dict[type, str] = {
-    NamedAxis: "another size, more devices, or no word on where the axis lies",
-    Split: "another label or axis, or an axis whose size divides what the label has",
-    Whole: "allow a split, or name the axis on which there is none",
+    Whole: "allow a split, or name the axis on which there is to be none",
     Together: "leave out the modules that differ",
     Recompute: "leave it to the search what is recomputed",
     Zero: "allow a higher level",
@@ -89,7 +103,7 @@ def find_clash(
 
     def clashes(items: tuple[Constraint, ...]) -> bool:
         limit = min((item.bytes for item in items if isinstance(item, Memory)), default=math.inf) - reserve
-        found = least(items, enough=min(limit, 1e300))
+        found = least(items, enough=limit)
         return found > limit or found == math.inf
 
     left = constraints.items
@@ -105,4 +119,5 @@ def find_clash(
             left = without
     limited = any(isinstance(item, Memory) for item in left)
     needed = least(tuple(item for item in left if not isinstance(item, Memory))) if limited and smallest else math.inf
-    return Clash(items=left, smallest=smallest, least=needed, reserve=reserve)
+    rest = replace(constraints, items=left)
+    return Clash(constraints=rest, frame=frame(rest), smallest=smallest, least=needed, reserve=reserve)

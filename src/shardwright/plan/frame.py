@@ -90,13 +90,16 @@ class Frame:
         """Bytes that a device needs at least, whatever the mesh; no search for less than `enough`."""
         least = math.inf
         for candidate in self.candidates():
-            for skeleton in dict.fromkeys([self.plain, self.recomputing]):
-                tables = self.tables(skeleton, candidate)
-                if tables is not None:
-                    least = min(least, least_memory(self.problem(tables, math.inf)))
-                if least <= enough:
-                    return least
+            least = min(least, self._least(self.plain, candidate))
+            if enough < least < math.inf and self.may_recompute:  # which allows nothing that was forbidden
+                least = min(least, self._least(self.recomputing, candidate))
+            if least <= enough and least < math.inf:
+                break
         return least
+
+    def _least(self, skeleton: Skeleton, candidate: Candidate) -> float:
+        tables = self.tables(skeleton, candidate)
+        return least_memory(self.problem(tables, math.inf)) if tables is not None else math.inf
 
 
 def recomputable(facts: Analysis) -> dict[str, tuple[frozenset[str], ...]]:

@@ -24,7 +24,7 @@ from .constraints import (
     Zero,
 )
 from .recompute import faults_of, is_inside, module_paths
-from .skeleton import Ways
+from .skeleton import Ways, alike
 
 RUN_WHOLE = ("", FAN)
 """The choices of an op that is not split."""
@@ -59,12 +59,11 @@ class Limits:
     def ways(self, graph: Graph, base: Ways, *, free: bool = True) -> dict[str, tuple[frozenset[str], ...]]:
         """The ways to recompute that are left of some; without `free` only of what must be recomputed."""
         found: dict[str, tuple[frozenset[str], ...]] = {}
+        forced: set[str] = set()
         own = [path for path in self.must if not any(is_inside(path, at) or is_inside(at, path) for at in base)]
         for layer, ways in {**base, **{path: (frozenset([path]),) for path in own}}.items():
             must = [path if is_inside(path, layer) else layer for path in self.must
                     if is_inside(path, layer) or is_inside(layer, path)]  # fmt: skip
-            if not must and not free:
-                continue
             more = [frozenset([*must, *(held for held in way if not any(is_inside(held, path) for path in must))])
                     for way in (frozenset[str](), *ways)
                     if not any(is_inside(path, held) for path in must for held in way)]  # fmt: skip
@@ -74,7 +73,23 @@ class Limits:
                 for way in dict.fromkeys((*ways, *more))
                 if all(_is_in(op, way) for op in ops) and not any(_is_in(op, way) for op in self.never)
             )
-        return found
+            forced |= {layer} if must else set()
+        heads = alike(graph, self.together, found)
+        found = {layer: _shared(layer, [other for other in found if heads[other] == heads[layer]], found)
+                 for layer in found}  # fmt: skip
+        bound = {heads[layer] for layer in forced}
+        return {layer: ways for layer, ways in found.items() if free or heads[layer] in bound}
+
+
+def _shared(layer: str, others: Sequence[str], ways: Ways) -> tuple[frozenset[str], ...]:
+    """The ways of a layer that all of some layers have, in the order of the first."""
+
+    def inside(other: str) -> list[frozenset[str]]:
+        return [frozenset(path.removeprefix(other) for path in way) for way in ways[other]]
+
+    held = [set(inside(other)) for other in others]
+    common = [way for way in inside(others[0]) if all(way in known for known in held)]
+    return tuple(frozenset(layer + path for path in way) for way in common)
 
 
 def _is_in(op: Op, way: Iterable[str]) -> bool:
@@ -88,6 +103,17 @@ def bind(constraints: Constraints, facts: Analysis) -> Limits:
         binder.add(item)
     raise_all(PlanError, f"the constraints do not fit {facts.graph.name}:", binder.faults)
     return binder.finish()
+
+
+def sizes_of(item: Split, constraints: Constraints, facts: Analysis) -> str:
+    """What a label that ops are to be split on has: "n has 128 in blocks.0.up / linear"."""
+    binder, found = _Binder(constraints, facts), dict[tuple[str, int], str]()
+    for op in binder.live:
+        if item.target.takes(op, constraints.classes):
+            for role in facts.signatures[op.name].roles:
+                if binder.is_meant(role, item.label):
+                    found.setdefault((role.name, role.size), f"{role.name} has {role.size} in {op.name}")
+    return ", ".join(list(found.values())[:3])
 
 
 class _Binder:
@@ -159,7 +185,7 @@ class _Binder:
         found = False
         for op in ops:
             roles = self.facts.signatures[op.name].roles
-            picks = tuple(role.name for role in roles if self._is_meant(role, item.label))
+            picks = tuple(role.name for role in roles if self.is_meant(role, item.label))
             if picks:
                 found = True
                 self._demand(op, Demand(picks, item.on, every=item.on is not None))
@@ -171,7 +197,7 @@ class _Binder:
             there = "; ".join(f"{kind} has {labels}" for kind, labels in list(known.items())[:6])
             self.faults.append(f"{item.said}: no op there has the label {item.label!r}; {there}")
 
-    def _is_meant(self, role: Role, label: str) -> bool:
+    def is_meant(self, role: Role, label: str) -> bool:
         if label == "batch":
             return role.atom in self.facts.batch
         if label == "sequence":

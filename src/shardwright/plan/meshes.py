@@ -60,11 +60,12 @@ def name_axes(
         yield from base
         return
     size = base[0].mesh.size
+    order = sorted(asked, key=lambda name: not any(one.data for one in asked[name]))  # copies outside if all is equal
     known = {tuple(axis.size for axis in held.mesh.axes): held.data for held in base}
     seen: set[tuple[Axis, ...]] = set()
     for sizes in dict.fromkeys([*known, *_products(size, len(asked))]):
         for places in permutations(range(len(sizes)), len(asked)):
-            given = dict(zip(places, asked, strict=True))
+            given = dict(zip(places, order, strict=True))
             names = [given.get(at, NAMES[at]) for at in range(len(sizes))]
             mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in zip(names, sizes, strict=True)))
             if mesh.axes not in seen and all(_fits(one, mesh, cluster) for held in asked.values() for one in held):
