@@ -33,6 +33,7 @@ from .capture import find_opaque
 from .cluster import save
 from .compile import write
 from .errors import InputError, ShardwrightError
+from .parallelize import plan as make_plan
 from .report import explain, read_plan
 from .runtime.inputs import rows_of
 from .verify import compile_program, first_difference, verify
@@ -59,6 +60,7 @@ def make_parser() -> ArgumentParser:
     commands = parser.add_subcommands(dest="command")
     plan = ArgumentParser(description="Make a plan for a model, show it, and write it to a file.")
     _model_arguments(plan)
+    plan.add_argument("--constraints", type=Path, help="what --plan auto has to keep to: a YAML file")
     plan.add_argument("-o", "--output", type=Path, help="where to write the plan (JSON); without it, it is only shown")
     commands.add_subcommand("plan", plan, help="make a plan and show it")
 
@@ -112,7 +114,13 @@ def _size_arguments(parser: ArgumentParser) -> None:
 
 def run_plan(asked: Namespace, console: Console) -> int:
     module, (args, kwargs) = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    made = compile_program(find_opaque(module, asked.opaque), args, kwargs, asked.plan, _devices(asked))
+    wish = asked.plan
+    if asked.constraints is not None:
+        wish = make_plan(
+            module, example=(args, kwargs), plan=wish, cluster=_devices(asked), constraints=asked.constraints,
+            entry="train" if module.training else "eval", opaque=asked.opaque,
+        )  # fmt: skip
+    made = compile_program(find_opaque(module, asked.opaque), args, kwargs, wish, _devices(asked))
     console.print(explain(made.plan, made.captured.graph))
     if asked.output is not None:
         asked.output.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from ..cost.peak import peak
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
-from .clash import find_clash, with_memory
+from .clash import find_clash, size_of, with_memory
 from .constraints import Constraints
 from .draft import Draft
 from .frame import Frame
@@ -243,8 +243,8 @@ class _Search:
         least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
         return PlanError(
             f"{self.facts.graph.name} with a batch of {self.facts.graph.batch} does not fit: the leanest plan that was "
-            f"found needs {least / 2**30:.2f} GiB on a device, and there are "
-            f"{(self.limit - self.reserve) / 2**30:.2f} GiB; use more devices, a smaller batch or a larger memory="
+            f"found needs {size_of(least)} on a device, and there are {size_of(self.limit - self.reserve)}; use more "
+            "devices, a smaller batch or a larger memory="
         )
 
 

@@ -20,7 +20,7 @@ from .constraints import Constraint, Constraints, Memory, NamedAxis, Recompute, 
 from .frame import Frame
 from .limits import sizes_of
 
-SECONDS = 20.0
+SECONDS = 60.0
 """How long to look for what can be left out."""
 
 
@@ -106,11 +106,13 @@ def find_clash(
         found = least(items, enough=limit)
         return found > limit or found == math.inf
 
-    left = constraints.items
-    if not clashes(left):
-        return None
+    left = tuple(item for item in constraints.items if not isinstance(item, Memory))
+    if not clashes(left):  # else memory has no part in it, and checks are quick
+        left = constraints.items
+        if not clashes(left):
+            return None
     smallest = True
-    for item in constraints.items:
+    for item in left:
         if time.monotonic() - began > seconds:
             smallest = False
             break

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from ..cluster import Cluster
@@ -16,7 +17,7 @@ from .kinds import Kinds
 from .limits import Limits
 from .meshes import Candidate, candidates, name_axes
 from .recompute import faults_of, layers_of, prefixes
-from .search import Problem, least_memory
+from .search import Factor, Problem, least_memory
 from .skeleton import Skeleton
 from .spaces import Spaces
 from .tables import Tables
@@ -79,7 +80,7 @@ class Frame:
     def problem(self, tables: Tables, limit: float) -> Problem:
         return Problem(
             sizes=tables.sizes,
-            factors=tables.factors,
+            factors=merged(tables.factors) if self.limits.together else tables.factors,
             blocks=tables.blocks,
             phases=phases(self.cluster.overlap, self.training.accumulate),
             memory=memory(),
@@ -100,6 +101,14 @@ class Frame:
     def _least(self, skeleton: Skeleton, candidate: Candidate) -> float:
         tables = self.tables(skeleton, candidate)
         return least_memory(self.problem(tables, math.inf)) if tables is not None else math.inf
+
+
+def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+    """Factors of one table over the same variables as one, with so many times the numbers."""
+    counts = Counter((factor.variables, id(factor.table)) for factor in factors)
+    tables = {id(factor.table): factor.table for factor in factors}
+    scaled = {(at, count): tables[at] * count if count > 1 else tables[at] for (_, at), count in counts.items()}
+    return tuple(Factor(variables, scaled[at, count]) for (variables, at), count in counts.items())
 
 
 def recomputable(facts: Analysis) -> dict[str, tuple[frozenset[str], ...]]:

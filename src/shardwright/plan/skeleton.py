@@ -130,7 +130,8 @@ class Entry(NamedTuple):
 class Skeleton:
     """The variables and entries of one graph.
 
-    `together` names groups of ops that are split in the same way: those of one kind in a group are one variable.
+    `together` names groups of ops that are split in the same way: those of one kind in a group are one variable, and
+    so are hubs between such ops, and the layers that they are in. Then several entries may be over the same variables.
     """
 
     def __init__(self, kinds: Kinds, layers: Ways | None = None, together: Mapping[str, str] | None = None) -> None:
@@ -149,6 +150,7 @@ class Skeleton:
         self._where: dict[str, tuple[int, Region, str | None]] = {}
         self._ways: dict[int, Sequence[frozenset[str]]] = {}
         self._groups: dict[str, dict[int, int]] = {}
+        self._shared_hubs: dict[Hashable, int] = {}
         self.sinks = frozenset(self.graph.sinks())
         self._build()
 
@@ -250,7 +252,13 @@ class Skeleton:
         region = tuple(
             at if same and all(other[way] == at for _, other, _ in places) else -1 for way, at in enumerate(region)
         )
-        return Side(End("hub", kind), self._variable("hub", kind, block), layer, region, path=made.path)
+        key: Hashable = (kind, made.variable, tuple(self.ops[user.name] for user, _ in users), layer, region)
+        if made.reader not in self.together or not all(user.name in self.together for user, _ in users):
+            key = made.reader, made.end.at
+        variable = self._shared_hubs.get(key)
+        if variable is None:
+            variable = self._shared_hubs[key] = self._variable("hub", kind, block)
+        return Side(End("hub", kind), variable, layer, region, path=made.path)
 
     def _edge(self, name: str, a: Side, b: Side, *, kept: bool, held: bool) -> None:
         value = self.graph.values[name]
