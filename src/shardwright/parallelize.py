@@ -26,6 +26,7 @@ from .ir import Graph
 from .parts import Parts, replace_parts
 from .plan import Plan
 from .plan.auto import Progress, Wishes
+from .plan.constraints import Constraints, ConstraintsLike, read_constraints
 from .planning import PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
 from .probe import probing
 from .rules import analyse
@@ -45,6 +46,7 @@ def parallelize(
     plan: PlanLike = "auto",
     cluster: str | Path = "auto",
     memory: str | float | None = None,
+    constraints: ConstraintsLike | None = None,
     inputs: Mode = "same",
     outputs: Outputs = "all",
     accumulate: int = 1,
@@ -63,6 +65,7 @@ def parallelize(
     cluster     what "auto" plans for: the name of a cluster ("8xA100-80GB"), the path of a cluster file (written by
                 shardwright calibrate), or "auto": the devices of this run as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
+    constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
     inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
                 group its rows), "gather" (each rank its rows).
     outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
@@ -82,12 +85,14 @@ def parallelize(
     if parts is not None:
         if example is not None:
             raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
+        if constraints is not None:
+            raise InputError("constraints are for the search over a whole model; leave parts or constraints out")
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
-    setting = None
+    setting, asked = None, read_asked(constraints, model, plan)
     if plan == "auto" or cluster != "auto":
         found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-        training, wishes = training_of(optimizer, accumulate), Wishes(memory=read_bytes(memory))
+        training, wishes = training_of(optimizer, accumulate), Wishes(memory=read_bytes(memory), constraints=asked)
         setting = Setting(cluster=found, training=training, wishes=wishes, rows=inputs == "rows")
     compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs)
     find_opaque(compiler.skeleton, opaque)
@@ -111,14 +116,16 @@ def _check(inputs: str, outputs: str, accumulate: int) -> None:
 
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
-    memory: str | float | None = None, optimizer: str = "adamw", precision: str | None = None, accumulate: int = 1,
-    inputs: Mode = "same", outputs: Outputs = "all", opaque: How = "marked", seconds: float | None = None,
+    memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
+    precision: str | None = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
+    opaque: How = "marked", seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
 
     cluster     a name such as "8xA100-80GB", the path of a cluster file, or a number of CPU processes
     memory      how much of a device's memory it may use, such as "70GiB"; without it, what the device has
+    constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   "bfloat16" or "float16" if the model is trained in it (autocast); None: as it is written
     seconds     how long "auto" searches at most; the plan says if that was not enough
@@ -129,7 +136,7 @@ def plan(
     made, _ = planned(
         model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
         precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
-        progress=progress,
+        constraints=constraints, progress=progress,
     )  # fmt: skip
     return made
 
@@ -138,7 +145,7 @@ def planned(
     model: nn.Module, *, example: Any, plan: PlanLike, cluster: str | Path | int, size: int | None = None,
     entry: str = "train", memory: str | float | None, optimizer: str, precision: str | None, accumulate: int,
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
-    stop: Callable[[], bool] | None = None,
+    constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
 ) -> tuple[Plan, Graph]:  # fmt: skip
     """A plan as `plan` makes it, and the graph that it is for.
 
@@ -151,7 +158,10 @@ def planned(
     setting = Setting(
         cluster=cluster_for(cluster, count),
         training=Training(optimizer=optimizer, compute=precision, accumulate=accumulate),
-        wishes=Wishes(memory=read_bytes(memory), seconds=math.inf if seconds is None else seconds, stop=stop),
+        wishes=Wishes(
+            memory=read_bytes(memory), constraints=read_asked(constraints, model, plan), stop=stop,
+            seconds=math.inf if seconds is None else seconds,
+        ),
         rows=inputs == "rows",
         progress=progress,
     )
@@ -164,6 +174,14 @@ def captured_graph(model: nn.Module, example: Any, *, entry: str | None = None, 
     skeleton = find_opaque(skeleton_of(model), opaque)
     held = entry or ("train" if model.training else "eval")
     return capture(skeleton, args, kwargs, entry=held, real=lambda: (model, args, kwargs))
+
+
+def read_asked(constraints: ConstraintsLike | None, model: nn.Module, plan: PlanLike) -> Constraints:
+    """Constraints on the search of a plan for a model."""
+    if constraints is not None and plan != "auto":
+        raise InputError(f'constraints are for plan="auto", which searches; plan={plan!r} says what to do')
+    modules = model.named_modules(remove_duplicate=False)
+    return read_constraints(constraints, {path: type(module).__name__ for path, module in modules})
 
 
 def read_bytes(text: str | float | None) -> float | None:

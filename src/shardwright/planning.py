@@ -23,7 +23,7 @@ from .plan.auto import Found, Progress, Wishes, extend, search
 from .plan.plan import load as load_plan
 from .plan.price import price
 from .plan.recompute import faults_of, module_paths
-from .plan.rows import replica_axes
+from .plan.rows import is_replica, replica_axes
 from .rules import Analysis
 from .runtime.world import World
 
@@ -64,6 +64,9 @@ def find_plan(facts: Analysis, world: int, setting: Setting) -> Found:
     if setting.cluster.size < world:
         raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
     wishes = replace(setting.wishes, data_only=setting.rows)
+    strange = [name for name in wishes.constraints.axes if setting.rows and not is_replica(name)]
+    if strange:
+        raise PlanError(f'with inputs="rows" every axis splits the batch and is called dp, not {", ".join(strange)}')
     with without_collection():
         found = search(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
         return replace(found, plan=priced(found.plan, facts, setting, found))

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["clusters.md", "constraints.md", "cost-model.md", "control_flow_and_opaque.md", "experts.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["clusters.md", "cost-model.md", "control_flow_and_opaque.md", "experts.md", "planning.md"])
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own cond says it
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

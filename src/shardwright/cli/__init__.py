@@ -63,6 +63,7 @@ def make_parser() -> ArgumentParser:
     _model_arguments(plan)
     _plan_arguments(plan)
     plan.add_argument("--full", action="store_true", help="show every op, parameter and collective too")
+    plan.add_argument("--constraints", type=Path, help="what --plan auto has to keep to: a YAML file")
     plan.add_argument("-o", "--output", type=Path, help="where to write the plan (JSON); without it, it is only shown")
     commands.add_subcommand("plan", plan, help="make a plan and show it")
 
@@ -158,7 +159,7 @@ def run_plan(asked: Namespace, console: Console) -> int:
         made, graph = planned(
             module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
             optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
-            outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, progress=watching, stop=watching.stopped,
+            outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, constraints=asked.constraints, progress=watching, stop=watching.stopped,
         )  # fmt: skip
     console.print(explain(made, graph) if asked.full else explain(made))
     if asked.outputs is None and outputs == "scalars":

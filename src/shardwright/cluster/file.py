@@ -51,7 +51,7 @@ def find(text: str | Path) -> Cluster:
 def load(path: str | Path) -> Cluster:
     """The cluster in a YAML file."""
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=StrictLoader)
     except OSError as error:
         raise ClusterError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -68,7 +68,7 @@ def save(cluster: Cluster, path: str | Path) -> None:
     Path(path).write_text(HEADER + text, encoding="utf-8")
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
     """Plain data only, and no key twice: YAML would keep the last without a word."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,20 @@ from ..cluster import Cluster
 from ..cost import Training, flops, habits_of, is_product
 from ..cost.moves import Moves
 from ..cost.peak import peak
-from ..cost.resources import memory, phases
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
+from .clash import find_clash, size_of, with_memory
+from .constraints import Constraints
 from .draft import Draft
+from .frame import Frame
 from .homes import Storing
 from .kinds import Kinds
-from .meshes import Candidate, candidates, left_out
+from .limits import Limits, bind
+from .meshes import NAMES, Candidate, left_out
 from .outcomes import outcomes
 from .plan import Plan
-from .recompute import faults_of, layers_of, prefixes
-from .search import Problem, Solution, relax, solve
+from .search import Solution, relax, solve
 from .skeleton import Skeleton
 from .spaces import Spaces
 from .tables import Tables
@@ -57,6 +58,7 @@ class Wishes:
     slack         what another mesh must be better by, relatively, to be worth a look
     data_only     every axis splits the batch
     stop          says when to end the search with the best so far
+    constraints   what has to be kept to
     """
 
     memory: float | None = None
@@ -66,6 +68,7 @@ class Wishes:
     slack: float = 0.005
     data_only: bool = False
     stop: Callable[[], bool] | None = None
+    constraints: Constraints = field(default_factory=Constraints)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,41 +121,45 @@ def search(
     progress: Progress | None = None,
 ) -> Found:
     """The best plan for a graph on a cluster."""
-    return _Search(facts, cluster, training, wishes or Wishes(), progress or (lambda what, best: None)).run(size)
+    return _Search(facts, cluster, training, wishes or Wishes(), size, progress or (lambda what, best: None)).run()
 
 
 class _Search:
     """One search. What it learns on one mesh (`hints`, `reserve`) helps on the next."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: Training, wishes: Wishes, progress: Progress
+        self, facts: Analysis, cluster: Cluster, training: Training, wishes: Wishes, size: int | None, told: Progress
     ) -> None:
-        self.facts, self.cluster, self.training, self.wishes, self.progress = facts, cluster, training, wishes, progress
-        self.began = time.monotonic()
-        self.limit = wishes.memory if wishes.memory is not None else cluster.memory * (1.0 - training.margin)
+        self.facts, self.cluster, self.training, self.wishes, self.progress = facts, cluster, training, wishes, told
+        self.size, self.began = size, time.monotonic()
+        self.constraints = with_memory(wishes.constraints, wishes.memory, cluster, training)
+        self.frame = self._frame(self.constraints)
+        self.limit = self.frame.limits.memory
         self.reserve = 0.0  # bytes that come and go, which sums of what is kept do not see
         self.hints: dict[bool, np.ndarray] = {}
-        self.kinds = Kinds(facts, training)
-        self.plain = Skeleton(self.kinds)
         self.best: Looked | None = None
 
-    @cached_property
-    def recomputing(self) -> Skeleton:
-        return Skeleton(self.kinds, recomputable(self.facts) if self.wishes.recompute else {})
+    def _frame(self, constraints: Constraints) -> Frame:
+        wishes, limits = self.wishes, bind(constraints, self.facts)
+        return Frame(
+            self.facts, self.cluster, self.training, limits,
+            size=self.size, rows=wishes.data_only, recompute=wishes.recompute,
+        )  # fmt: skip
 
     def late(self) -> bool:
         told = self.wishes.stop is not None and self.wishes.stop()
         return told or time.monotonic() - self.began > self.wishes.seconds
 
-    def run(self, size: int | None) -> Found:
+    def run(self) -> Found:
         looked: list[Looked] = []
         stopped = False
-        for candidate in candidates(self.cluster, size, data_only=self.wishes.data_only):
-            tables = make_tables(self.plain, self.cluster, candidate, self.wishes.data_only)
-            bound = relax(_problem(tables, self.cluster, math.inf))
-            looked.append(Looked(candidate=candidate, bound=bound, plain=tables, tables=tables))
+        for candidate in self.frame.candidates():
+            tables = self.frame.tables(self.frame.plain, candidate)
+            bound = relax(self.frame.problem(tables, math.inf)) if tables is not None else math.inf
+            if tables is not None and bound < math.inf:
+                looked.append(Looked(candidate=candidate, bound=bound, plain=tables, tables=tables))
             self.progress(f"bounded {candidate}", math.inf)
-            if self.late():
+            if self.late() and looked:
                 stopped = True
                 break
         for at in sorted(range(len(looked)), key=lambda at: looked[at].bound):
@@ -164,8 +171,8 @@ class _Search:
             looked[at] = self._fit(looked[at])
             self.progress(f"solved {looked[at].candidate}", self.best.time if self.best is not None else math.inf)
         if self.best is None:
-            raise _nothing_fits(self.facts, looked, self.limit - self.reserve)
-        return self._found(self.best, looked, stopped, left_out(self.cluster, size))
+            raise self._nothing_fits(looked)
+        return self._found(self.best, looked, stopped, left_out(self.cluster, self.size))
 
     @property
     def upper(self) -> float:
@@ -202,11 +209,12 @@ class _Search:
             solution = self._solved(looked.plain, limit, upper, False)
             looked = replace(looked, tables=looked.plain, solution=solution)
             short = solution.states is None or solution.time > looked.bound * (1 + self.wishes.aim)
-            if not short or not self.recomputing.layers:
+            if not short or not self.frame.may_recompute:
                 return looked
             upper = min(upper, solution.time)
-        spaces, storing = looked.plain.spaces, looked.plain.storing
-        tables = looked.again or Tables(self.recomputing, spaces, storing, looked.plain.rows, like=looked.plain)
+        tables = looked.again or self.frame.tables(self.frame.recomputing, looked.candidate, like=looked.plain)
+        if tables is None:
+            return looked
         again = self._solved(tables, limit, upper, True)
         if solution is not None and solution.states is not None and not again.time < solution.time:
             lower = min(solution.bound, again.bound)
@@ -214,7 +222,7 @@ class _Search:
         return replace(looked, tables=tables, again=tables, solution=again)
 
     def _solved(self, tables: Tables, limit: float, upper: float, recompute: bool) -> Solution:
-        problem, hint = _problem(tables, self.cluster, limit), self.hints.get(recompute)
+        problem, hint = self.frame.problem(tables, limit), self.hints.get(recompute)
         found = solve(problem, upper=upper, stop=self.late, aim=self.wishes.aim, hint=hint)
         if found.multipliers is not None:
             self.hints[recompute] = found.multipliers
@@ -224,7 +232,7 @@ class _Search:
         assert best.solution is not None
         bound = min(one.solution.bound if one.solution is not None else one.bound for one in looked)
         said = dict.fromkeys((*notes, *(note for one in looked for note in one.tables.spaces.left_out())))
-        plan = _plan(self.facts, self.cluster, best)
+        plan = _plan(self.facts, self.cluster, best, self.wishes.constraints)
         return Found(
             plan=replace(plan, notes=(*plan.notes, *(f"the search: {note}" for note in said))),
             best=best,
@@ -233,6 +241,18 @@ class _Search:
             limit=self.limit - self.reserve,
             seconds=time.monotonic() - self.began,
             stopped=stopped or best.solution.stopped,
+        )
+
+    def _nothing_fits(self, looked: Sequence[Looked]) -> PlanError:
+        """Say what clashes, or if the model alone does not fit, how far it is from it."""
+        found = find_clash(self.constraints, self._frame, self.reserve)
+        if found is not None and any(item in self.wishes.constraints.items for item in found.items):
+            return PlanError(str(found))
+        least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
+        return PlanError(
+            f"{self.facts.graph.name} with a batch of {self.facts.graph.batch} does not fit: the leanest plan that was "
+            f"found needs {size_of(least)} on a device, and there are {size_of(self.limit - self.reserve)}; use more "
+            "devices, a smaller batch or a larger memory="
         )
 
 
@@ -248,56 +268,15 @@ def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) ->
     kinds = Kinds(facts, training, {**allowed, **plan.storage})
     spaces = Spaces(kinds, Moves(plan.mesh, cluster), allowed=allowed)
     tables = Tables(Skeleton(kinds), spaces, Storing(spaces, fixed=plan.storage))
-    solution = solve(_problem(tables, cluster, math.inf))
+    solution = solve(Frame(facts, cluster, training, Limits()).problem(tables, math.inf))
     assert solution.states is not None
     draft = Draft(facts.graph, plan.mesh, facts)
     draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
     return draft.finish(plan.policy, plan.cluster, settle=False)
 
 
-def make_tables(skeleton: Skeleton, cluster: Cluster, candidate: Candidate, rows: bool = False) -> Tables:
-    """The problem of one mesh."""
-    spaces = Spaces(skeleton.kinds, Moves(candidate.mesh, cluster), data=candidate.data)
-    return Tables(skeleton, spaces, Storing(spaces), candidate.data if rows else ())
-
-
-def recomputable(facts: Analysis) -> dict[str, tuple[frozenset[str], ...]]:
-    """The repeated layers of a model, and the ways to recompute each.
-
-    Not at all; its parts that have no products, which are cheap to run again; one of those that have; all its parts,
-    each by itself; and the layer as a whole, of which only what enters it is kept.
-    """
-    graph = facts.graph
-    layers = {layer: dict[str, bool]() for layer in layers_of(graph) if not faults_of(graph, layer)}
-    for op in graph.ops:
-        layer = next((path for path in prefixes(op.module_path) if path in layers), None)
-        if layer is not None:
-            part = op.module_path[len(layer) + 1 :].split(".")[0]
-            if part:
-                path, product = f"{layer}.{part}", is_product(facts.signatures[op.name])
-                layers[layer][path] = layers[layer].get(path, False) or product
-    found = {}
-    for layer, parts in layers.items():
-        cheap = frozenset(path for path, product in parts.items() if not product)
-        dear = [path for path, product in parts.items() if product][:3]
-        ways = [frozenset[str](), cheap, *(frozenset([path]) for path in dear), frozenset(parts), frozenset([layer])]
-        found[layer] = tuple(dict.fromkeys(ways))
-    return found
-
-
-def _problem(tables: Tables, cluster: Cluster, limit: float) -> Problem:
-    return Problem(
-        sizes=tables.sizes,
-        factors=tables.factors,
-        blocks=tables.blocks,
-        phases=phases(cluster.overlap, tables.training.accumulate),
-        memory=memory(),
-        limit=limit,
-    )
-
-
-def _plan(facts: Analysis, cluster: Cluster, best: Looked) -> Plan:
-    """The plan of a solution, with axes named for what they do."""
+def _plan(facts: Analysis, cluster: Cluster, best: Looked, constraints: Constraints) -> Plan:
+    """The plan of a solution, with axes named for what they do, unless somebody has named them."""
     assert best.solution is not None and best.solution.states is not None
     states, tables = best.solution.states, best.tables
     choices, storage = tables.choices(states), tables.storage(states)
@@ -311,13 +290,20 @@ def _plan(facts: Analysis, cluster: Cluster, best: Looked) -> Plan:
             draft.storage.setdefault(key, {})[names[axis]] = level
     for path in tables.recompute(states):
         draft.recompute(path)
+    for item in constraints.items:
+        draft.note(f"keeps to {item.said}")
     return draft.finish("auto", str(cluster), settle=False)
 
 
 def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """dp for an axis that splits mostly the batch, ep if it splits experts, else tp; numbered if there are several."""
-    found: dict[str, str] = {}
+    """dp for an axis that splits mostly the batch, ep if it splits experts, else tp; numbered if there are several.
+
+    Axes that somebody has named keep their names.
+    """
+    found = {name: name for name in mesh.names if name not in NAMES}
     for axis in mesh.axes:
+        if axis.name in found:
+            continue
         work = {"dp": 1e-9, "tp": 0.0}
         experts = False
         for name, choice in choices.items():
@@ -330,18 +316,9 @@ def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, s
             weight = flops(signature) if is_product(signature) else 1e-6
             work["dp" if role.atom in facts.batch else "tp"] += weight
         kind = "ep" if experts else max(work, key=lambda name: work[name])
-        taken = [name for name in found.values() if name.rstrip("23") == kind]
-        found[axis.name] = kind if not taken else f"{kind}{len(taken) + 1}"
+        numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))
+        found[axis.name] = next(name for name in numbered if name not in found.values())
     return found
-
-
-def _nothing_fits(facts: Analysis, looked: Sequence[Looked], limit: float) -> PlanError:
-    least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
-    return PlanError(
-        f"{facts.graph.name} with a batch of {facts.graph.batch} does not fit: the leanest plan that was found needs "
-        f"{least / 2**30:.2f} GiB on a device, and there are {limit / 2**30:.2f} GiB; use more devices, a smaller "
-        "batch or a larger memory="
-    )
 
 
 __all__ = ["Found", "Looked", "Wishes", "search"]

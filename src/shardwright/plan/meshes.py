@@ -13,11 +13,13 @@ axes spans two nodes at most: lossy pruning, since two axes that both span many 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 from ..cluster import Cluster
 from ..layout import Axis, Mesh
+from .constraints import NamedAxis
 
 NAMES = ("x", "y", "z")
 
@@ -62,6 +64,43 @@ def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
         yield "of meshes with three axes only those were looked at whose first lies between nodes and splits the batch"
     elif three:
         yield "meshes with three axes were not looked at"
+
+
+def name_axes(
+    base: Sequence[Candidate], asked: Mapping[str, Sequence[NamedAxis]], cluster: Cluster, data_only: bool = False
+) -> Iterator[Candidate]:
+    """Meshes that have axes of some names, and what is asked of those: the given ones, and all with just these axes."""
+    if not asked:
+        yield from base
+        return
+    size = base[0].mesh.size
+    order = sorted(asked, key=lambda name: not any(one.data for one in asked[name]))  # copies outside if all is equal
+    known = {tuple(axis.size for axis in held.mesh.axes): held.data for held in base}
+    seen: set[tuple[Axis, ...]] = set()
+    for sizes in dict.fromkeys([*known, *_products(size, len(asked))]):
+        for places in permutations(range(len(sizes)), len(asked)):
+            given = dict(zip(places, order, strict=True))
+            names = [given.get(at, NAMES[at]) for at in range(len(sizes))]
+            mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in zip(names, sizes, strict=True)))
+            if mesh.axes not in seen and all(_fits(one, mesh, cluster) for held in asked.values() for one in held):
+                seen.add(mesh.axes)
+                data = {one.name for held in asked.values() for one in held if one.data} | set(known.get(sizes, ()))
+                yield Candidate(mesh, tuple(mesh.names) if data_only else tuple(n for n in mesh.names if n in data))
+
+
+def _fits(asked: NamedAxis, mesh: Mesh, cluster: Cluster) -> bool:
+    if asked.size is not None and mesh.sizes[asked.name] != asked.size:
+        return False
+    return not asked.inside or all(len(span.ranks) == 1 for span in cluster.spans(mesh, (asked.name,)))
+
+
+def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as so many factors of 2 or more, in any order."""
+    if count == 1 and number > 1:
+        yield (number,)
+    for part in _divisors(number) if count > 1 else ():
+        if part > 1:
+            yield from ((part, *rest) for rest in _products(number // part, count - 1))
 
 
 def _candidate(sizes: tuple[int, ...], data_only: bool) -> Candidate:

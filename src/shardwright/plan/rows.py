@@ -11,7 +11,12 @@ from .strings import REPLICAS
 
 def replica_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes that split the batch: those named dp (dp2, ...), ep, or by a ZeRO level."""
-    return tuple(axis.name for axis in mesh.axes if axis.name in REPLICAS or axis.name.startswith("dp"))
+    return tuple(axis.name for axis in mesh.axes if is_replica(axis.name))
+
+
+def is_replica(name: str) -> bool:
+    """Whether an axis of this name splits the batch."""
+    return name in REPLICAS or name.startswith("dp")
 
 
 def rows_layout(facts: Analysis, mesh: Mesh, axes: Sequence[str], name: str) -> Layout:

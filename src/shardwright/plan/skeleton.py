@@ -15,11 +15,11 @@ Equal layers have equal tables: an entry names its table by a number, and `table
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..ir import Op, Parameter
+from ..ir import Graph, Op, Parameter
 from .kinds import Kinds, block_of, shares
 from .recompute import prefixes
 
@@ -28,6 +28,20 @@ Region = tuple[int, ...]
 
 Ways = Mapping[str, Sequence[frozenset[str]]]
 """For each layer the ways to recompute it: sets of module paths."""
+
+
+def alike(graph: Graph, together: Mapping[str, str], layers: Iterable[str]) -> dict[str, str]:
+    """For each layer the first of those with which it has ops together: they are recomputed in the same way."""
+    found = {layer: layer for layer in layers}
+    heads: dict[str, str] = {}
+    for op in graph.ops if together and found else ():
+        layer = next((path for path in prefixes(op.module_path) if path in found), None)
+        if layer is None or op.name not in together:
+            continue
+        old, new = found[layer], found[heads.setdefault(together[op.name], layer)]
+        if old != new:
+            found |= {path: new for path, head in found.items() if head == old}
+    return found
 
 
 class End(NamedTuple):
@@ -39,13 +53,14 @@ class End(NamedTuple):
 
 
 class Side(NamedTuple):
-    """An end in the graph: its variable (-1: none), its layer's variable, and its region in each way."""
+    """An end in the graph: its variable (-1: none), its layer and that one's variable, its region in each way."""
 
     end: End
     variable: int
     layer: int = -1
     region: Region = ()
     reader: str = ""
+    path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ class EdgeTable:
     kept: bool
     held: bool
     ways: tuple[str, ...] = ()
+    same: bool = False  # both ends are one variable
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,15 @@ class UseTable:
     value: str = field(compare=False)
 
 
-Table = OpTable | EdgeTable | HomeTable | UseTable
+@dataclass(frozen=True)
+class SameTable:
+    """Ops of two kinds that are split in the same way."""
+
+    kind: int
+    other: int
+
+
+Table = OpTable | EdgeTable | HomeTable | UseTable | SameTable
 
 
 class Variable(NamedTuple):
@@ -103,11 +127,15 @@ class Entry(NamedTuple):
 
 
 class Skeleton:
-    """The variables and entries of one graph."""
+    """The variables and entries of one graph.
 
-    def __init__(self, kinds: Kinds, layers: Ways | None = None) -> None:
+    `together` names groups of ops that are split in the same way: those of one kind in a group are one variable, and
+    so are hubs between such ops, and the layers that they are in. Then several entries may be over the same variables.
+    """
+
+    def __init__(self, kinds: Kinds, layers: Ways | None = None, together: Mapping[str, str] | None = None) -> None:
         self.kinds, self.facts, self.graph = kinds, kinds.facts, kinds.graph
-        self.layers = layers or {}
+        self.layers, self.together = layers or {}, together or {}
         self.variables: list[Variable] = []
         self.entries: list[Entry] = []
         self.tables: dict[Table, int] = {}
@@ -118,8 +146,10 @@ class Skeleton:
         self.hub_kinds: dict[tuple[End, ...], int] = {}
         self.home_kinds: dict[Hashable, int] = {}
         self.home_firsts: list[Parameter] = []
-        self._where: dict[str, tuple[int, Region]] = {}
+        self._where: dict[str, tuple[int, Region, str | None]] = {}
         self._ways: dict[int, Sequence[frozenset[str]]] = {}
+        self._groups: dict[str, dict[int, int]] = {}
+        self._shared_hubs: dict[Hashable, int] = {}
         self.sinks = frozenset(self.graph.sinks())
         self._build()
 
@@ -127,8 +157,19 @@ class Skeleton:
         self.variables.append(Variable(what, kind, block))
         return len(self.variables) - 1
 
+    def _op_variable(self, op: Op, block: int) -> int:
+        kind, group = self.kinds.of[op.name], self.together.get(op.name)
+        known = self._groups.setdefault(group, {}) if group is not None else {}
+        if kind not in known:
+            first = next(iter(known.items()), None)
+            known[kind] = self._variable("op", kind, block)
+            if first is not None:
+                self._add((first[1], known[kind]), SameTable(first[0], kind), op.name)
+        return known[kind]
+
     def _build(self) -> None:
         blocks: dict[str, int] = {}
+        heads = alike(self.graph, self.together, self.layers)
         number, last = 0, ""
         for op in self.kinds.live:
             block = block_of(op.module_path)
@@ -137,9 +178,11 @@ class Skeleton:
             blocks[op.name] = number
             path = next((held for held in prefixes(op.module_path) if held in self.layers), None)
             if path is not None and path not in self.recomputed:
-                self.recomputed[path] = self._variable("layer", len(self.layers[path]), number)
-                self._ways[self.recomputed[path]] = self.layers[path]
-            self.ops[op.name] = self._variable("op", self.kinds.of[op.name], number)
+                known = self.recomputed.get(heads[path])
+                fresh = self._variable("layer", len(self.layers[path]), number) if known is None else known
+                self.recomputed[heads[path]] = self.recomputed[path] = fresh
+                self._ways[fresh] = self.layers[path]
+            self.ops[op.name] = self._op_variable(op, number)
             self._where[op.name] = self._place(op, path)
         for op in self.kinds.live:
             self._add_op(op)
@@ -148,20 +191,20 @@ class Skeleton:
         for parameter in self.graph.parameters:
             self._add_parameter(parameter, blocks)
 
-    def _place(self, op: Op, path: str | None) -> tuple[int, Region]:
-        """The variable of the layer that an op is in, and its regions."""
+    def _place(self, op: Op, path: str | None) -> tuple[int, Region, str | None]:
+        """The variable of the layer that an op is in, its regions, and the layer."""
         if path is None:
-            return -1, ()
+            return -1, (), None
         ways, above = self.layers[path], set(prefixes(op.module_path))
         every = sorted({held for way in ways for held in way})
         region = tuple(next((every.index(held) for held in way if held in above), -1) for way in ways)
-        return self.recomputed[path], region
+        return self.recomputed[path], region, path
 
     def _add(self, variables: tuple[int, ...], table: Table, name: str, reader: str = "") -> None:
         self.entries.append(Entry(variables, self.tables.setdefault(table, len(self.tables)), name, reader))
 
     def _add_op(self, op: Op) -> None:
-        layer, region = self._where[op.name]
+        layer, region, _ = self._where[op.name]
         variable, kind = self.ops[op.name], self.kinds.of[op.name]
         if layer < 0:
             self._add((variable,), OpTable(kind, op.region is not None), op.name)
@@ -169,8 +212,8 @@ class Skeleton:
             self._add((variable, layer), OpTable(kind, op.region is not None, region), op.name)
 
     def _side(self, op: Op, what: Literal["out", "in"], at: int) -> Side:
-        layer, region = self._where[op.name]
-        return Side(End(what, self.kinds.of[op.name], at), self.ops[op.name], layer, region, op.name)
+        layer, region, path = self._where[op.name]
+        return Side(End(what, self.kinds.of[op.name], at), self.ops[op.name], layer, region, op.name, path)
 
     def _add_value(self, op: Op, at: int, block: int) -> None:
         name = op.outputs[at]
@@ -181,7 +224,7 @@ class Skeleton:
         kinds = self.kinds
         made = self._side(op, "out", at)
         held = kinds.keeps(kinds.of[op.name])[1][at] or shares(op)  # its storage is charged elsewhere
-        apart = bool(self.layers) and any(self._where[user.name][0] != made.layer for user, _ in users)
+        apart = bool(self.layers) and any(self._where[user.name][2] != made.path for user, _ in users)
         out = Side(End("leaving", len(self.graph.values[name].shape)), -1)
         if not users:
             self._edge(name, made, out, kept=False, held=held)
@@ -204,18 +247,25 @@ class Skeleton:
         kind = self.hub_kinds.setdefault(ends, len(self.hub_kinds))
         layer, region = made.layer, made.region
         places = [self._where[user.name] for user, _ in users]
-        same = all(held == layer for held, _ in places)
+        same = all(path == made.path for _, _, path in places)
         region = tuple(
-            at if same and all(other[way] == at for _, other in places) else -1 for way, at in enumerate(region)
+            at if same and all(other[way] == at for _, other, _ in places) else -1 for way, at in enumerate(region)
         )
-        return Side(End("hub", kind), self._variable("hub", kind, block), layer, region)
+        key: Hashable = (kind, made.variable, tuple(self.ops[user.name] for user, _ in users), layer, region)
+        if made.reader not in self.together or not all(user.name in self.together for user, _ in users):
+            key = made.reader, made.end.at
+        variable = self._shared_hubs.get(key)
+        if variable is None:
+            variable = self._shared_hubs[key] = self._variable("hub", kind, block)
+        return Side(End("hub", kind), variable, layer, region, path=made.path)
 
     def _edge(self, name: str, a: Side, b: Side, *, kept: bool, held: bool) -> None:
         value = self.graph.values[name]
-        ends = (a.variable,) if b.variable < 0 else (a.variable, b.variable)
+        same = a.variable == b.variable
+        ends = (a.variable,) if b.variable < 0 or same else (a.variable, b.variable)
         layer, ways = self._ways_of(a, b)
         size = (value.shape, value.dtype, value.gradient)
-        table = EdgeTable(size, name, a.end, b.end, kept, held, ways)
+        table = EdgeTable(size, name, a.end, b.end, kept, held, ways, same)
         self._add((*ends, layer) if ways else ends, table, name, b.reader)
 
     def _ways_of(self, a: Side, b: Side) -> tuple[int, tuple[str, ...]]:
@@ -227,7 +277,8 @@ class Skeleton:
         for way in range(len(self._ways[layer])):
             start = a.region[way] if a.layer == layer else -1
             goal = b.region[way] if b.layer == layer else -1
-            found.append("again" if start == goal >= 0 else "enters" if goal >= 0 else "plain")
+            inside = start == goal >= 0 and a.path == b.path
+            found.append("again" if inside else "enters" if goal >= 0 else "plain")
         return (layer, tuple(found)) if set(found) != {"plain"} else (-1, ())
 
     def _add_parameter(self, parameter: Parameter, blocks: Mapping[str, int]) -> None:

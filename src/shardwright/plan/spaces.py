@@ -12,7 +12,7 @@ label without a parameter) or on one of the `MOST` labels of parameters that hav
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -28,6 +28,7 @@ from ..errors import PlanError
 from ..ir import Op
 from ..layout import Axis, Layout
 from ..rules import FAN, ROWS, Role, Signature
+from .constraints import Demand
 from .kinds import Kinds, block_of
 
 MOST = 2
@@ -60,18 +61,21 @@ class Spaces:
         fixed: Mapping[str, Mapping[str, str]] | None = None,
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
         free: Collection[str] = (),
+        demands: Mapping[str, Sequence[Demand]] | None = None,
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
         `free`: ops that may do all they can, without pruning, beside what is fixed.
 
-        `allowed`: for some ops on some axes the choices that people allow ("" is whole). What is said of ops in
-        these has to be known to `kinds` too.
+        `allowed`: for some ops on some axes the choices that are looked at, if there are such ("" is whole).
+        `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these has to be
+        known to `kinds` too.
         """
         self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
         self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
         self.free = frozenset(free)
+        self.demands = demands or {}
         self._known: dict[int, Space] = {}
 
     def of(self, kind: int) -> Space:
@@ -86,7 +90,9 @@ class Spaces:
             return roles
         owned, work = self.kinds.owned, self.kinds.work.get(block_of(signature.op.module_path), {})
         ranked = sorted((role for role in roles if role.atom in owned), key=lambda role: -work.get(role.atom, 0.0))
-        return tuple(role for role in roles if role.atom not in owned or role in ranked[:MOST])
+        asked = {pick for demand in self.demands.get(signature.op.name, ()) for pick in demand.picks}
+        kept = [*ranked[:MOST], *(role for role in ranked if role.name in asked)]
+        return tuple(role for role in roles if role.atom not in owned or role in kept)
 
     def _roles_of(self, op: Op, signature: Signature) -> tuple[Role, ...]:
         return signature.roles if op.name in self.free else self._roles(signature)
@@ -151,9 +157,12 @@ class Spaces:
                 return
         lists = [self._on(op, signature, axis) for axis in self.mesh.axes]
         roles = {role.name: role for role in signature.roles}
+        demands = self.demands.get(op.name, ())
         for picked in product(*lists):
-            if self._shared_evenly([roles.get(one) for one in picked]):
-                yield {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+            choice = {axis.name: one for axis, one in zip(self.mesh.axes, picked, strict=True) if one}
+            met = all(demand.is_met(choice, self.mesh.names) for demand in demands)
+            if met and self._shared_evenly([roles.get(one) for one in picked]):
+                yield choice
 
     def _shared_evenly(self, roles: list[Role | None]) -> bool:
         """Whether axes that take the same atom divide it between them: a rest would leave devices with nothing."""
@@ -170,7 +179,8 @@ class Spaces:
         roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
         if axis.name in self.data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
-        found = [*([] if axis.name in self.data and roles else [""]), *roles]
+        asked = any("" in demand.picks and demand.axis in (None, axis.name) for demand in self.demands.get(op.name, ()))
+        found = [*([] if axis.name in self.data and roles and not asked else [""]), *roles]
         if op.name in self.kinds.lean:
             found.append(FAN)
         found += [f"{ROWS}{group}" for group in self._rows(op, signature)]

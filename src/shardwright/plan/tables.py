@@ -14,7 +14,7 @@ from ..layout import FANNED, WHOLE, Layout
 from .homes import Homes, Storage, Storing
 from .rows import rows_layout
 from .search import Factor
-from .skeleton import EdgeTable, End, HomeTable, OpTable, Skeleton, Table, UseTable
+from .skeleton import EdgeTable, End, HomeTable, OpTable, SameTable, Skeleton, Table, UseTable
 from .spaces import Spaces
 
 Layouts = tuple[Layout, ...]
@@ -91,7 +91,16 @@ class Tables:
             return self._edge(table)
         if isinstance(table, HomeTable):
             return self.homes[table.home].used
+        if isinstance(table, SameTable):
+            return self._same(table)
         return self._use(table)
+
+    def _same(self, table: SameTable) -> np.ndarray:
+        """Forbids that two kinds of ops choose differently."""
+        mine, theirs = self.spaces.of(table.kind).choices, self.spaces.of(table.other).choices
+        found = np.zeros((len(mine), len(theirs), COUNT))
+        found[..., 0] = [[0.0 if one == other else np.inf for other in theirs] for one in mine]
+        return found
 
     # -- conversions -----------------------------------------------------------------------
 
@@ -103,6 +112,8 @@ class Tables:
             without[..., Resource.KEPT] = 0.0
             kinds = {"plain": found, "enters": self._price(table, True), "again": _again(without)}
             found = np.stack([kinds[way] for way in table.ways], axis=2)
+        if table.same:
+            found = found[np.arange(len(found)), np.arange(len(found))]
         return found[:, 0] if table.goal.what == "leaving" else found
 
     def _price(self, table: EdgeTable, kept: bool) -> np.ndarray:

@@ -14,7 +14,7 @@ from ..cluster import Cluster
 from ..cost import Training
 from ..ir import Graph
 from ..plan import Plan
-from ..plan.homes import block_of
+from ..plan.kinds import block_of
 from ..plan.plan import star
 from ..plan.price import Price, price
 from ..probe import probing

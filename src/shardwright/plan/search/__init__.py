@@ -2,6 +2,6 @@
 
 from .ilp import solve_ilp
 from .problem import Factor, Problem, Solution
-from .solve import relax, solve
+from .solve import least_memory, relax, solve
 
-__all__ = ["Factor", "Problem", "Solution", "relax", "solve", "solve_ilp"]
+__all__ = ["Factor", "Problem", "Solution", "least_memory", "relax", "solve", "solve_ilp"]

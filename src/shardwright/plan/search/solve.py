@@ -45,6 +45,15 @@ def relax(problem: Problem) -> float:
     return dual.bound
 
 
+def least_memory(problem: Problem) -> float:
+    """What anything takes at least; infinity if everything is forbidden. Too low where the graph is too wide."""
+    try:
+        elimination = eliminate(problem)
+    except TooWide:
+        return least_of_each(problem, problem.memory)
+    return elimination.run(problem.memory).value
+
+
 def solve(
     problem: Problem,
     *,

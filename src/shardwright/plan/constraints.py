@@ -1,0 +1,341 @@
+"""What people ask of a plan, said in YAML or as a list of dicts, and read once.
+
+    - {axis: tp, size: 8, inside: node}                     the mesh has an axis tp (size and inside may be left out)
+    - {axis: dp, splits: batch}                             and an axis dp that splits the batch and nothing else
+    - {module: "model.layers.*.mlp.up", split: n, on: tp}   ops there that have the label n are split on it
+    - {class: LlamaRMSNorm, whole: true, on: tp}            ops there are not split on tp; without `on`, on no axis
+    - {module: "model.layers.*", together: true}            the same op of all these modules is split in the same way
+    - {memory: 70GiB}                                       bytes that a device may use
+    - {module: "model.layers.0", recompute: false}          not run again in backward (true: has to be)
+    - {module: lm_head, zero: 1}                            what of its parameters is split for storage, at most
+
+Whom an entry is about is said by `module` (a path, where a star stands for a name; what is in the module is meant too),
+by `class` (of a module) and by `op` ("aten.linear" or "linear"). All that are said must match, of a list one. What
+they come to for a graph is in `limits`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+from ..cluster import quantity
+from ..cluster.file import StrictLoader
+from ..errors import PlanError, raise_all
+from ..ir import Op
+from .recompute import prefixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """An entry as it was written, and where."""
+
+    text: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Whom an entry is about. Nothing said is everything."""
+
+    modules: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+
+    def place(self, path: str, classes: Mapping[str, str]) -> str | None:
+        """The outermost module at or above a path that is meant ("" is the model); None if none is."""
+        above = ["", *prefixes(path)]
+        found = [""]
+        if self.modules:
+            found += [next((held for held in above if any(_is_like(held, one) for one in self.modules)), "?")]
+        if self.classes:
+            found += [next((held for held in above if classes.get(held) in self.classes), "?")]
+        return None if "?" in found else max(found, key=len)
+
+    def takes(self, op: Op, classes: Mapping[str, str]) -> bool:
+        return self.place(op.module_path, classes) is not None and (not self.ops or self._names(op))
+
+    def _names(self, op: Op) -> bool:
+        kind = re.sub(r"\.\d+$", "", op.name.rpartition(" / ")[2])
+        known = (op.target, op.target.rpartition(".")[0], *op.target.split(".")[1:2], kind)
+        return any(fnmatchcase(name, one) for name in known for one in self.ops)
+
+
+def _is_like(path: str, pattern: str) -> bool:
+    """Whether a path is one that a pattern names: part by part, a star within its part."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedAxis:
+    """The mesh has an axis of this name. `inside`: each group is on one node; `data`: it splits the batch only."""
+
+    name: str
+    size: int | None = None
+    inside: bool = False
+    data: bool = False
+    said: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Ops that have a label are split on it, on one axis or on any."""
+
+    target: Target
+    label: str
+    on: str | None = None
+    said: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Ops are not split, on one axis or on all."""
+
+    target: Target
+    on: str | None = None
+    said: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """The op of one name in several modules is split in the same way in all."""
+
+    target: Target
+    said: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The bytes that a device may use."""
+
+    bytes: float
+    said: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Modules are run again in backward, or are not."""
+
+    target: Target
+    wanted: bool
+    said: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """The highest level at which parameters may be split for storage."""
+
+    target: Target
+    level: int
+    said: Said
+
+
+class Demand(NamedTuple):
+    """What somebody asks of an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
+
+    picks: tuple[str, ...]
+    axis: str | None = None
+    every: bool = True
+
+    def is_met(self, choice: Mapping[str, str], names: Sequence[str]) -> bool:
+        met = [choice.get(axis, "") in self.picks for axis in (names if self.axis is None else (self.axis,))]
+        return all(met) if self.every else any(met)
+
+
+Constraint = NamedAxis | Split | Whole | Together | Memory | Recompute | Zero
+ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """All that was asked, and the class of every module of the model by its path."""
+
+    items: tuple[Constraint, ...] = ()
+    classes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that are named."""
+        return tuple(dict.fromkeys(item.name for item in self.items if isinstance(item, NamedAxis)))
+
+
+def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] | None = None) -> Constraints:
+    """Constraints from a YAML file or a list of dicts. Every fault is named at once, with the number of its entry."""
+    if source is None:
+        return Constraints(classes=classes or {})
+    entries, where = (_load(source), f"{source}, ") if isinstance(source, str | Path) else (source, "constraints, ")
+    if not isinstance(entries, list | tuple):
+        raise PlanError(f"{where}: constraints are a list of entries, not a {type(entries).__name__}")
+    reader = _Reader()
+    items = [reader.entry(entry, f"{where}entry {number}") for number, entry in enumerate(entries, 1)]
+    found = tuple(item for item in items if item is not None)
+    reader.faults += _unknown_axes(found)
+    raise_all(PlanError, "the constraints make no sense:", reader.faults)
+    return Constraints(items=found, classes=classes or {})
+
+
+def _load(path: str | Path) -> Any:
+    if not str(path).endswith((".yaml", ".yml")):
+        raise PlanError(f"constraints={str(path)!r} is not a YAML file; its name should end in .yaml")
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader) or []
+    except OSError as error:
+        raise PlanError(f"{path} can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not YAML: {error}") from error
+
+
+def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
+    items = tuple(items)
+    names = list(dict.fromkeys(item.name for item in items if isinstance(item, NamedAxis)))
+    for item in items:
+        if isinstance(item, Split | Whole) and item.on is not None and item.on not in names:
+            known = f"the entries name {', '.join(names)}" if names else "no entry names an axis"
+            yield f"{item.said}: there is no axis {item.on!r}, {known}; add {{axis: {item.on}}}"
+    if len(names) > 3:
+        yield f"the entries name {len(names)} axes ({', '.join(names)}); a mesh has 3 at most"
+
+
+_TARGET = ("module", "class", "op")
+_FIELDS = {
+    "axis": ("size", "inside", "splits"),
+    "split": (*_TARGET, "on"),
+    "whole": (*_TARGET, "on"),
+    "together": _TARGET,
+    "memory": (),
+    "recompute": ("module", "class"),
+    "zero": _TARGET,
+}
+"""What an entry asks for, and what else may be said with it."""
+_AXIS = re.compile(r"[a-z]p\d?")
+
+
+class _Reader:
+    """Reads entries, and collects what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+
+    def entry(self, data: Any, where: str) -> Constraint | None:
+        if not isinstance(data, Mapping):
+            self.faults.append(f"{where} is a {type(data).__name__}, not a mapping such as {{memory: 70GiB}}")
+            return None
+        said = Said(text=_shown(data), where=where)
+        verbs = [key for key in data if key in _FIELDS]
+        if len(verbs) != 1:
+            asked = f"asks for {' and '.join(verbs)}" if verbs else "asks for nothing"
+            self.faults.append(f"{said}: it {asked}; an entry asks for one of {', '.join(_FIELDS)}")
+            return None
+        (verb,) = verbs
+        strange = [str(key) for key in data if key != verb and key not in _FIELDS[verb]]
+        if strange:
+            fields = ", ".join(_FIELDS[verb]) or "nothing"
+            self.faults.append(f"{said}: {', '.join(strange)} can't be said with {verb}, only {fields}")
+        before = len(self.faults)
+        read = getattr(self, f"_{verb}")
+        found: Constraint | None = read(data, said)
+        return found if len(self.faults) == before else None
+
+    def _axis(self, data: Mapping[str, Any], said: Said) -> NamedAxis:
+        name, size = data["axis"], data.get("size")
+        if not isinstance(name, str) or not _AXIS.fullmatch(name):
+            self.faults.append(f"{said}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
+            self.faults.append(f"{said}: {size!r} is no size of an axis; it is 2 or more")
+        self._is_one_of(data, "inside", ["node"], said)
+        self._is_one_of(data, "splits", ["batch"], said)
+        return NamedAxis(name=str(name), size=size, inside="inside" in data, data="splits" in data, said=said)
+
+    def _split(self, data: Mapping[str, Any], said: Said) -> Split:
+        if not isinstance(data["split"], str) or not data["split"]:
+            self.faults.append(f"{said}: split names a label such as n, or batch, or sequence")
+        return Split(target=self._target(data, said), label=str(data["split"]), on=self._on(data, said), said=said)
+
+    def _whole(self, data: Mapping[str, Any], said: Said) -> Whole:
+        self._is_one_of(data, "whole", [True], said)
+        return Whole(target=self._target(data, said), on=self._on(data, said), said=said)
+
+    def _together(self, data: Mapping[str, Any], said: Said) -> Together:
+        self._is_one_of(data, "together", [True], said)
+        if "module" not in data and "class" not in data:
+            self.faults.append(f"{said}: together is said of modules; name them by module or class")
+        return Together(target=self._target(data, said), said=said)
+
+    def _memory(self, data: Mapping[str, Any], said: Said) -> Memory:
+        bytes = 0.0
+        try:
+            bytes = quantity.read(data["memory"], "bytes")
+        except ValueError as error:
+            self.faults.append(f"{said}: {error}")
+        else:
+            if bytes <= 0:
+                self.faults.append(f"{said}: {data['memory']!r} is no amount of memory")
+        return Memory(bytes=bytes, said=said)
+
+    def _recompute(self, data: Mapping[str, Any], said: Said) -> Recompute:
+        self._is_one_of(data, "recompute", [True, False], said)
+        if data["recompute"] is True and "module" not in data and "class" not in data:
+            self.faults.append(f"{said}: say by module or class what to recompute")
+        return Recompute(target=self._target(data, said), wanted=bool(data["recompute"]), said=said)
+
+    def _zero(self, data: Mapping[str, Any], said: Said) -> Zero:
+        self._is_one_of(data, "zero", [0, 1, 2, 3], said)
+        level = data["zero"] if isinstance(data["zero"], int) else 0
+        return Zero(target=self._target(data, said), level=level, said=said)
+
+    def _is_one_of(self, data: Mapping[str, Any], key: str, allowed: list[Any], said: Said) -> None:
+        if key in data and not any(type(data[key]) is type(one) and data[key] == one for one in allowed):
+            shown = " or ".join(str(one).lower() for one in allowed)
+            self.faults.append(f"{said}: {key} is {shown}, not {data[key]!r}")
+
+    def _on(self, data: Mapping[str, Any], said: Said) -> str | None:
+        on = data.get("on")
+        if "on" in data and not isinstance(on, str):
+            self.faults.append(f"{said}: on names one axis, not {on!r}")
+        return on if isinstance(on, str) else None
+
+    def _target(self, data: Mapping[str, Any], said: Said) -> Target:
+        return Target(**{field: self._names(data, key, said) for key, field in _PLURALS.items()})
+
+    def _names(self, data: Mapping[str, Any], key: str, said: Said) -> tuple[str, ...]:
+        held = data.get(key, ())
+        names = (held,) if isinstance(held, str) else held
+        fine = isinstance(names, list | tuple) and all(isinstance(one, str) and one for one in names)
+        if not fine or (key in data and not names):
+            self.faults.append(f"{said}: {key} is a name or a list of names, not {held!r}")
+            return ()
+        return tuple(names)
+
+
+_PLURALS = {"module": "modules", "class": "classes", "op": "ops"}
+
+
+def _shown(value: Any) -> str:
+    """An entry on one line, as a person would write it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(held)}" for key, held in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Loader(StrictLoader):
+    """YAML in which true and false are the only truths: `on` and `no` are words."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
+        for first, pairs in StrictLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|false"), list("tf"))

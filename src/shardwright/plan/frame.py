@@ -1,0 +1,141 @@
+"""What a search stands on before it has picked a mesh: the kinds of ops, the structure, what is asked, the meshes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from ..cluster import Cluster
+from ..cost import Training, is_product
+from ..cost.moves import Moves
+from ..cost.resources import memory, phases
+from ..rules import Analysis
+from .homes import Storing
+from .kinds import Kinds
+from .limits import Limits
+from .meshes import Candidate, candidates, name_axes
+from .recompute import faults_of, layers_of, prefixes
+from .search import Factor, Problem, least_memory
+from .skeleton import Skeleton
+from .spaces import Spaces
+from .tables import Tables
+
+
+class Frame:
+    """A graph on a cluster under limits. `rows`: every axis splits the batch, and every group has its rows."""
+
+    def __init__(
+        self,
+        facts: Analysis,
+        cluster: Cluster,
+        training: Training,
+        limits: Limits,
+        *,
+        size: int | None = None,
+        rows: bool = False,
+        recompute: bool = True,
+    ) -> None:
+        self.facts, self.cluster, self.training, self.limits = facts, cluster, training, limits
+        self.size, self.rows, self.recompute = size, rows, recompute
+        self.kinds = Kinds(facts, training, limits.said)
+
+    @cached_property
+    def plain(self) -> Skeleton:
+        """Nothing is recomputed but what has to be."""
+        return self._skeleton(free=False)
+
+    @cached_property
+    def recomputing(self) -> Skeleton:
+        return self._skeleton(free=True) if self.recompute else self.plain
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether there is more to recompute than what has to be."""
+        return any(len(ways) > 1 for ways in self.recomputing.layers.values())
+
+    def _skeleton(self, *, free: bool) -> Skeleton:
+        limits = self.limits
+        layers = limits.ways(self.facts.graph, self._layers, free=free) if free or limits.must else {}
+        return Skeleton(self.kinds, layers, limits.together)
+
+    @cached_property
+    def _layers(self) -> dict[str, tuple[frozenset[str], ...]]:
+        return recomputable(self.facts)
+
+    def candidates(self) -> Iterator[Candidate]:
+        base = list(candidates(self.cluster, self.size, data_only=self.rows))
+        return name_axes(base, self.limits.axes, self.cluster, self.rows)
+
+    def tables(self, skeleton: Skeleton, candidate: Candidate, like: Tables | None = None) -> Tables | None:
+        """The numbers of one mesh; None if what is asked leaves an op or a layer no way on it.
+
+        `like`: numbers of another skeleton on this mesh, which can be used again.
+        """
+        limits, kinds = self.limits, skeleton.kinds
+        if like is not None:
+            ready = all(skeleton.layers.values())
+            return Tables(skeleton, like.spaces, like.storing, like.rows, like) if ready else None
+        spaces = Spaces(kinds, Moves(candidate.mesh, self.cluster), data=candidate.data, demands=limits.demands)
+        asked = {kinds.of[name] for name in limits.demands}
+        if not all(spaces.of(kind).size for kind in asked) or not all(skeleton.layers.values()):
+            return None
+        return Tables(skeleton, spaces, Storing(spaces, most=limits.most), candidate.data if self.rows else ())
+
+    def problem(self, tables: Tables, limit: float) -> Problem:
+        return Problem(
+            sizes=tables.sizes,
+            factors=merged(tables.factors) if self.limits.together else tables.factors,
+            blocks=tables.blocks,
+            phases=phases(self.cluster.overlap, self.training.accumulate),
+            memory=memory(),
+            limit=limit,
+        )
+
+    def least_memory(self, enough: float = -math.inf) -> float:
+        """Bytes that a device needs at least, whatever the mesh; no search for less than `enough`."""
+        least = math.inf
+        for candidate in self.candidates():
+            least = min(least, self._least(self.plain, candidate))
+            if enough < least < math.inf and self.may_recompute:  # which allows nothing that was forbidden
+                least = min(least, self._least(self.recomputing, candidate))
+            if least <= enough and least < math.inf:
+                break
+        return least
+
+    def _least(self, skeleton: Skeleton, candidate: Candidate) -> float:
+        tables = self.tables(skeleton, candidate)
+        return least_memory(self.problem(tables, math.inf)) if tables is not None else math.inf
+
+
+def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+    """Factors of one table over the same variables as one, with so many times the numbers."""
+    counts = Counter((factor.variables, id(factor.table)) for factor in factors)
+    tables = {id(factor.table): factor.table for factor in factors}
+    scaled = {(at, count): tables[at] * count if count > 1 else tables[at] for (_, at), count in counts.items()}
+    return tuple(Factor(variables, scaled[at, count]) for (variables, at), count in counts.items())
+
+
+def recomputable(facts: Analysis) -> dict[str, tuple[frozenset[str], ...]]:
+    """The repeated layers of a model, and the ways to recompute each.
+
+    Not at all; its parts that have no products, which are cheap to run again; one of those that have; all its parts,
+    each by itself; and the layer as a whole, of which only what enters it is kept.
+    """
+    graph = facts.graph
+    layers = {layer: dict[str, bool]() for layer in layers_of(graph) if not faults_of(graph, layer)}
+    for op in graph.ops:
+        layer = next((path for path in prefixes(op.module_path) if path in layers), None)
+        if layer is not None:
+            part = op.module_path[len(layer) + 1 :].split(".")[0]
+            if part:
+                path, product = f"{layer}.{part}", is_product(facts.signatures[op.name])
+                layers[layer][path] = layers[layer].get(path, False) or product
+    found = {}
+    for layer, parts in layers.items():
+        cheap = frozenset(path for path, product in parts.items() if not product)
+        dear = [path for path, product in parts.items() if product][:3]
+        ways = [frozenset[str](), cheap, *(frozenset([path]) for path in dear), frozenset(parts), frozenset([layer])]
+        found[layer] = tuple(dict.fromkeys(ways))
+    return found

@@ -1,0 +1,258 @@
+"""What constraints come to for one graph: what the search may do with each op, parameter, layer and axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+
+from ..errors import PlanError, raise_all
+from ..ir import Graph, Op, Parameter
+from ..rules import FAN, Analysis, Role
+from .constraints import (
+    Constraint,
+    Constraints,
+    Demand,
+    Memory,
+    NamedAxis,
+    Recompute,
+    Split,
+    Target,
+    Together,
+    Whole,
+    Zero,
+)
+from .recompute import faults_of, is_inside, module_paths
+from .skeleton import Ways, alike
+
+RUN_WHOLE = ("", FAN)
+"""The choices of an op that is not split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the search has to keep to.
+
+    axes       what is asked of axes, by their names
+    demands    what is asked of ops
+    together   for some ops the group whose ops are split alike
+    most       the highest ZeRO level of some parameters
+    must       modules that are recomputed
+    never      ops that are not recomputed
+    memory     bytes
+    """
+
+    axes: Mapping[str, tuple[NamedAxis, ...]] = field(default_factory=dict)
+    demands: Mapping[str, tuple[Demand, ...]] = field(default_factory=dict)
+    together: Mapping[str, str] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
+    must: tuple[str, ...] = ()
+    never: tuple[Op, ...] = ()
+    memory: float = float("inf")
+
+    @property
+    def said(self) -> dict[str, object]:
+        """What `Kinds` has to know: ops and parameters of which different things are asked are of different kinds."""
+        return {**self.demands, **self.most}
+
+    def ways(self, graph: Graph, base: Ways, *, free: bool = True) -> dict[str, tuple[frozenset[str], ...]]:
+        """The ways to recompute that are left of some; without `free` only of what must be recomputed."""
+        found: dict[str, tuple[frozenset[str], ...]] = {}
+        forced: set[str] = set()
+        own = [path for path in self.must if not any(is_inside(path, at) or is_inside(at, path) for at in base)]
+        for layer, ways in {**base, **{path: (frozenset([path]),) for path in own}}.items():
+            must = [path if is_inside(path, layer) else layer for path in self.must
+                    if is_inside(path, layer) or is_inside(layer, path)]  # fmt: skip
+            more = [frozenset([*must, *(held for held in way if not any(is_inside(held, path) for path in must))])
+                    for way in (frozenset[str](), *ways)
+                    if not any(is_inside(path, held) for path in must for held in way)]  # fmt: skip
+            ops = [op for op in graph.ops if any(is_inside(op.module_path, path) for path in must)]
+            found[layer] = tuple(
+                way
+                for way in dict.fromkeys((*ways, *more))
+                if all(_is_in(op, way) for op in ops) and not any(_is_in(op, way) for op in self.never)
+            )
+            forced |= {layer} if must else set()
+        heads = alike(graph, self.together, found)
+        found = {layer: _shared(layer, [other for other in found if heads[other] == heads[layer]], found)
+                 for layer in found}  # fmt: skip
+        bound = {heads[layer] for layer in forced}
+        return {layer: ways for layer, ways in found.items() if free or heads[layer] in bound}
+
+
+def _shared(layer: str, others: Sequence[str], ways: Ways) -> tuple[frozenset[str], ...]:
+    """The ways of a layer that all of some layers have, in the order of the first."""
+
+    def inside(other: str) -> list[frozenset[str]]:
+        return [frozenset(path.removeprefix(other) for path in way) for way in ways[other]]
+
+    held = [set(inside(other)) for other in others]
+    common = [way for way in inside(others[0]) if all(way in known for known in held)]
+    return tuple(frozenset(layer + path for path in way) for way in common)
+
+
+def _is_in(op: Op, way: Iterable[str]) -> bool:
+    return any(is_inside(op.module_path, path) for path in way)
+
+
+def bind(constraints: Constraints, facts: Analysis) -> Limits:
+    """The limits of a graph. Refuses, all at once, what names nothing that the model has."""
+    binder = _Binder(constraints, facts)
+    for item in constraints.items:
+        binder.add(item)
+    raise_all(PlanError, f"the constraints do not fit {facts.graph.name}:", binder.faults)
+    return binder.finish()
+
+
+def sizes_of(item: Split, constraints: Constraints, facts: Analysis) -> str:
+    """What a label that ops are to be split on has: "n has 128 in blocks.0.up / linear"."""
+    binder, found = _Binder(constraints, facts), dict[tuple[str, int], str]()
+    for op in binder.live:
+        if item.target.takes(op, constraints.classes):
+            for role in facts.signatures[op.name].roles:
+                if binder.is_meant(role, item.label):
+                    found.setdefault((role.name, role.size), f"{role.name} has {role.size} in {op.name}")
+    return ", ".join(list(found.values())[:3])
+
+
+class _Binder:
+    def __init__(self, constraints: Constraints, facts: Analysis) -> None:
+        self.facts, self.graph, self.classes = facts, facts.graph, constraints.classes
+        self.live = [op for op in facts.graph.ops if not all(name in facts.constants for name in op.outputs)]
+        self.faults: list[str] = []
+        self.axes: dict[str, tuple[NamedAxis, ...]] = {}
+        self.demands: dict[str, tuple[Demand, ...]] = {}
+        self.groups: dict[str, str] = {}
+        self.most: dict[str, int] = {}
+        self.must: list[str] = []
+        self.never: dict[str, Op] = {}
+        self.memory = float("inf")
+
+    def finish(self) -> Limits:
+        must = dict.fromkeys(self.must)
+        outer = [path for path in must if not any(path != held and is_inside(path, held) for held in must)]
+        return Limits(
+            axes=self.axes,
+            demands=self.demands,
+            together=self.groups,
+            most=self.most,
+            must=tuple(outer),
+            never=tuple(self.never.values()),
+            memory=self.memory,
+        )
+
+    def add(self, item: Constraint) -> None:
+        if isinstance(item, NamedAxis):
+            self.axes[item.name] = (*self.axes.get(item.name, ()), item)
+            return
+        if isinstance(item, Memory):
+            self.memory = min(self.memory, item.bytes)
+            return
+        if unknown := list(self._unknown(item.target)):
+            self.faults += [f"{item.said}: {fault}" for fault in unknown]
+            return
+        ops = [op for op in self.live if item.target.takes(op, self.classes)]
+        if not ops and not isinstance(item, Zero):
+            self.faults.append(f"{item.said}: no op of the model is meant")
+            return
+        if isinstance(item, Split | Whole) and item.on is not None:
+            self.axes.setdefault(item.on, ())
+        adders: dict[type, Callable[..., None]] = {
+            Split: self._split, Whole: self._whole, Together: self._together, Recompute: self._recompute,
+            Zero: self._zero,
+        }  # fmt: skip
+        adders[type(item)](item, ops)
+
+    def _unknown(self, target: Target) -> Iterable[str]:
+        paths = list(self.classes) or module_paths(self.graph)
+        for pattern in target.modules:
+            if not any(Target(modules=(pattern,)).place(path, {}) for path in paths):
+                yield f"the model has no module {pattern!r}; it has {_some(pattern, paths)}"
+        names = list(dict.fromkeys(self.classes.values()))
+        for name in target.classes:
+            if name not in names:
+                yield f"the model has no module of class {name!r}; it has {_some(name, names)}"
+        for name in target.ops:
+            if not any(Target(ops=(name,)).takes(op, {}) for op in self.live):
+                kinds = list(dict.fromkeys(op.target.rpartition(".")[0] for op in self.live))
+                yield f"the model has no op {name!r}; it has {_some(name, kinds)}"
+
+    def _demand(self, op: Op, demand: Demand) -> None:
+        self.demands[op.name] = (*self.demands.get(op.name, ()), demand)
+
+    def _split(self, item: Split, ops: Sequence[Op]) -> None:
+        found = False
+        for op in ops:
+            roles = self.facts.signatures[op.name].roles
+            picks = tuple(role.name for role in roles if self.is_meant(role, item.label))
+            if picks:
+                found = True
+                self._demand(op, Demand(picks, item.on, every=item.on is not None))
+        if not found:
+            known: dict[str, str] = {}
+            for op in ops:
+                labels = dict.fromkeys(role.label for role in self.facts.signatures[op.name].roles)
+                known.setdefault(op.target.split(".")[1], ", ".join(labels) or "none")
+            there = "; ".join(f"{kind} has {labels}" for kind, labels in list(known.items())[:6])
+            self.faults.append(f"{item.said}: no op there has the label {item.label!r}; {there}")
+
+    def is_meant(self, role: Role, label: str) -> bool:
+        if label == "batch":
+            return role.atom in self.facts.batch
+        if label == "sequence":
+            return role.atom in self.sequence
+        return label in (role.name, role.label)
+
+    @cached_property
+    def sequence(self) -> set[int]:
+        """Atoms of the middle dim of [batch, sequence, features] activations."""
+        facts, found = self.facts, set[int]()
+        for value in self.graph.values.values():
+            if len(value.shape) == 3 and value.gradient and value.shape[0] == self.graph.batch:
+                found.update(facts.atoms.splittable(facts.dims[value.name][1]))
+        return found - facts.batch
+
+    def _whole(self, item: Whole, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self._demand(op, Demand(RUN_WHOLE, item.on))
+
+    def _together(self, item: Together, ops: Sequence[Op]) -> None:
+        """Ops of one name in their modules are a group, together with all groups that they are in already."""
+        heads: dict[tuple[str, str], str] = {}
+        for op in ops:
+            place = item.target.place(op.module_path, self.classes) or ""
+            head = heads.setdefault((op.name.removeprefix(place), op.target), op.name)
+            old, new = self.groups.get(op.name), self.groups.get(head, head)
+            if old is not None and old != new:
+                self.groups |= {name: new for name, held in self.groups.items() if held == old}
+            self.groups[op.name] = self.groups[head] = new
+
+    def _recompute(self, item: Recompute, ops: Sequence[Op]) -> None:
+        if not item.wanted:
+            self.never |= {op.name: op for op in ops}
+            return
+        for path in dict.fromkeys(item.target.place(op.module_path, self.classes) or "" for op in ops):
+            self.faults += [f"{item.said}: it asks for {path!r}, {why}" for why in faults_of(self.graph, path)]
+            self.must.append(path)
+
+    def _zero(self, item: Zero, ops: Sequence[Op]) -> None:
+        names = {op.name for op in ops}
+        found = [held for held in self.graph.parameters if self._is_about(item.target, held, names)]
+        if not found:
+            self.faults.append(f"{item.said}: no parameter of the model is meant")
+        for parameter in found:
+            self.most[parameter.key] = min(item.level, self.most.get(parameter.key, item.level))
+
+    def _is_about(self, target: Target, parameter: Parameter, ops: set[str]) -> bool:
+        """By the module that it is in, or where ops are named, by an op that uses it."""
+        if target.ops:
+            return any(user.name in ops for user, _ in self.graph.users[parameter.value])
+        return any(target.place(key.rpartition(".")[0], self.classes) is not None for key in parameter.keys)
+
+
+def _some(name: str, known: Sequence[str]) -> str:
+    """A few names out of many: those like the one that was written, else the first."""
+    close = get_close_matches(name, known, n=4, cutoff=0.5)
+    shown = close or [one for one in known if one][:8]
+    return ", ".join(shown) + (", .." if len(shown) < len(known) else "")
