@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.parallelize import plan as make_plan
 from shardwright.report import explain, read_plan
-from shardwright.report.screen import said_time
+from shardwright.report.screen import in_ranges, said_time
 from tests.models.zoo import ZOO
 from tests.report.llama import llama
 
@@ -106,6 +106,13 @@ def test_one_device_sends_nothing():
     plan = make_plan(module, example=(args, kwargs), cluster="cpu", plan="single")
     line_with(plan, "hidden none memory")
     assert json.loads(plan.to_json())["predicted"]["train"]["sent"] == []
+
+
+def test_layers_that_follow_each_other_are_a_range():
+    paths = [f"layers.{at}.mlp" for at in (0, 1, 4, 5, 6, 10)] + ["head", "layers.5.attn"]
+    assert in_ranges(paths) == [
+        "head", "layers.5.attn", "layers.0.mlp", "layers.1.mlp", "layers.4-6.mlp", "layers.10.mlp"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from shardwright.cluster import find
 from shardwright.compile import skeleton_of
 from shardwright.cost import Training
 from shardwright.errors import InputError, PlanError
+from shardwright.layout import Axis, Mesh
 from shardwright.parallelize import plan as make_plan
+from shardwright.plan.draft import Draft
 from shardwright.plan.price import price
 from shardwright.report import explain, read_plan
 from shardwright.rules import analyse
@@ -108,7 +110,24 @@ def test_what_can_not_be_asked(large, auto):
     with pytest.raises(InputError, match="the graph of the model is needed"):
         explain(auto, op=OP)
     with pytest.raises(PlanError, match="pass its file as cluster="):
-        explain(dataclasses.replace(auto, cluster="lab"), graph, op=OP)
+        explain(dataclasses.replace(auto, cluster="lab", predicted={}), graph, op=OP)
     mixed = dataclasses.replace(auto.entries["train"][0], choices={**auto.entries["train"][0].choices, OP: {}})
     with pytest.raises(PlanError, match="are split in 2 ways"):
         explain(dataclasses.replace(auto, entries={"train": (mixed,)}), graph, op=EVERY)
+
+
+def test_an_axis_between_nodes_is_asked_too(gpt):
+    """On three axes the search splits the batch only on the first; the asked op may do all it can there."""
+    module, example, graph = gpt
+    plan = make_plan(module, example=example, plan=three_axes, cluster="2x4xA100-80GB")
+    why = explain(plan, graph, op=SMALL)
+    best = min(why.ways, key=lambda way: way.follow)
+    odd = [way for way in why.ways if way.choice.get("dp") == "n"]
+    assert odd
+    assert all(way.follow > best.follow for way in odd)
+
+
+def three_axes(graph, size):
+    mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name in ("dp", "dp2", "tp")))
+    assert mesh.size == size
+    return Draft(graph, mesh).finish("three")

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
+from rich.status import Status
 
 from ..calibrate import FULL, QUICK, calibrate, tables
 from ..capture import find_opaque
@@ -176,7 +177,9 @@ def run_explain(asked: Namespace, console: Console) -> int:
     if asked.op is not None:
         if asked.model is None:
             raise InputError("--op needs the model that the plan was made for: --model FILE.py:FUNCTION")
-        console.print(explain(plan, _graph(asked), op=asked.op, cluster=asked.cluster))
+        with Status("pricing the other ways", console=Console(stderr=True)):
+            found = explain(plan, _graph(asked), op=asked.op, cluster=asked.cluster)
+        console.print(found)
     elif asked.model is not None:
         console.print(explain(plan, _graph(asked)))
     else:
@@ -186,8 +189,10 @@ def run_explain(asked: Namespace, console: Console) -> int:
 
 def run_diff(asked: Namespace, console: Console) -> int:
     a, b = read_plan(asked.a), read_plan(asked.b)
-    graph = _graph(asked) if asked.model is not None else None
-    console.print(diff(a, b, graph, cluster=asked.cluster))
+    with Status("comparing", console=Console(stderr=True)):
+        graph = _graph(asked) if asked.model is not None else None
+        found = diff(a, b, graph, cluster=asked.cluster)
+    console.print(found)
     return 0
 
 

@@ -177,10 +177,11 @@ class Spaces:
         """What an op may do on one axis; "" is to run whole."""
         batch, even = self.facts.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
         roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
-        if axis.name in self.data:
+        data = axis.name in self.data and op.name not in self.free
+        if data:
             roles = [role.name for role in even if role.atom in batch and role.size % axis.size == 0][:1]
         asked = any("" in demand.picks and demand.axis in (None, axis.name) for demand in self.demands.get(op.name, ()))
-        found = [*([] if axis.name in self.data and roles and not asked else [""]), *roles]
+        found = [*([] if data and roles and not asked else [""]), *roles]
         if op.name in self.kinds.lean:
             found.append(FAN)
         found += [f"{ROWS}{group}" for group in self._rows(op, signature)]

@@ -9,7 +9,7 @@ Both use the tables of the search, with the asked ops held at one state after an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,7 +43,7 @@ class Way:
     chosen: bool
     seconds: float
     memory: float
-    follow: float  # infinity if nothing fits
+    follow: float  # infinity if nothing was found that fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +85,35 @@ def find_ops(facts: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
     return found
 
 
-def alternatives(asked: Asked, progress: Callable[[int, int], None] | None = None) -> tuple[Way, ...]:
-    """Every way to split the asked ops, the fastest first. `progress` is called with how many of how many are done."""
+def alternatives(asked: Asked, most: int | None = None) -> tuple[Way, ...]:
+    """Every way to split the asked ops, the fastest alone first; `most` of them, the chosen one in any case."""
     fixed, free = _tables(asked, follow=False), _tables(asked, follow=True)
-    layouts = asked.facts.signatures[asked.ops[0]].layouts
-    picked = layouts(asked.plan.choices(asked.entry).get(asked.ops[0], {}), asked.plan.mesh)
-    ways = list(_ways(asked, fixed))
+    layouts, mesh = asked.facts.signatures[asked.ops[0]].layouts, asked.plan.mesh
+    picked = layouts(asked.plan.choices(asked.entry).get(asked.ops[0], {}), mesh)
+    problem = _problem(asked, fixed, math.inf)
+    alone = [(choice, solve(_held(problem, states))) for choice, states in _ways(asked, fixed)]
+    alone.sort(key=lambda item: (item[1].time, layouts(item[0], mesh) != picked))
+    chosen = next(at for at, (choice, _) in enumerate(alone) if layouts(choice, mesh) == picked)
+    reserve = max(0.0, _peak(asked, alone[chosen][0]) - alone[chosen][1].memory)
     limit = asked.cluster.memory * (1 - asked.training.margin) if asked.limit is None else asked.limit
-    hint, reserve = None, 0.0
+    problem, hint = _problem(asked, free, limit - reserve), None
     found: list[Way] = []
-    for at, (choice, states) in enumerate(ways):
-        alone = solve(_held(_problem(asked, fixed, math.inf), states))
-        chosen = layouts(choice, asked.plan.mesh) == picked
-        held = _peak(asked, choice) if alone.states is not None else math.inf
-        if chosen and alone.states is not None:
-            reserve = max(0.0, held - alone.memory)
-        follow = solve(_held(_problem(asked, free, limit - reserve), _same(asked, free, choice)), aim=AIM, hint=hint)
-        hint = follow.multipliers if follow.multipliers is not None else hint
-        found.append(Way(choice=choice, chosen=chosen, seconds=alone.time, memory=held, follow=follow.time))
-        if progress is not None:
-            progress(at + 1, len(ways))
-    return tuple(sorted(found, key=lambda way: (way.seconds, way.follow, not way.chosen)))
+    for at, (choice, solution) in enumerate(alone):
+        if most is not None and at >= most and at != chosen:
+            continue
+        states = _same(asked, free, choice)
+        follow = solve(_held(problem, states), aim=AIM, hint=hint) if states else None
+        hint = follow.multipliers if follow is not None and follow.multipliers is not None else hint
+        found.append(
+            Way(
+                choice=choice,
+                chosen=at == chosen,
+                seconds=solution.time,
+                memory=_peak(asked, choice) if solution.states is not None else math.inf,
+                follow=follow.time if follow is not None else math.inf,
+            )
+        )
+    return tuple(found)
 
 
 def _tables(asked: Asked, *, follow: bool) -> Tables:

@@ -27,7 +27,7 @@ from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
 from .made import made_for, spelled_out
-from .screen import MOST_NOTES, notes_of, priced_for, screen
+from .screen import MOST_NOTES, in_ranges, notes_of, priced_for, screen
 from .traffic import said_bytes, stored_bytes, totals
 from .why import Why, why
 
@@ -72,7 +72,7 @@ class Explanation:
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
         for entry, segments in plan.entries.items():
-            paths = ", ".join(path for segment in segments for path in fold_paths(segment))
+            paths = ", ".join(path for segment in segments for path in in_ranges(fold_paths(segment)))
             if paths:
                 yield Text(f"run again in backward ({entry}): {paths}")
 

@@ -27,7 +27,8 @@ class Made:
 def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, training: Training | None) -> Made:
     """What the plan file says; a cluster or a training that is given takes its place."""
     said = plan.predicted.get(entry)
-    named = plan.cluster if cluster is None else cluster
+    known = said["for"]["cluster"] if said is not None else plan.cluster
+    named = known if cluster is None else cluster
     if not named:
         raise PlanError("the plan does not say for which cluster it is; pass cluster='8xA100-80GB', or a cluster file")
     try:
@@ -36,7 +37,7 @@ def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, train
         if cluster is not None:
             raise
         raise PlanError(
-            f"the plan is for {plan.cluster!r}, which is no cluster by name ({error}); pass its file as cluster="
+            f"the plan is for {known!r}, which is no cluster by name ({error}); pass its file as cluster="
         ) from error
     if said is None:
         return Made(cluster=found, training=training or Training())

@@ -167,6 +167,27 @@ def star_words(note: str) -> str:
     return " ".join(star(word) if "." in word else word for word in note.split(" "))
 
 
+def in_ranges(paths: Sequence[str]) -> list[str]:
+    """Module paths, with those of three or more layers that follow each other as one: "model.layers.2-79.mlp"."""
+    runs: list[tuple[str, list[str]]] = []
+    for path in sorted(paths, key=lambda path: (star(path), _layer(path))):
+        kind, held = runs[-1] if runs else ("", [])
+        if kind == star(path) and kind.count("*") == 1 and _layer(path) == _layer(held[-1]) + 1:
+            held.append(path)
+        else:
+            runs.append((star(path), [path]))
+    found: list[str] = []
+    for kind, held in runs:
+        ends = f"{_layer(held[0])}-{_layer(held[-1])}"
+        found += [kind.replace("*", ends)] if len(held) > 2 else held
+    return found
+
+
+def _layer(path: str) -> int:
+    """The first number of a path; -1 if it has none."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), -1)
+
+
 def _indented(text: str) -> Padding:
     return Padding(Text(text), (0, 0, 0, 2), expand=False)
 

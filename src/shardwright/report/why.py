@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -20,7 +20,7 @@ from .made import Made
 from .screen import said_time
 from .traffic import said_bytes
 
-MOST = 24  # ways that are shown
+MOST = 24  # ways that are looked at
 
 SAID = {FAN: "whole, its gradients in parts"}
 
@@ -65,7 +65,7 @@ class Why:
         for head in ("alone", "", "memory", "if others follow", ""):
             table.add_column(head, justify="right", no_wrap=True)
         base = self.chosen
-        for way in self.ways[:MOST]:
+        for way in self.ways:
             table.add_row(
                 "*" if way.chosen else "",
                 Text(self._said(way.choice)),
@@ -76,8 +76,8 @@ class Why:
         return table
 
     def _foot(self) -> Iterator[RenderableType]:
-        if len(self.ways) > MOST:
-            yield Text(f"and {len(self.ways) - MOST} more, all slower alone", style="dim")
+        if len(self.ways) >= MOST:
+            yield Text(f"these are the {len(self.ways)} best ways alone; others were left out", style="dim")
         yield Text("* as planned. alone: a step, and its memory, if nothing else changes.")
         yield Text("if others follow: a step of the best plan on this mesh, within the memory, that splits the op so.")
 
@@ -94,7 +94,7 @@ class Why:
         return ", ".join(f"{axis}: {one(picked)}" for axis, picked in choice.items()) or "not split"
 
 
-def why(plan: Plan, facts: Analysis, op: str, made: Made, progress: Callable[[int, int], None] | None = None) -> Why:
+def why(plan: Plan, facts: Analysis, op: str, made: Made) -> Why:
     """Why a plan splits an op the way it does."""
     asked = Asked(
         facts=facts,
@@ -105,7 +105,7 @@ def why(plan: Plan, facts: Analysis, op: str, made: Made, progress: Callable[[in
         rows=made.rows,
         limit=made.limit,
     )
-    return Why(asked=asked, ways=alternatives(asked, progress))
+    return Why(asked=asked, ways=alternatives(asked, MOST))
 
 
 def _times(seconds: float, base: float) -> tuple[str, str]:
