@@ -76,48 +76,50 @@ def parallelize(
     opaque      "marked": submodules given to sw.opaque stay as they are; "auto": also the smallest submodules that
                 can't be captured, with a warning.
 
-    Returns the model, or the model and the optimizer if one was given: the same object, now
-    working on the pieces.
+    Returns the model, or the model and the optimizer if one was given: the same object, now working on the pieces.
     """
+    _check(inputs, outputs, accumulate)
+    world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
+    if parts is not None:
+        _check_parts(example, constraints)
+        replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
+        return model if optimizer is None else (model, optimizer)
+    setting = None
+    if plan == "auto" or cluster != "auto":
+        found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
+        wishes, training = Wishes(memory=read_bytes(memory), constraints=asked), training_of(optimizer, accumulate)
+        setting = Setting(cluster=found, training=training, wishes=wishes, rows=inputs == "rows")
+    compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs)
+    find_opaque(compiler.skeleton, opaque)
+    made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
+    if example is not None:
+        made.prepare(*arguments_of(example))
+    else:
+        made.show(model)
+    return made if optimizer is None else (made, optimizer)
+
+
+def _check(inputs: str, outputs: str, accumulate: int) -> None:
     if inputs not in ("same", "rows", "gather"):
         raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
     if outputs not in ("all", "scalars"):
         raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
     if accumulate < 1:
         raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
-    world = start(timeout=timeout)
-    if parts is not None:
-        if example is not None:
-            raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
-        if constraints is not None:
-            raise InputError("constraints are for the search over a whole model; leave parts or constraints out")
-        replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
-        return model if optimizer is None else (model, optimizer)
-    setting, asked = None, read_asked(constraints, model, plan)
-    if plan == "auto" or cluster != "auto":
-        found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-        wishes = Wishes(memory=read_bytes(memory), constraints=asked)
-        setting = Setting(
-            cluster=found, training=training_of(optimizer, accumulate), wishes=wishes, rows=inputs == "rows"
-        )
-    compiler = Compiler(
-        model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs
-    )
-    find_opaque(compiler.skeleton, opaque)
-    made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
+
+
+def _check_parts(example: Any, constraints: Any) -> None:
     if example is not None:
-        args, kwargs = arguments_of(example)
-        made.prepare(args, kwargs)
-    else:
-        made.show(model)
-    return made if optimizer is None else (made, optimizer)
+        raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
+    if constraints is not None:
+        raise InputError("constraints are for the search over a whole model, not over parts of one; leave them out")
 
 
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
-    precision: str | None = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all", opaque: How = "marked",
-    progress: Progress | None = None,
+    precision: str | None = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
+    opaque: How = "marked", progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
 
