@@ -71,8 +71,11 @@ class Frame:
     def tables(self, skeleton: Skeleton, candidate: Candidate) -> Tables | None:
         """The numbers of one mesh; None if what is asked leaves an op or a layer no way on it."""
         limits, kinds = self.limits, skeleton.kinds
-        spaces = Spaces(kinds, Moves(candidate.mesh, self.cluster), data=candidate.data, demands=limits.demands)
-        asked = {kinds.of[name] for name in limits.demands}
+        spaces = Spaces(
+            kinds, Moves(candidate.mesh, self.cluster),
+            data=candidate.data, demands=limits.demands, twins=skeleton.twins.values(),
+        )  # fmt: skip
+        asked = {kinds.of[name] for name in (*limits.demands, *limits.together)}
         if not all(spaces.of(kind).size for kind in asked) or not all(skeleton.layers.values()):
             return None
         return Tables(skeleton, spaces, Storing(spaces, most=limits.most), candidate.data if self.rows else ())
