@@ -77,29 +77,24 @@ def parallelize(
     opaque      "marked": submodules given to sw.opaque stay as they are; "auto": also the smallest submodules that
                 can't be captured, with a warning.
 
-    Returns the model, or the model and the optimizer if one was given: the same object, now
-    working on the pieces.
+    Returns the model, or the model and the optimizer if one was given: the same object, now working on the pieces.
     """
     _check(inputs, outputs, accumulate)
-    world = start(timeout=timeout)
+    world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
     if parts is not None:
-        if example is not None:
-            raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
-        if constraints is not None:
-            raise InputError("constraints are for the search over a whole model; leave parts or constraints out")
+        _check_parts(example, constraints)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
-    setting, asked = None, read_asked(constraints, model, plan)
+    setting = None
     if plan == "auto" or cluster != "auto":
         found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-        training, wishes = training_of(optimizer, accumulate), Wishes(memory=read_bytes(memory), constraints=asked)
+        wishes, training = Wishes(memory=read_bytes(memory), constraints=asked), training_of(optimizer, accumulate)
         setting = Setting(cluster=found, training=training, wishes=wishes, rows=inputs == "rows")
     compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs)
     find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
     if example is not None:
-        args, kwargs = arguments_of(example)
-        made.prepare(args, kwargs)
+        made.prepare(*arguments_of(example))
     else:
         made.show(model)
     return made if optimizer is None else (made, optimizer)
@@ -112,6 +107,13 @@ def _check(inputs: str, outputs: str, accumulate: int) -> None:
         raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
     if accumulate < 1:
         raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
+
+
+def _check_parts(example: Any, constraints: Any) -> None:
+    if example is not None:
+        raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
+    if constraints is not None:
+        raise InputError("constraints are for the search over a whole model, not over parts of one; leave them out")
 
 
 def plan(

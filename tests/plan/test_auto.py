@@ -158,7 +158,7 @@ def test_little_memory_brings_zero_and_recomputation_and_no_more_than_is_needed(
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_missing(deep):
-    with pytest.raises(PlanError, match=r"does not fit: .* needs .* GiB on a device, and there are .* GiB"):
+    with pytest.raises(PlanError, match=r"does not fit: .* needs .* GiB on a device, and there are .* MiB"):
         search(deep, find("2xA100-80GB"), MIXED, Wishes(memory=0.2 * 2**30))
 
 

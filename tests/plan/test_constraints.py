@@ -28,6 +28,7 @@ from shardwright.plan.price import price
 from shardwright.rules import analyse
 from tests.models.zoo import ZOO
 from tests.plan.graphs import facts_of
+from tests.runtime.ranks import run_ranks
 
 CLUSTER, TWO = find("cpu:4"), find("cpu:2")
 DATA = {"axis": "dp", "size": 2, "splits": "batch"}
@@ -274,7 +275,8 @@ def test_what_must_not_be_is_not_recomputed():
 def test_a_level_is_not_exceeded():
     free = planned("gpt", [DATA], cluster=TWO)
     assert level_of(free.storage["wte.weight"]) == level_of(free.storage["blocks.0.up.weight"]) == 2
-    held = planned("gpt", [DATA, {"module": "head", "zero": 1}, {"class": "Block", "op": "linear", "zero": 0}], cluster=TWO)
+    entries = [DATA, {"module": "head", "zero": 1}, {"class": "Block", "op": "linear", "zero": 0}]
+    held = planned("gpt", entries, cluster=TWO)
     assert level_of(held.storage.get("wte.weight", ())) <= 1  # the head has the same weight
     assert level_of(held.storage.get("blocks.0.up.weight", ())) == 0
 
@@ -379,10 +381,26 @@ def test_a_plan_that_keeps_to_constraints_computes_the_same(name, entries):
     assert report.passed, str(report)
 
 
+def test_parallelize_keeps_to_constraints(tmp_path):
+    case = ZOO["mlp"](dtype=torch.float64)
+    whole = case.module(*case.args).item()
+
+    def run(rank):
+        entries = [{"axis": "tp"}, {"op": "linear", "split": "n", "on": "tp"}]
+        model = sw.parallelize(case.module, example=case.args, constraints=entries, directory=tmp_path)
+        return model.plan.choices("train")["up / linear"], model(*case.args).item()
+
+    for choice, loss in run_ranks(2, run):
+        assert choice == {"tp": "n"}
+        assert loss == pytest.approx(whole, abs=1e-12)
+
+
 def test_constraints_are_for_the_search():
     case = ZOO["mlp"]()
     with pytest.raises(InputError, match='constraints are for plan="auto"'):
         sw.plan(case.module, example=case.args, plan="tp=2", constraints=[{"axis": "tp"}])
+    with pytest.raises(InputError, match="not over parts"):
+        sw.parallelize(case.module, parts=["up"], constraints=[{"axis": "tp"}])
     with pytest.raises(PlanError, match='inputs="rows" every axis splits the batch'):
         sw.plan(case.module, example=case.args, cluster=2, inputs="rows", constraints=[{"axis": "tp"}])
 

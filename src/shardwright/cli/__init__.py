@@ -160,7 +160,8 @@ def run_plan(asked: Namespace, console: Console) -> int:
         made, graph = planned(
             module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
             optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
-            outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, constraints=asked.constraints, progress=watching, stop=watching.stopped,
+            outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, constraints=asked.constraints,
+            progress=watching, stop=watching.stopped,
         )  # fmt: skip
     console.print(explain(made, graph) if asked.full else explain(made))
     if asked.outputs is None and outputs == "scalars":

@@ -58,7 +58,8 @@ class Clash:
             cluster = self.frame.cluster
             inside = min(group.node.devices for group in cluster.groups)
             count = self.frame.size or cluster.size
-            return f"there are {count} devices, {inside} on a node; ask for another size, or say less of the axis"
+            there = "is 1 device" if count == 1 else f"are {count} devices"
+            return f"there {there}, {inside} on a node; ask for another size, or say less of the axis"
         if isinstance(item, Split):
             held = sizes_of(item, self.constraints, self.frame.facts)
             return f"{held}; ask for another label, or for an axis that divides it"

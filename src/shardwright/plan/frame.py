@@ -77,8 +77,11 @@ class Frame:
         if like is not None:
             ready = all(skeleton.layers.values())
             return Tables(skeleton, like.spaces, like.storing, like.rows, like) if ready else None
-        spaces = Spaces(kinds, Moves(candidate.mesh, self.cluster), data=candidate.data, demands=limits.demands)
-        asked = {kinds.of[name] for name in limits.demands}
+        spaces = Spaces(
+            kinds, Moves(candidate.mesh, self.cluster),
+            data=candidate.data, demands=limits.demands, twins=skeleton.twins.values(),
+        )  # fmt: skip
+        asked = {kinds.of[name] for name in (*limits.demands, *limits.together)}
         if not all(spaces.of(kind).size for kind in asked) or not all(skeleton.layers.values()):
             return None
         return Tables(skeleton, spaces, Storing(spaces, most=limits.most), candidate.data if self.rows else ())

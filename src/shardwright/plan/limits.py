@@ -54,7 +54,8 @@ class Limits:
     @property
     def said(self) -> dict[str, object]:
         """What `Kinds` has to know: ops and parameters of which different things are asked are of different kinds."""
-        return {**self.demands, **self.most}
+        grouped = {name: (group, self.demands.get(name)) for name, group in self.together.items()}
+        return {**self.demands, **grouped, **self.most}
 
     def ways(self, graph: Graph, base: Ways, *, free: bool = True) -> dict[str, tuple[frozenset[str], ...]]:
         """The ways to recompute that are left of some; without `free` only of what must be recomputed."""

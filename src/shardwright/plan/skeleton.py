@@ -100,15 +100,7 @@ class UseTable:
     value: str = field(compare=False)
 
 
-@dataclass(frozen=True)
-class SameTable:
-    """Ops of two kinds that are split in the same way."""
-
-    kind: int
-    other: int
-
-
-Table = OpTable | EdgeTable | HomeTable | UseTable | SameTable
+Table = OpTable | EdgeTable | HomeTable | UseTable
 
 
 class Variable(NamedTuple):
@@ -129,8 +121,9 @@ class Entry(NamedTuple):
 class Skeleton:
     """The variables and entries of one graph.
 
-    `together` names groups of ops that are split in the same way: those of one kind in a group are one variable, and
-    so are hubs between such ops, and the layers that they are in. Then several entries may be over the same variables.
+    `together` names groups of ops that are split in the same way: a group is one variable, and so are hubs between such
+    ops, and the layers that they are in. Then several entries may be over the same variables. `twins` are the kinds of
+    each group, which need the same choices in the same order; no op outside of the group is of these kinds.
     """
 
     def __init__(self, kinds: Kinds, layers: Ways | None = None, together: Mapping[str, str] | None = None) -> None:
@@ -148,7 +141,8 @@ class Skeleton:
         self.home_firsts: list[Parameter] = []
         self._where: dict[str, tuple[int, Region, str | None]] = {}
         self._ways: dict[int, Sequence[frozenset[str]]] = {}
-        self._groups: dict[str, dict[int, int]] = {}
+        self._groups: dict[str, int] = {}
+        self.twins: dict[str, dict[int, None]] = {}
         self._shared_hubs: dict[Hashable, int] = {}
         self.sinks = frozenset(self.graph.sinks())
         self._build()
@@ -159,13 +153,12 @@ class Skeleton:
 
     def _op_variable(self, op: Op, block: int) -> int:
         kind, group = self.kinds.of[op.name], self.together.get(op.name)
-        known = self._groups.setdefault(group, {}) if group is not None else {}
-        if kind not in known:
-            first = next(iter(known.items()), None)
-            known[kind] = self._variable("op", kind, block)
-            if first is not None:
-                self._add((first[1], known[kind]), SameTable(first[0], kind), op.name)
-        return known[kind]
+        if group is None:
+            return self._variable("op", kind, block)
+        if group not in self._groups:
+            self._groups[group] = self._variable("op", kind, block)
+        self.twins.setdefault(group, {})[kind] = None
+        return self._groups[group]
 
     def _build(self) -> None:
         blocks: dict[str, int] = {}

@@ -48,6 +48,16 @@ class Space:
     def size(self) -> int:
         return len(self.choices)
 
+    def only(self, choices: Sequence[Mapping[str, str]]) -> Space:
+        """With these of its choices, in this order."""
+        if list(self.choices) == list(choices):
+            return self
+        at = [self.choices.index(choice) for choice in choices]
+        inputs, outputs = (
+            tuple(tuple(layouts[state] for state in at) for layouts in held) for held in (self.inputs, self.outputs)
+        )
+        return Space(choices=tuple(choices), inputs=inputs, outputs=outputs, used=self.used[at])
+
 
 class Spaces:
     """The spaces of all kinds of ops of a graph on one mesh."""
@@ -62,25 +72,33 @@ class Spaces:
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
         free: Collection[str] = (),
         demands: Mapping[str, Sequence[Demand]] | None = None,
+        twins: Iterable[Iterable[int]] = (),
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
         `free`: ops that may do all they can, without pruning, beside what is fixed.
 
         `allowed`: for some ops on some axes the choices that are looked at, if there are such ("" is whole).
-        `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these has to be
-        known to `kinds` too.
+        `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these three has
+        to be known to `kinds` too. `twins`: kinds that have the choices that all of them have, in the same order.
         """
         self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
         self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
         self.free = frozenset(free)
         self.demands = demands or {}
+        self.twins = {kind: held for held in map(tuple, twins) for kind in held}
         self._known: dict[int, Space] = {}
 
     def of(self, kind: int) -> Space:
         if kind not in self._known:
-            self._known[kind] = self._make(self.kinds.first[kind])
+            made = {held: self._make(self.kinds.first[held]) for held in self.twins.get(kind, (kind,))}
+            shared = [
+                choice
+                for choice in next(iter(made.values())).choices
+                if all(choice in space.choices for space in made.values())
+            ]
+            self._known |= {held: space.only(shared) for held, space in made.items()}
         return self._known[kind]
 
     def _roles(self, signature: Signature) -> tuple[Role, ...]:

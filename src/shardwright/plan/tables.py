@@ -14,7 +14,7 @@ from ..layout import FANNED, WHOLE, Layout
 from .homes import Homes, Storage, Storing
 from .rows import rows_layout
 from .search import Factor
-from .skeleton import EdgeTable, End, HomeTable, OpTable, SameTable, Skeleton, Table, UseTable
+from .skeleton import EdgeTable, End, HomeTable, OpTable, Skeleton, Table, UseTable
 from .spaces import Spaces
 
 Layouts = tuple[Layout, ...]
@@ -91,16 +91,7 @@ class Tables:
             return self._edge(table)
         if isinstance(table, HomeTable):
             return self.homes[table.home].used
-        if isinstance(table, SameTable):
-            return self._same(table)
         return self._use(table)
-
-    def _same(self, table: SameTable) -> np.ndarray:
-        """Forbids that two kinds of ops choose differently."""
-        mine, theirs = self.spaces.of(table.kind).choices, self.spaces.of(table.other).choices
-        found = np.zeros((len(mine), len(theirs), COUNT))
-        found[..., 0] = [[0.0 if one == other else np.inf for other in theirs] for one in mine]
-        return found
 
     # -- conversions -----------------------------------------------------------------------
 
