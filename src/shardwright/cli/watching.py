@@ -17,8 +17,8 @@ from ..report.screen import said_time
 class Watching:
     """Shows a search while it runs. The first Ctrl-C asks it to end with what it has, the second gives up.
 
-    Before the search has begun (while the model is captured) there is nothing to end with: Ctrl-C gives up at once. If it
-    falls into a callback that can't raise, as torch has many, the search ends as soon as it has something.
+    Before the search has begun (while the model is captured) there is nothing to end with: Ctrl-C gives up at once. If
+    it falls into a callback that can't raise, as torch has many, the search ends as soon as it has something.
     """
 
     def __init__(self) -> None:
