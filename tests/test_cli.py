@@ -143,13 +143,21 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(net, tmp_path, capsys, monkey
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_before_there_is_anything_writes_nothing(net, tmp_path, capsys, monkeypatch):
-    def interrupt(*arguments, **more):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("shardwright.cli.planned", interrupt)
+def test_ctrl_c_before_the_search_or_twice_gives_up(net, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shardwright.cli.planned", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert main(["plan", net, "--cluster", "8xA100-80GB", "-o", "plan.json"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+    def twice(*_, progress, **__):
+        progress("bounded 8", 1.0)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("shardwright.cli.planned", twice)
+    assert main(["plan", net, "--cluster", "8xA100-80GB", "-o", "plan.json"]) == 130
+    err = capsys.readouterr().err
+    assert "ending with the best plan so far; once more to give up" in err
+    assert "interrupted, and nothing was written" in err
     assert not (tmp_path / "plan.json").exists()
 
 

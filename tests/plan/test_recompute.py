@@ -15,7 +15,7 @@ from shardwright.errors import PlanError
 from shardwright.lower import lower
 from shardwright.plan import draw, layers_of, read_request, regions_of
 from shardwright.plan.plan import load
-from shardwright.report.plans import diff, read_plan
+from shardwright.report import diff, read_plan
 from tests.plan.graphs import deep_gpt, facts_of, graph_of
 from tests.plan.recomputing import plan_of
 

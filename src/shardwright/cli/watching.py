@@ -17,17 +17,21 @@ from ..report.screen import said_time
 class Watching:
     """Shows a search while it runs. The first Ctrl-C asks it to end with what it has, the second gives up.
 
-    Before the search has begun (while the model is captured) there is nothing to end with: Ctrl-C gives up at once.
+    Before the search has begun (while the model is captured) there is nothing to end with: Ctrl-C gives up at once. If
+    it falls into a callback that can't raise, as torch has many, the search ends as soon as it has something.
     """
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)
         self.status = Status("capturing the model", console=self.console)
         self.asked = False
+        self.searching = False
         self._before: Any = None
 
     def __enter__(self) -> Watching:
         self.status.start()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._interrupted)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -37,8 +41,7 @@ class Watching:
 
     def __call__(self, what: str, best: float) -> None:
         """Progress of the search."""
-        if self._before is None and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._interrupted)
+        self.searching = True
         found = f"; the best step so far takes {said_time(best)}" if math.isfinite(best) else ""
         self.status.update(f"{what}{found}")
 
@@ -46,7 +49,7 @@ class Watching:
         return self.asked
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        again, self.asked = self.asked, True
+        if again or not self.searching:
             raise KeyboardInterrupt
-        self.asked = True
         self.console.print("ending with the best plan so far; once more to give up", highlight=False)
