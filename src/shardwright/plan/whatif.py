@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Training
+from ..cost import Training, habits_of
 from ..cost.moves import Moves
 from ..cost.peak import peak
 from ..cost.resources import memory, phases
@@ -190,4 +190,5 @@ def _held(problem: Problem, states: Mapping[int, int]) -> Problem:
 def _peak(asked: Asked, choice: Choice) -> float:
     plan = asked.plan
     choices = {**plan.choices(asked.entry), **dict.fromkeys(asked.ops, choice)}
-    return peak(asked.facts, plan.mesh, choices, plan.storage, asked.training, asked.recompute).peak
+    habits = habits_of(asked.cluster.device(0).name)
+    return peak(asked.facts, plan.mesh, choices, plan.storage, asked.training, asked.recompute, habits=habits).peak
