@@ -1,6 +1,5 @@
 """The timeline of a step: what its peak is made of, and how plans move it."""
 
-import time
 from functools import cache
 
 import pytest
@@ -143,21 +142,3 @@ def test_nothing_is_left_over_after_a_step(name, plan):
     inputs = sum(held.bytes for held in program.tensors if held.fixed and held.gradient and held.parameter is None)
     assert line.heap.now[ACTIVATION] == pytest.approx(inputs, abs=1)
     assert all(refs >= 0 for refs in line.heap.refs)
-
-
-def test_a_large_graph_takes_well_under_a_second():
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(300))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + torch.tanh(layer(x))
-            return x.sum()
-
-    facts = analysed(Deep(), (torch.zeros(8, 8),), {})
-    made = make_plan(facts.graph, facts, "dp=2,tp=2", 4)
-    begin = time.process_time()
-    peak(facts, made.mesh, made.choices("train"), made.storage, Training())
-    assert (time.process_time() - begin) / len(facts.graph.ops) < 0.5 / 1000
