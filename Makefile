@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests.side_by_side
 
 bench: $(READY)
 	$(BIN)/python -m bench.run
