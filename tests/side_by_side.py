@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-BY_FILE = ("parity", "runtime", "rules", "plan", "verify")
-FIRST = ("parity/test_gloo.py", "coverage", "parity/test_faults.py", "rules/test_properties.py", "probe")
+BY_FILE = ("parity",)
+FIRST = ("parity/test_gloo.py", "coverage", "runtime", "rules", "plan", "probe", "parity/test_faults.py", "capture")
 NOTHING_THERE = 5  # pytest's exit code where it finds no test
 
 
