@@ -27,12 +27,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.calibrate import FULL, QUICK, calibrate
+from shardwright.calibrate import QUICK, Effort, calibrate
 from shardwright.cluster import save
 
 from .peers import Contender, training_step
 from .race import race
 from .workload import optimizer_of
+
+EFFORT = Effort(each=0.1, longest=0.5, largest=2**26, factor=4, dtypes=(torch.float32,))
+"""Calibration of what these models use."""
 
 PLANS = {
     2: ("dp=2", "tp=2", "sp=2", "zero1=2", "zero2=2", "zero3=2"),
@@ -162,8 +165,11 @@ def _rank(rank: int, job: str, ranks: int, plans: dict[str, str], rounds: int, s
 
 
 def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str], console: Console) -> list[Run]:
-    cluster, _ = calibrate(QUICK if quick else FULL, ranks, f"{ranks} processes")
-    console.print(f"{cluster.about}; {cluster.overlap:.2f} of a collective is hidden by products")
+    cluster, _ = calibrate(QUICK if quick else EFFORT, ranks, f"{ranks} processes")
+    console.print(
+        f"{cluster.about}; {cluster.overlap:.2f} of a collective is hidden by products, "
+        f"{1e3 * cluster.meeting:.2f} ms are lost when ranks meet"
+    )
     found = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from ..cluster.catalogue import USUAL, inside, usual_network
 from ..cluster.cluster import USUAL_OVERLAP
 from ..runtime.world import World, start
 from ..verify.ranks import run_processes
-from .collectives import count_per_node, fit, kinds_in, measure_collectives, measure_overlap, meshes
-from .compute import as_device, measure_ops, series_of, slowest
+from .collectives import count_per_node, fit, kinds_in, measure_collectives, measure_meeting, measure_overlap, meshes
+from .compute import as_device, measure_edge, measure_ops, series_of, slowest
 from .tables import tables
 from .timing import FULL, QUICK, Effort
+
+TRIES = 5
 
 __all__ = ["FULL", "QUICK", "Effort", "calibrate", "tables"]
 
@@ -65,10 +68,14 @@ def measure(effort: Effort) -> Cluster:
             progress.update(task, description=what, advance=1)
 
         series = slowest(_from_all(measure_ops(world.device, effort, advance), world))
+        edge = max(_from_all(measure_edge(world.device, series, effort), world))
         measured = measure_collectives(world, per_node, effort, advance)
-        overlap = measure_overlap(world, effort) if world.size > 1 else USUAL_OVERLAP
+        overlap, meeting = USUAL_OVERLAP, 0.0
+        if world.size > 1:  # both are small differences of large numbers
+            overlap = median(measure_overlap(world, effort) for _ in range(TRIES))
+            meeting = median(measure_meeting(world, effort) for _ in range(TRIES))
     sharing = per_node if world.device.type == "cpu" else 1
-    device = as_device(world.device, series, sharing)
+    device = as_device(world.device, series, sharing, edge)
     usual = device.name if device.name in USUAL else "cpu"  # whose links stand for what could not be measured
     node = Node(
         device=device,
@@ -81,6 +88,7 @@ def measure(effort: Effort) -> Cluster:
         groups=(Group(node=node, nodes=world.size // per_node),),
         measured=measured,
         overlap=overlap,
+        meeting=meeting,
         about=_about(world, per_node),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -143,6 +144,38 @@ def measure_overlap(world: World, effort: Effort) -> float:
     together = min(_all_agree(once(both, world.device), world) for _ in range(7))
     hidden = (alone + talking - together) / min(alone, talking)
     return float(f"{min(max(hidden, 0.0), 1.0):.3g}")
+
+
+def measure_meeting(world: World, effort: Effort) -> float:
+    """Seconds that ranks lose when they meet in a collective between kernels, beside what it takes by itself.
+
+    In a loop of collectives alone all ranks are there at once. Between kernels one is always late, and what brings
+    messages has to be woken up.
+    """
+    group = Groups(_mesh(group=world.size))["group"]
+    message = torch.zeros(2**17, device=world.device)
+    side = torch.rand(384, 384, device=world.device)
+    count = max(1, int(0.004 / max(_all_agree(once(lambda: side @ side, world.device, 3), world), 1e-6)))
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(side, side)
+
+    def talk() -> None:
+        dist.all_reduce(message, group=group.process_group)
+
+    def both() -> None:
+        compute()
+        talk()
+
+    for run in (compute, talk, both):
+        run()
+    repeats = max(5, int(effort.each / 0.01))
+
+    def usual(run: Callable[[], None]) -> float:
+        return _all_agree(median(once(run, world.device) for _ in range(repeats)), world)
+
+    return float(f"{max(0.0, usual(both) - usual(compute) - usual(talk)):.3g}")
 
 
 def _all_agree(value: float, world: World) -> float:

@@ -49,6 +49,17 @@ def measure_ops(device: torch.device, effort: Effort, advance: Callable[[str], N
     return tuple(found)
 
 
+def measure_edge(device: torch.device, measured: tuple[Series, ...], effort: Effort) -> float:
+    """The smallest side at which a product reaches half of what a square one of as many flops does."""
+    squares = next(series for series in measured if series.kind == "matmul" and series.dtype == "float32")
+    curve = Curve(squares.points)
+    rows, side = 64, 1024
+    a, b = torch.rand(rows, side, device=device), torch.rand(side, side, device=device)
+    thin = seconds(lambda: a @ b, device, effort)
+    expected = curve.at(2.0 * rows * side * side)
+    return float(f"{max(0.0, rows * (thin / expected - 1.0)):.3g}")
+
+
 def series_of(effort: Effort) -> list[tuple[Kind, torch.dtype]]:
     kinds: tuple[Kind, ...] = ("matmul", "attention", "pointwise")
     once: tuple[Kind, ...] = ("convolution", "function", "copy")
@@ -105,7 +116,7 @@ def slowest(ranks: list[tuple[Series, ...]]) -> tuple[Series, ...]:
     return tuple(found)
 
 
-def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int) -> Device:
+def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, edge: float = 0.0) -> Device:
     """The measurements as a device. Peaks are those of the catalogue if it has the device, else the best seen."""
     known = known_device(device)
     flops: dict[str, float] = dict(known.flops) if known else {}
@@ -128,6 +139,7 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int) 
         memory=_memory(device) // sharing,
         bandwidth=bandwidth,
         efficiency=tuple(efficiency),
+        edge=edge,
     )
 
 

@@ -9,6 +9,7 @@ with 2 nodes of 4 devices and a mesh dp=2 x tp=4, where tp is between neighbours
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
@@ -63,6 +64,7 @@ class Cluster:
     between     what joins the groups, where that is slower than their own networks
     measured    collectives that were timed on it; they take the place of the formula
     overlap     how much of a collective that runs beside kernels is hidden by them: 1 all, 0 nothing
+    meeting     seconds that ranks lose when they meet in a collective that they wait for, beside its own time
     about       where its facts come from, in words
     """
 
@@ -71,6 +73,7 @@ class Cluster:
     between: Link | None = None
     measured: tuple[Measured, ...] = ()
     overlap: float = USUAL_OVERLAP
+    meeting: float = 0.0
     about: str = ""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the first rank of each group
 
@@ -79,6 +82,8 @@ class Cluster:
             raise ClusterError(f"the cluster {self.name!r} has no group of nodes")
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"the cluster {self.name!r}: overlap is {self.overlap}; it must be in [0, 1]")
+        if not 0 <= self.meeting < math.inf:
+            raise ClusterError(f"the cluster {self.name!r}: meeting is {self.meeting}; it must be zero or more seconds")
         said = [(table.kind, table.ranks) for table in self.measured]
         if len(set(said)) != len(said):
             raise ClusterError(f"the cluster {self.name!r} has two tables for one collective in one kind of group")

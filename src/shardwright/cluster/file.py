@@ -15,6 +15,7 @@
       - {nodes: 2, devices: 8, device: A100-slow, inside: slow, network: 4xinfiniband-100}
     between: ethernet-100             # from group to group, if slower than their own networks; may be left out
     overlap: 0.3                      # how much of a collective is hidden by kernels that run meanwhile
+    meeting: 2 us                     # what ranks lose when they meet in a collective that they wait for
     measured:                         # written by `shardwright calibrate`
       - {kind: all_reduce, ranks: [8], seconds: {1024: 20e-6, 1048576: 45e-6}}
 
@@ -105,6 +106,8 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
         data["between"] = cluster.between.name
     if cluster.overlap != USUAL_OVERLAP:
         data["overlap"] = cluster.overlap
+    if cluster.meeting:
+        data["meeting"] = quantity.write(cluster.meeting, "seconds")
     if cluster.measured:
         data["measured"] = [
             {"kind": table.kind, "ranks": list(table.ranks), "seconds": _curve(table.seconds)}

@@ -22,7 +22,8 @@ from .quantity import Measure
 VERSION = 1
 T = TypeVar("T")
 
-CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "between", "overlap", "measured")
+CLUSTER_KEYS = ("version", "name", "about", "devices", "links", "groups", "between", "overlap", "meeting",
+                "measured")  # fmt: skip
 DEVICE_KEYS = ("flops", "memory", "bandwidth", "efficiency")
 LINK_KEYS: dict[str, Measure] = {
     "bandwidth": "bytes/s", "latency": "seconds", "efficiency": "number", "pair": "bytes/s",
@@ -65,9 +66,10 @@ class Reader:
         rows = self.rows(data["measured"], "measured") if "measured" in data else []
         measured = [self.table(item, f"measured[{place}]") for place, item in enumerate(rows)]
         overlap = self.number(data.get("overlap", USUAL_OVERLAP), "number", "overlap")
+        meeting = self.number(data.get("meeting", 0.0), "seconds", "meeting")
         name, about = self.text(data.get("name", name), "name"), self.text(data.get("about", ""), "about")
         return self.made("the file", 0, A_CLUSTER, lambda: Cluster(
-            name=name, about=about, groups=tuple(groups), between=between, overlap=overlap,
+            name=name, about=about, groups=tuple(groups), between=between, overlap=overlap, meeting=meeting,
             measured=tuple(measured),
         ))  # fmt: skip
 

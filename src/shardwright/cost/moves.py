@@ -71,6 +71,10 @@ class Moves:
             self._times[key] = max(collective_time(kind, bytes, span, self.cluster.measured) for span in spans)
         return self._times[key]
 
+    def waited(self, kind: Collective, bytes: float, axes: Sequence[str]) -> float:
+        """Seconds of a collective that the next op waits for."""
+        return self.collective(kind, bytes, axes) + self.cluster.meeting
+
     def copy(self, bytes: float) -> float:
         return self.device.op_time(0.0, bytes, "copy", "")
 
@@ -138,16 +142,16 @@ class Moves:
             letters = np.zeros((len(LETTERS), len(LETTERS), 4))
             letters[..., 0] = np.inf
             for (a, b), (forward, backward) in STEPS.items():
-                ahead = self.collective(forward, base, (axis,)) if forward else 0.0
-                back = self.collective(backward, base, (axis,)) if backward and gradient else 0.0
+                ahead = self.waited(forward, base, (axis,)) if forward else 0.0
+                back = self.waited(backward, base, (axis,)) if backward and gradient else 0.0
                 copies = [self.copy(_copied(kind, {a, b}, base, parts)) for kind in (forward, backward)]
                 letters[LETTERS.index(a), LETTERS.index(b)] = (copies[0], copies[1] * gradient, ahead, back)
             letters[LETTERS.index("M"), LETTERS.index("W")] = (
-                self.copy(base), 0.0, self.collective("all_reduce", base, (axis,)), 0.0
+                self.copy(base), 0.0, self.waited("all_reduce", base, (axis,)), 0.0
             )  # fmt: skip
-            copy, time = self.copy(2 * base / parts), self.collective("all_to_all", base / parts, (axis,))
+            copy, time = self.copy(2 * base / parts), self.waited("all_to_all", base / parts, (axis,))
             exchange = np.array([copy, copy * gradient, time, time * gradient])
-            copy, time = self.copy(base), self.collective("all_gather", base, (axis,))
+            copy, time = self.copy(base), self.waited("all_gather", base, (axis,))
             self._tables[key] = letters, exchange, np.array([copy, copy * gradient, time, time * gradient])
         return self._tables[key]
 

@@ -322,9 +322,16 @@ FOREACH = {
 
 
 def update_time(
-    parameters: float, gradients: float, states: float, device: Device, *, optimizer: str = "adamw", fused: bool = False
+    parameters: float,
+    gradients: float,
+    states: float,
+    device: Device,
+    *,
+    optimizer: str = "adamw",
+    fused: bool = False,
+    kernels: int = 1,
 ) -> float:
-    """Seconds of the optimizer's step on a device that holds so many bytes of each."""
+    """Seconds of the optimizer's step on a device that holds so many bytes of each, in so many kernels."""
     passes = FUSED.get(optimizer, FOREACH[optimizer]) if fused else FOREACH[optimizer]
     bytes = passes.parameters * parameters + passes.gradients * gradients + passes.states * states
-    return _moved(bytes, device)
+    return _moved(bytes, device, kernels)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cluster import Collective
-from ..cost import local_elements
+from ..cost import habits_of, local_elements
 from ..cost.resources import COUNT, Resource
 from ..cost.time import update_time
 from ..ir import Parameter
@@ -35,6 +35,9 @@ Storage = tuple[tuple[str, int], ...]
 
 BUCKET = 25 * 2**20
 """Bytes that the runtime sums at once."""
+
+KERNELS = 8
+"""Of an optimizer's step on one parameter."""
 
 
 class Sent(NamedTuple):
@@ -124,7 +127,7 @@ class Storing:
             found[sent.resource] += sent.seconds
         if self.spaces.backward and parameter.trainable:
             found[Resource.STORED] += share[2] * stored + share[1] * stored * training.states()
-            found[Resource.UPDATE] += share[1] * self._update_rate(stored)
+            found[Resource.UPDATE] += self._update(share[1] * stored)
         return found
 
     def shares(self, count: float, held: Storage) -> dict[int, float]:
@@ -165,13 +168,17 @@ class Storing:
         if level in (1, 2):
             yield sent(Resource.UPDATE, "all_gather", count, axes, moving)
 
-    def _update_rate(self, stored: int) -> float:
-        """Seconds of the optimizer for an element, when it goes over many at once."""
-        bytes = float(BUCKET)
-        step = update_time(
-            bytes, bytes, bytes * self.training.states(), self.moves.device, optimizer=self.training.optimizer
-        )
-        return step / bytes * stored
+    def _update(self, bytes: float) -> float:
+        """Seconds of the optimizer for so many bytes of a parameter.
+
+        On a GPU it goes over all parameters at once. On a CPU it goes over one after the other, so that what a kernel
+        finds was brought to the cache by the one before; only what is read first comes from memory (half of a fused step).
+        """
+        states, device, name, large = self.training.states(), self.moves.device, self.training.optimizer, float(BUCKET)
+        if habits_of(device.name).foreach:
+            return update_time(large, large, large * states, device, optimizer=name) * bytes / large
+        first = update_time(large, large, large * states, device, optimizer=name, fused=True) * bytes / large
+        return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)
 
 
 def level_of(held: Storage) -> int:

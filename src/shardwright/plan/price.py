@@ -315,7 +315,7 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
         again = table.region[states[factor.variables[-1]]] >= 0 if table.region else table.again
         signature = skeleton.facts.signatures[entry.name]
         for sent in algorithm_sends(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
-            time = tables.training.accumulate * tables.moves.collective(sent.collective, sent.bytes, sent.axes)
+            time = tables.training.accumulate * tables.moves.waited(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
                 yield sent.when, sent.collective, sent.axes, time, False
             if sent.when == "forward" and again:

@@ -156,7 +156,7 @@ class Spaces:
             for kind, bytes, axes, when in algorithm_sends(signature, choice, self.mesh, self.training):
                 if when == "forward" or self.backward:
                     sent = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
-                    used[state, sent] += self.moves.collective(kind, bytes, axes)
+                    used[state, sent] += self.moves.waited(kind, bytes, axes)
             if self.backward:
                 _, outputs, beside = kept_bytes(call, signature)
                 own = sum(held.bytes for held, kept in zip(call.outputs, outputs, strict=True) if kept)
