@@ -5,11 +5,15 @@
 For 2 and for 4 gloo processes this calibrates the machine, predicts the step of every model under every plan (and lets
 the search choose one), then runs them, interleaved as in `race`. What counts is the order (Spearman's correlation),
 the median error, and how far the plan that the search chose is from the fastest that was measured.
+
+This kind of machine is at times a third slower than at others. So some fixed work (products and sums, without any of our
+code) is timed right after calibration and again around every measurement, and predictions are scaled by the ratio.
 """
 
 import argparse
 import json
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +37,9 @@ from shardwright.cluster import save
 from .peers import Contender, training_step
 from .race import race
 from .workload import optimizer_of
+
+SPEED = "speed"
+"""Where a measurement says how long some fixed work took."""
 
 EFFORT = Effort(each=0.1, longest=0.5, largest=2**26, factor=4, dtypes=(torch.float32,))
 """Calibration of what these models use."""
@@ -137,6 +144,19 @@ class Run:
         return abs(self.predicted / self.measured - 1)
 
 
+def reference() -> float:
+    """Seconds of some fixed work, to tell how fast the machine is at the moment."""
+    side, line = torch.ones(512, 512), torch.ones(2**20)
+    times = []
+    for _ in range(15):
+        begin = time.perf_counter()
+        for _ in range(4):
+            torch.mm(side, side)
+            torch.add(line, line)
+        times.append(time.perf_counter() - begin)
+    return median(times)
+
+
 def measure(job: str, ranks: int, plans: dict[str, str], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds a step of every plan (a plan string, or the path of a file), one number a round."""
     with tempfile.TemporaryDirectory() as folder:
@@ -157,11 +177,19 @@ def _rank(rank: int, job: str, ranks: int, plans: dict[str, str], rounds: int, s
             model, optimizer_of(model), example=work.batches(1)[0], plan=plan, directory=Path(folder) / "generated"
         )
         contenders[name] = Contender(name=name, step=training_step(model, optimizer, rows=False))
-    times = race(contenders, work, rounds=rounds, steps=steps)
+    before = _slowest(reference())
+    times = race(contenders, work, rounds=rounds, steps=steps) if plans else {}
+    times[SPEED] = [before, _slowest(reference())]
     if rank == 0:
         (Path(folder) / "times.json").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _slowest(seconds: float) -> float:
+    held = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return float(held)
 
 
 def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str], console: Console) -> list[Run]:
@@ -170,6 +198,7 @@ def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str],
         f"{cluster.about}; {cluster.overlap:.2f} of a collective is hidden by products, "
         f"{1e3 * cluster.meeting:.2f} ms are lost when ranks meet"
     )
+    then = median(measure(names[0], ranks, {}, 0, 0)[SPEED])
     found = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"
@@ -183,7 +212,10 @@ def runs(ranks: int, rounds: int, steps: int, quick: bool, names: Sequence[str],
                 plan.save(file)
                 plans[wish], predicted[wish] = str(file), plan.predicted["train"]["seconds"]
             measured = measure(name, ranks, plans, rounds, steps)
+            drift = median(measured.pop(SPEED)) / then
+            console.print(f"  the machine takes {drift:.2f} of the time that it took when it was calibrated")
             for wish, times in measured.items():
+                predicted[wish] *= drift
                 low, _, high = quantiles(times, n=4)
                 found.append(
                     Run(job=name, ranks=ranks, plan=wish, predicted=predicted[wish], measured=median(times),

@@ -172,7 +172,8 @@ class Storing:
         """Seconds of the optimizer for so many bytes of a parameter.
 
         On a GPU it goes over all parameters at once. On a CPU it goes over one after the other, so that what a kernel
-        finds was brought to the cache by the one before; only what is read first comes from memory (half of a fused step).
+        finds was brought to the cache by the one before; only what is read first comes from memory, half of a fused
+        step.
         """
         states, device, name, large = self.training.states(), self.moves.device, self.training.optimizer, float(BUCKET)
         if habits_of(device.name).foreach:

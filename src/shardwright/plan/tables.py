@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ..conversion import forget_gradient
-from ..cost import local_elements
+from ..cost import join_time, local_elements
 from ..cost.resources import COUNT, Resource
 from ..layout import FANNED, WHOLE, Layout
 from .homes import Homes, Storage, Storing
@@ -40,6 +40,7 @@ class Tables:
         self._leaving: dict[int, Layouts] = like._leaving if like else {}
         self._forms: dict[int, tuple[Layout, ...]] = like._forms if like else {}
         self._hubs: dict[Layouts, Layouts] = like._hubs if like else {}
+        self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
         self.homes = [self._home(number) for number in range(len(skeleton.home_firsts))]
         arrays = [self._fill(table) for table in skeleton.tables]
@@ -113,11 +114,15 @@ class Tables:
         goals, to_state = self._distinct(self.layouts(table.goal, table.value))
         item = self.training.item(value)
         bytes = value.elements * item
-        key = (id(starts), id(goals), bytes, value.shape, value.gradient, kept, table.held)
+        readers = self._readers[table.goal.kind] if table.goal.what == "hub" else 1
+        key = (id(starts), id(goals), bytes, value.shape, value.gradient, kept, table.held, readers)
         if key not in self._prices:
             found = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
+            local = np.array([item * local_elements(value.shape, goal, self.mesh) for goal in goals])
+            if readers > 1 and value.gradient and self.spaces.backward:
+                joined = [join_time(size, readers, self.moves.device) for size in local.tolist()]
+                found[..., Resource.COMPUTE_BACKWARD] += joined
             if kept and self.spaces.backward:
-                local = np.array([item * local_elements(value.shape, goal, self.mesh) for goal in goals])
                 new = np.array([[not table.held or a != b for b in self._formed(goals)] for a in self._formed(starts)])
                 found[..., Resource.KEPT] += np.where(new, local[None, :], 0.0)
             self._prices[key] = found
