@@ -6,12 +6,14 @@ For 2 and for 4 gloo processes this calibrates the machine, predicts the step of
 the search choose one), then runs them, interleaved as in `race`. What counts is the order (Spearman's correlation),
 the median error, and how far the plan that the search chose is from the fastest that was measured.
 
-This kind of machine is at times a third slower than at others. So some fixed work (products and sums, without any of our
-code) is timed right after calibration and again around every measurement, and predictions are scaled by the ratio.
+This kind of machine is at times a third slower than at others. So some fixed work (products and sums, without any of
+our code) is timed right after calibration and again around every measurement, and predictions are scaled by the ratio.
 """
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 import time
 import warnings
@@ -183,7 +185,8 @@ def _rank(rank: int, job: str, ranks: int, plans: dict[str, str], rounds: int, s
     if rank == 0:
         (Path(folder) / "times.json").write_text(json.dumps(times))
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may still be at work for groups that nobody needs any more
 
 
 def _slowest(seconds: float) -> float:
