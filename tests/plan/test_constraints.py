@@ -32,7 +32,7 @@ from tests.runtime.ranks import run_ranks
 
 CLUSTER, TWO = find("cpu:4"), find("cpu:2")
 DATA = {"axis": "dp", "size": 2, "splits": "batch"}
-SHORT = 515e3
+SHORT = 506e3
 """Bytes that the GPT fits in on two devices, if something is recomputed."""
 
 
@@ -265,20 +265,19 @@ def test_what_must_be_is_recomputed(module, expected):
 
 
 def test_what_must_not_be_is_not_recomputed():
-    never = {"module": "blocks.*.attn", "recompute": False}
+    never = {"module": "blocks.0", "recompute": False}
     before, after = (planned("gpt", [DATA, *more], cluster=TWO, memory=SHORT) for more in ([], [never]))
-    with_attention = {"blocks.0", "blocks.1", "blocks.0.attn", "blocks.1.attn"}
-    assert with_attention & set(before.entries["train"][0].recompute)
-    assert not with_attention & set(after.entries["train"][0].recompute)
+    assert any(path.startswith("blocks.0") for path in before.entries["train"][0].recompute)
+    assert not any(path.startswith("blocks.0") for path in after.entries["train"][0].recompute)
+    assert after.entries["train"][0].recompute
 
 
 def test_a_level_is_not_exceeded():
     free = planned("gpt", [DATA], cluster=TWO)
-    assert level_of(free.storage["wte.weight"]) == level_of(free.storage["blocks.0.up.weight"]) == 2
-    entries = [DATA, {"module": "head", "zero": 1}, {"class": "Block", "op": "linear", "zero": 0}]
-    held = planned("gpt", entries, cluster=TWO)
-    assert level_of(held.storage.get("wte.weight", ())) <= 1  # the head has the same weight
+    assert level_of(free.storage["blocks.0.up.weight"]) == 1
+    held = planned("gpt", [DATA, {"class": "Block", "op": "linear", "zero": 0}], cluster=TWO, memory=530e3)
     assert level_of(held.storage.get("blocks.0.up.weight", ())) == 0
+    assert level_of(held.storage["wte.weight"]) == 1  # others make up for it
 
 
 # -- clashes ----------------------------------------------------------------------------

@@ -145,13 +145,14 @@ class Storing:
         pack = unit * count / max(value.elements, 1)
         summed = tuple(axis for axis, place in layout.rest if place == FANNED)
         rest = tuple(axis for axis in summed if axis not in axes)
-        backward = self.spaces.backward
+        backward, habits = self.spaces.backward, habits_of(self.moves.device.name)
 
         def sent(resource: Resource, kind: Collective, elements: float, over: tuple[str, ...], size: float) -> Sent:
             bucket = max(elements * size, pack * size if level == 3 else BUCKET)
             times = 1.0 if level == 3 or resource == Resource.UPDATE else 1.0 / training.accumulate
             seconds = self.moves.collective(kind, bucket, over) * elements * size / bucket * times
-            return Sent(resource, kind, over, seconds + times * self.moves.copy(2 * elements * size))
+            copies = 6 if habits.copies and kind != "all_reduce" else 2  # gloo gathers and scatters on a copy
+            return Sent(resource, kind, over, seconds + times * self.moves.copy(copies * elements * size))
 
         if level == 3:
             yield sent(Resource.BESIDE_FORWARD, "all_gather", count, axes, moving)

@@ -67,13 +67,25 @@ class Atoms:
         found: list[int] = []
         stack = list(reversed(dim))
         while stack:
-            atom = stack.pop()
+            atom = self._root(stack.pop())
             parts = self.parts[atom]
             if parts is not None and len(parts) == 1:
                 stack.extend(reversed(parts[0]))
             else:
                 found.append(atom)
         return tuple(found)
+
+    def _root(self, atom: int) -> int:
+        """The atom at the end of a row of links, which then all lead there: in deep models such rows are long."""
+        passed: list[int] = []
+        parts = self.parts[atom]
+        while parts is not None and len(parts) == 1 and len(parts[0]) == 1:
+            passed.append(atom)
+            (atom,) = parts[0]
+            parts = self.parts[atom]
+        for held in passed[:-1]:
+            self.parts[held] = ((atom,),)
+        return atom
 
     def sections(self, atom: int) -> tuple[Dim, ...] | None:
         parts = self.parts[atom]
