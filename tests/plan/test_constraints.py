@@ -277,7 +277,7 @@ def test_a_level_is_not_exceeded():
     assert level_of(free.storage["blocks.0.up.weight"]) == 1
     held = planned("gpt", [DATA, {"class": "Block", "op": "linear", "zero": 0}], cluster=TWO, memory=530e3)
     assert level_of(held.storage.get("blocks.0.up.weight", ())) == 0
-    assert level_of(held.storage["wte.weight"]) == 1  # others make up for it
+    assert level_of(held.storage["wte.weight"]) >= 1  # others make up for it
 
 
 # -- clashes ----------------------------------------------------------------------------
