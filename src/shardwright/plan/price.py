@@ -97,7 +97,8 @@ class Price:
     @property
     def exposed(self) -> float:
         """What is left to see of the communication beside kernels."""
-        return max(0.0, self.seconds - self.compute - self.waited - self.update)
+        shown = self.seconds - self.compute - self.waited - self.update
+        return shown if shown > 1e-9 * self.seconds else 0.0  # else a rounding error
 
     def hidden(self, when: str) -> float:
         """The part of the communication beside kernels that they hide, in forward or backward."""
