@@ -12,6 +12,7 @@ label without a parameter) or on one of the `MOST` labels of parameters that hav
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -118,12 +119,12 @@ class Spaces:
     def left_out(self) -> Iterator[str]:
         """What of all splits is not looked at, in words: the pruning that may lose something."""
         count: dict[str, int] = {}
-        for op in self.kinds.live:
+        many = Counter(self.kinds.of.values())
+        for kind, op in enumerate(self.kinds.first):
             signature = self.facts.signatures[op.name]
-            missing = len(signature.roles) - len(self._roles(signature))
-            if missing:
+            if len(self._roles(signature)) < len(signature.roles):
                 target = op.target.split(".")[1] if "." in op.target else op.target
-                count[target] = count.get(target, 0) + 1
+                count[target] = count.get(target, 0) + many[kind]
         if count:
             kinds = ", ".join([*sorted(count, key=lambda target: -count[target])[:4], *["..."][: len(count) > 4]])
             yield (
