@@ -268,7 +268,7 @@ def report(found: Sequence[Run], console: Console) -> dict[str, Any]:
         "spearman": correlation,
         "median error": error,
         "auto against the fastest": chosen,
-        "runs": [{**vars(run)} if hasattr(run, "__dict__") else run for run in found],
+        "runs": [vars(run) for run in found],
     }
 
 
@@ -287,7 +287,7 @@ def main() -> None:
     ]
     result = report(found, console)
     if asked.output is not None:
-        asked.output.write_text(json.dumps(result, indent=1, default=vars) + "\n")
+        asked.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

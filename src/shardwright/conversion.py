@@ -30,12 +30,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from typing import Literal
 
 from .errors import LayoutError
 from .layout import FANNED, WHOLE, Block, Cut, Layout, Mesh, Partial, Placement, make_layout, whole
 
 LATENCY = 20_000.0
 """What starting a collective costs, in bytes that could have been moved meanwhile."""
+
+
+Sending = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+SENDS: dict[str, tuple[Sending | None, Sending | None]] = {  # step: collective forward, backward
+    "fan_in": ("all_reduce", None),
+    "fan_out": (None, "all_reduce"),
+    "fan_in_out": ("all_reduce", "all_reduce"),
+    "gather": ("all_gather", None),
+    "gather_sum": ("all_gather", "reduce_scatter"),
+    "take": (None, "all_gather"),
+    "take_pad": (None, None),
+    "reduce_scatter": ("reduce_scatter", "all_gather"),
+    "pad": (None, None),
+    "exchange": ("all_to_all", "all_to_all"),
+    "on_first": (None, None),
+    "gradient_on_first": (None, None),
+    "reduce": ("all_reduce", None),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,29 +72,12 @@ class Step:
 
     @property
     def communicates(self) -> bool:
-        return self.kind not in ("take_pad", "pad", "on_first", "gradient_on_first")
+        return any(SENDS[self.kind])
 
     @property
     def sends(self) -> bool:
         """Whether it talks in forward, and not in backward only."""
-        return self.communicates and self.kind not in ("fan_out", "take")
-
-
-SENDS: dict[str, tuple[str, str]] = {  # step: collective forward, backward
-    "fan_in": ("all_reduce", ""),
-    "fan_out": ("", "all_reduce"),
-    "fan_in_out": ("all_reduce", "all_reduce"),
-    "gather": ("all_gather", ""),
-    "gather_sum": ("all_gather", "reduce_scatter"),
-    "take": ("", "all_gather"),
-    "take_pad": ("", ""),
-    "reduce_scatter": ("reduce_scatter", "all_gather"),
-    "pad": ("", ""),
-    "exchange": ("all_to_all", "all_to_all"),
-    "on_first": ("", ""),
-    "gradient_on_first": ("", ""),
-    "reduce": ("all_reduce", ""),
-}
+        return SENDS[self.kind][0] is not None
 
 
 def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | None:

@@ -14,7 +14,7 @@ import torch
 
 from .capture import without_collection
 from .cluster import Cluster, Group, Node, find
-from .cluster.catalogue import DEVICES, USUAL, inside, usual_network
+from .cluster.catalogue import USUAL, inside, matching, usual_network
 from .cost import STATES, Training
 from .errors import PlanError
 from .ir import Graph, Output
@@ -22,7 +22,7 @@ from .plan import Plan, draw, read_request
 from .plan.auto import Found, Progress, Wishes, extend, search
 from .plan.plan import load as load_plan
 from .plan.price import price
-from .plan.recompute import faults_of, module_paths
+from .plan.recompute import faults_of
 from .plan.rows import is_replica, replica_axes
 from .rules import Analysis
 from .runtime.world import World
@@ -77,7 +77,8 @@ def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = 
     entry = facts.graph.entry
     rows = replica_axes(plan.mesh) if setting.rows else ()
     limit = setting.wishes.memory
-    said = price(facts, setting.cluster, setting.training, plan, rows=rows, limit=limit).as_json()
+    memory = found.best.memory if found is not None else None
+    said = price(facts, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory).as_json()
     if found is not None:
         said |= found.as_json()
     return replace(plan, predicted={**plan.predicted, entry: said})
@@ -90,8 +91,8 @@ def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting
         more = extend(plan, facts, cluster, setting.training if setting else Training())
     else:
         more = draw(graph, read_request(plan.policy, world), facts, plan.cluster)
-    wished, there = next(iter(plan.entries.values()))[0].recompute, set(module_paths(graph))
-    again = tuple(path for path in wished if path in there and not faults_of(graph, path))
+    wished = next(iter(plan.entries.values()))[0].recompute
+    again = tuple(path for path in wished if not faults_of(graph, path))
     return replace(
         plan,
         entries={**plan.entries, graph.entry: (replace(more.entries[graph.entry][0], recompute=again),)},
@@ -127,15 +128,12 @@ def cluster_here(world: World) -> Cluster:
 
 
 def _gpus(size: int, local: int) -> Cluster:
-    here = torch.cuda.get_device_name().lower().replace("-", " ").split()
-    memory = torch.cuda.get_device_properties(0).total_memory
-    fitting = [device for name, device in DEVICES.items() if name.split("-")[0].lower() in here]
-    if not fitting:
+    device = matching(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+    if device is None:
         raise PlanError(
             f"{torch.cuda.get_device_name()} is not in the catalogue, so that the search does not know how fast it is; "
             "run shardwright calibrate -o cluster.yaml and pass cluster='cluster.yaml', or name a plan"
         )
-    device = min(fitting, key=lambda held: abs(held.memory - memory))
     node = Node(
         device=device,
         devices=local,

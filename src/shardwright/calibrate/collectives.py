@@ -113,12 +113,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
     The message is chosen so that it takes about as long as the products.
     """
     group = Groups(_mesh(group=world.size))["group"]
-    side = torch.rand(512, 512, device=world.device)
-    count = max(1, int(0.02 / max(_all_agree(once(lambda: side @ side, world.device, 3), world), 1e-6)))
-
-    def compute() -> None:
-        for _ in range(count):
-            torch.mm(side, side)
+    compute = _products(512, 0.02, world)
 
     def talk(size: int) -> tuple[float, torch.Tensor]:
         message = torch.zeros(size, device=world.device)
@@ -154,12 +149,7 @@ def measure_meeting(world: World, effort: Effort) -> float:
     """
     group = Groups(_mesh(group=world.size))["group"]
     message = torch.zeros(2**17, device=world.device)
-    side = torch.rand(384, 384, device=world.device)
-    count = max(1, int(0.004 / max(_all_agree(once(lambda: side @ side, world.device, 3), world), 1e-6)))
-
-    def compute() -> None:
-        for _ in range(count):
-            torch.mm(side, side)
+    compute = _products(384, 0.004, world)
 
     def talk() -> None:
         dist.all_reduce(message, group=group.process_group)
@@ -176,6 +166,18 @@ def measure_meeting(world: World, effort: Effort) -> float:
         return _all_agree(median(once(run, world.device) for _ in range(repeats)), world)
 
     return float(f"{max(0.0, usual(both) - usual(compute) - usual(talk)):.3g}")
+
+
+def _products(side: int, seconds: float, world: World) -> Callable[[], None]:
+    """As many products of squares as take about so long."""
+    square = torch.rand(side, side, device=world.device)
+    count = max(1, int(seconds / max(_all_agree(once(lambda: square @ square, world.device, 3), world), 1e-6)))
+
+    def run() -> None:
+        for _ in range(count):
+            torch.mm(square, square)
+
+    return run
 
 
 def _all_agree(value: float, world: World) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..cluster import Curve, Device, Efficiency, Kind
-from ..cluster.catalogue import DEVICES
+from ..cluster.catalogue import matching
 from .timing import Effort, seconds
 
 HEADS, HEAD = 4, 64
@@ -144,12 +144,8 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
 
 
 def known_device(device: torch.device) -> Device | None:
-    """The entry of the catalogue whose name is in that of the GPU, and whose memory is nearest. A CPU has none."""
-    if device.type != "cuda":
-        return None
-    here = torch.cuda.get_device_name(device).lower()
-    fitting = [known for name, known in DEVICES.items() if name.split("-")[0].lower() in here.replace("-", " ").split()]
-    return min(fitting, key=lambda known: abs(known.memory - _memory(device)), default=None)
+    """The entry of the catalogue for a GPU. A CPU has none."""
+    return matching(torch.cuda.get_device_name(device), _memory(device)) if device.type == "cuda" else None
 
 
 def _name(device: torch.device) -> str:

@@ -191,6 +191,13 @@ def device(name: str) -> Device:
     raise unknown("device", name, DEVICES)
 
 
+def matching(name: str, memory: int) -> Device | None:
+    """The device whose name is in what a driver calls a GPU, and whose memory is nearest; None if there is none."""
+    words = name.lower().replace("-", " ").split()
+    fitting = [known for key, known in DEVICES.items() if key.split("-")[0].lower() in words]
+    return min(fitting, key=lambda known: abs(known.memory - memory), default=None)
+
+
 def inside(name: str) -> Link:
     """A link inside of a node by its name."""
     if name.lower() in LINKS:

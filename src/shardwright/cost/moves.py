@@ -19,20 +19,19 @@ from itertools import permutations
 import numpy as np
 
 from ..cluster import Cluster, Collective, Span, collective_time
-from ..conversion import reordered
+from ..conversion import SENDS, reordered
 from ..layout import WHOLE, Layout, Mesh, Partial
 from .resources import COUNT
 
 Place = tuple[str, int, object]
 """A placement on one axis: S with its dim and cut, W, F or P."""
 
-# (from, to): collective forward, collective backward
-STEPS: dict[tuple[str, str], tuple[Collective | None, Collective | None]] = {
-    ("P", "W"): ("all_reduce", None), ("W", "F"): (None, "all_reduce"), ("P", "F"): ("all_reduce", "all_reduce"),
-    ("S", "W"): ("all_gather", None), ("S", "F"): ("all_gather", "reduce_scatter"), ("W", "S"): (None, "all_gather"),
-    ("F", "S"): (None, None), ("P", "S"): ("reduce_scatter", "all_gather"), ("S", "P"): (None, None),
-    ("W", "P"): (None, None), ("F", "W"): (None, None), ("F", "P"): (None, None),
+STEPS = {
+    ("P", "W"): "fan_in", ("W", "F"): "fan_out", ("P", "F"): "fan_in_out", ("S", "W"): "gather",
+    ("S", "F"): "gather_sum", ("W", "S"): "take", ("F", "S"): "take_pad", ("P", "S"): "reduce_scatter",
+    ("S", "P"): "pad", ("W", "P"): "on_first", ("F", "W"): "gradient_on_first", ("F", "P"): "on_first",
 }  # fmt: skip
+"""(from, to): the step of `conversion`. From F to P there are two, which send nothing."""
 
 LETTERS = "SWFPM"
 """Split, whole, fanned, partial sum, partial maximum or minimum."""
@@ -141,10 +140,11 @@ class Moves:
         if key not in self._tables:
             letters = np.zeros((len(LETTERS), len(LETTERS), 4))
             letters[..., 0] = np.inf
-            for (a, b), (forward, backward) in STEPS.items():
+            for (a, b), kind in STEPS.items():
+                forward, backward = SENDS[kind]
                 ahead = self.waited(forward, base, (axis,)) if forward else 0.0
                 back = self.waited(backward, base, (axis,)) if backward and gradient else 0.0
-                copies = [self.copy(_copied(kind, {a, b}, base, parts)) for kind in (forward, backward)]
+                copies = [self.copy(_copied(sent, {a, b}, base, parts)) for sent in (forward, backward)]
                 letters[LETTERS.index(a), LETTERS.index(b)] = (copies[0], copies[1] * gradient, ahead, back)
             letters[LETTERS.index("M"), LETTERS.index("W")] = (
                 self.copy(base), 0.0, self.waited("all_reduce", base, (axis,)), 0.0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ..conversion import Form, forget_gradient, forms_of, home_layout
 from ..ir import Op
 from ..ir.graph import ITEM_SIZE
+from ..ir.paths import layer_of, prefixes
 from ..layout import FANNED, WHOLE, Layout, Mesh, whole
 from ..rules import Analysis
 from .call import call_of, local_elements
@@ -109,7 +110,7 @@ class _Builder:
         recompute: Sequence[str], habits: Habits,
     ) -> None:  # fmt: skip
         self.facts, self.graph, self.mesh, self.training = facts, facts.graph, mesh, training
-        self.choices, self.storage, self.recompute = choices, storage, tuple(recompute)
+        self.choices, self.storage, self.recompute = choices, storage, frozenset(recompute)
         self.sizes, self.copies = mesh.sizes, habits.copies
         self.program = RankProgram()
         self.strides: Strides = strides_of(facts.graph)
@@ -127,10 +128,7 @@ class _Builder:
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
 
     def _choice(self, op: Op) -> Mapping[str, str]:
-        return {} if self._constant(op) else self.choices.get(op.name, {})
-
-    def _constant(self, op: Op) -> bool:
-        return all(name in self.facts.constants for name in op.outputs)
+        return {} if self.facts.is_constant(op) else self.choices.get(op.name, {})
 
     def run(self) -> RankProgram:
         graph, program = self.graph, self.program
@@ -242,7 +240,7 @@ class _Builder:
                 shares=memory.shares,
                 region=self._region(op) if op else None,
                 gradient=gradient,
-                scope=scope_of(op.module_path) if op else "",
+                scope=layer_of(op.module_path) if op else "",
             )
         )
         return made
@@ -250,19 +248,16 @@ class _Builder:
     def _region(self, op: Op) -> str | None:
         if op.region is not None:
             return op.region
-        for path in self.recompute:
-            if op.module_path == path or op.module_path.startswith(path + "."):
-                return path
-        return None
+        return next((path for path in prefixes(op.module_path) if path in self.recompute), None)
 
     def _place(self, op: Op) -> None:
         inputs, outputs = self.placed[op.name]
         numbers = [self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True)]
         shared = op.name in self.strides.views
-        if self._constant(op):
+        if self.facts.is_constant(op):
             for name, layout in zip(op.outputs, outputs, strict=True):
                 self._produce(name, layout, fixed=True)
-                if not shared and any(not self._constant(user) for user, _ in self.graph.users[name]):
+                if not shared and any(not self.facts.is_constant(user) for user, _ in self.graph.users[name]):
                     self.program.constants += self.graph.values[name].bytes
             return
         kept, memory, gradient = self._look_at(op)
@@ -282,7 +277,7 @@ class _Builder:
                 shares=shared,
                 region=self._region(op),
                 gradient=gradient,
-                scope=scope_of(op.module_path),
+                scope=layer_of(op.module_path),
             )
         )
 
@@ -300,11 +295,4 @@ class _Builder:
         return self.known[key]
 
 
-_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
 _SUFFIX = re.compile(r"(_\d+)+$")
-
-
-def scope_of(path: str) -> str:
-    """The layer that a module or a parameter is in, or "" outside of layers."""
-    found = _LAYER.match(path)
-    return "" if found is None else f"{found[1]}.{found[2]}" if found[1] else found[2]

@@ -65,6 +65,10 @@ class Training:
         """Bytes of an element of a parameter's gradient on the wire."""
         return ITEM_SIZE.get(self.reduce or self.dtype(parameter), 4)
 
+    def room(self, memory: float) -> float:
+        """What of a device's memory can be used."""
+        return memory * (1.0 - self.margin)
+
     def states(self) -> int:
         return STATES[self.optimizer]
 

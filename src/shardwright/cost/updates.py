@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..ir.paths import layer_of
 from .heap import BUFFER, GRADIENT, Heap
-from .rank import Held, Step, scope_of
+from .rank import Held, Step
 from .training import Habits, Training
 
 FIRST_BUCKET, BUCKET = 1 * 2**20, 25 * 2**20
@@ -114,7 +115,7 @@ class Units:
         self.of: dict[int, Unit] = {}
         for one in held:
             if one.level == 3:
-                unit = self.units.setdefault(scope_of(one.key), Unit(scope_of(one.key)))
+                unit = self.units.setdefault(layer_of(one.key), Unit(layer_of(one.key)))
                 self.of[one.value] = unit
                 unit.whole += one.gathered
                 if one.trainable:

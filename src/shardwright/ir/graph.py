@@ -22,6 +22,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from .paths import prefixes
+
 ITEM_SIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
@@ -188,6 +190,15 @@ class Graph:
             for index, name in enumerate(op.inputs):
                 found[name].append((op, index))
         return {name: tuple(uses) for name, uses in found.items()}
+
+    @cached_property
+    def under(self) -> dict[str, tuple[Op, ...]]:
+        """For each module that has ops, and those that it is in, the ops at or under it."""
+        found: dict[str, list[Op]] = {}
+        for op in self.ops:
+            for path in prefixes(op.module_path):
+                found.setdefault(path, []).append(op)
+        return {path: tuple(held) for path, held in found.items()}
 
     @cached_property
     def by_name(self) -> dict[str, Op]:

@@ -53,8 +53,7 @@ class Placer:
 
     def _layouts(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         signature = self.facts.signatures[op.name]
-        constant = all(name in self.facts.constants for name in op.outputs)
-        choice = {} if constant else self.choices.get(op.name, {})
+        choice = {} if self.facts.is_constant(op) else self.choices.get(op.name, {})
         if signature.rule is None and any(picked != FAN for picked in choice.values()):
             raise PlanError(f"the plan splits {op}, which has no rule")
         return signature.layouts(choice, self.mesh)
@@ -224,8 +223,7 @@ def check_edges(program: Program) -> Program:
         if op.target.startswith("comm."):
             continue
         signature = program.facts.signatures[op.name]
-        constant = all(name in program.facts.constants for name in op.outputs)
-        choice = {} if constant or program.choices is None else program.choices.get(op.name, {})
+        choice = {} if program.facts.is_constant(op) or program.choices is None else program.choices.get(op.name, {})
         inputs, _ = signature.layouts(choice, program.mesh)
         for name, wanted in zip(op.inputs, inputs, strict=True):
             held = program.layouts[name]

@@ -85,7 +85,7 @@ def hoist(program: Program) -> Program:
     constants: list[Op] = []
     body: list[Op] = []
     for op in program.body:
-        own = all(name in program.facts.constants for name in op.outputs)
+        own = program.facts.is_constant(op)
         cut = op.target in ("comm.take", "comm.take_pad") and op.inputs[0] in fixed
         if (own or cut) and all(name in fixed for name in op.inputs):
             fixed.update(op.outputs)

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Training, flops, habits_of, is_product
+from ..cost import Memory, Training, flops, is_product
 from ..cost.moves import Moves
-from ..cost.peak import peak
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
@@ -31,7 +30,7 @@ from .draft import Draft
 from .frame import Frame
 from .homes import Storing
 from .kinds import Kinds
-from .limits import Limits, bind
+from .limits import bind
 from .meshes import NAMES, Candidate, left_out
 from .outcomes import outcomes
 from .plan import Plan
@@ -81,6 +80,7 @@ class Looked:
     again: Tables | None = None  # with layers that may be recomputed
     tables: Tables  # those of the solution
     solution: Solution | None = None
+    memory: Memory | None = None  # of the solution, by a walk through its step
 
     @property
     def time(self) -> float:
@@ -97,6 +97,7 @@ class Found:
     looked: tuple[Looked, ...]
     bound: float
     limit: float
+    slack: float
     seconds: float
     stopped: bool = False
 
@@ -107,7 +108,7 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         """For a plan file: the bound, and what else was looked at, the best first."""
-        meshes = outcomes(self.looked, self.best, self.limit)
+        meshes = outcomes(self.looked, self.best, self.limit, self.slack)
         return {"bound": self.bound, "gap": self.gap, "stopped": self.stopped, "meshes": meshes}
 
 
@@ -155,7 +156,7 @@ class _Search:
         stopped = False
         for candidate in self.frame.candidates():
             tables = self.frame.tables(self.frame.plain, candidate)
-            bound = relax(self.frame.problem(tables, math.inf)) if tables is not None else math.inf
+            bound = relax(tables.problem()) if tables is not None else math.inf
             if tables is not None and bound < math.inf:
                 looked.append(Looked(candidate=candidate, bound=bound, plain=tables, tables=tables))
             self.progress(f"bounded {candidate}", math.inf)
@@ -187,19 +188,17 @@ class _Search:
                 return looked
             if self.best is not None and looked.time >= self.best.time:
                 return looked
-            held = self._peak(looked)
-            if held <= self.limit:
-                self.best = looked
-                return looked
-            self.reserve = max(self.reserve, (held - looked.solution.memory) * 1.01)
-        return replace(looked, solution=replace(looked.solution, states=None)) if looked.solution else looked
+            solution, memory = looked.solution, self._memory(looked)
+            if memory.peak <= self.limit:
+                self.best = replace(looked, memory=memory)
+                return self.best
+            self.reserve = max(self.reserve, (memory.peak - solution.memory) * 1.01)
+        return replace(looked, solution=replace(solution, states=None))
 
-    def _peak(self, looked: Looked) -> float:
+    def _memory(self, looked: Looked) -> Memory:
         assert looked.solution is not None and looked.solution.states is not None
         states, tables = looked.solution.states, looked.tables
-        choices, storage, recompute = tables.choices(states), tables.storage(states), tables.recompute(states)
-        habits = habits_of(self.cluster.device(0).name)
-        return peak(self.facts, tables.mesh, choices, storage, self.training, recompute, habits=habits).peak
+        return tables.peak(tables.choices(states), tables.storage(states), tables.recompute(states))
 
     def _solve(self, looked: Looked) -> Looked:
         """Recomputing is looked at only where memory is short: it never makes a step faster."""
@@ -222,8 +221,8 @@ class _Search:
         return replace(looked, tables=tables, again=tables, solution=again)
 
     def _solved(self, tables: Tables, limit: float, upper: float, recompute: bool) -> Solution:
-        problem, hint = self.frame.problem(tables, limit), self.hints.get(recompute)
-        found = solve(problem, upper=upper, stop=self.late, aim=self.wishes.aim, hint=hint)
+        hint = self.hints.get(recompute)
+        found = solve(tables.problem(limit), upper=upper, stop=self.late, aim=self.wishes.aim, hint=hint)
         if found.multipliers is not None:
             self.hints[recompute] = found.multipliers
         return found
@@ -239,6 +238,7 @@ class _Search:
             looked=tuple(looked),
             bound=min(bound, best.time),
             limit=self.limit - self.reserve,
+            slack=self.wishes.slack,
             seconds=time.monotonic() - self.began,
             stopped=stopped or best.solution.stopped,
         )
@@ -268,7 +268,7 @@ def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) ->
     kinds = Kinds(facts, training, {**allowed, **plan.storage})
     spaces = Spaces(kinds, Moves(plan.mesh, cluster), allowed=allowed)
     tables = Tables(Skeleton(kinds), spaces, Storing(spaces, fixed=plan.storage))
-    solution = solve(Frame(facts, cluster, training, Limits()).problem(tables, math.inf))
+    solution = solve(tables.problem())
     assert solution.states is not None
     draft = Draft(facts.graph, plan.mesh, facts)
     draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})

@@ -85,7 +85,7 @@ def with_memory(constraints: Constraints, memory: float | None, cluster: Cluster
     if memory is not None:
         said = Said(text=size_of(memory), where="the memory that is asked for")
     else:
-        memory = cluster.memory * (1.0 - training.margin)
+        memory = training.room(cluster.memory)
         said = Said(text=size_of(memory), where=f"the memory of a device of {cluster}")
     return replace(constraints, items=(*constraints.items, Memory(bytes=memory, said=said)))
 

@@ -29,7 +29,7 @@ from ..cluster import quantity
 from ..cluster.file import StrictLoader
 from ..errors import PlanError, raise_all
 from ..ir import Op
-from .recompute import prefixes
+from ..ir.paths import prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,13 +76,7 @@ def axis_uses(
 
 def atom_kinds(facts: Analysis) -> dict[int, str]:
     """Of each atom that is the batch's or a parameter's: "batch" or "weights"."""
-    owned = {
-        atom
-        for parameter in facts.graph.parameters
-        for dim in facts.dims[parameter.value]
-        for atom in facts.atoms.splittable(dim)
-    }
-    return dict.fromkeys(owned, "weights") | dict.fromkeys(facts.batch, "batch")
+    return dict.fromkeys(facts.owned, "weights") | dict.fromkeys(facts.batch, "batch")
 
 
 def stored_bytes(graph: Graph, storage: Mapping[str, Iterable[tuple[str, int]]]) -> dict[str, float]:

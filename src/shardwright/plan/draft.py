@@ -14,7 +14,7 @@ parameters only hand gradients back in parts where everybody downstream does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from ..errors import PlanError
 from ..ir import Graph, Op
@@ -37,10 +37,9 @@ class Draft:
         self.notes: list[str] = list(graph.notes)
 
     @property
-    def ops(self) -> Iterator[Op]:
+    def ops(self) -> tuple[Op, ...]:
         """The ops that are worth splitting: constants are computed once, whole."""
-        constants = self.facts.constants
-        return (op for op in self.graph.ops if not all(name in constants for name in op.outputs))
+        return self.facts.live
 
     def signature(self, op: Op) -> Signature:
         return self.facts.signatures[op.name]
@@ -198,15 +197,8 @@ class Draft:
 
     def _fan(self, axis: Axis) -> None:
         """Ops that depend on parameters only may hand gradients back in parts: the parameter's own sync sums them."""
-        values = self.graph.values
-        lean = {p.value for p in self.graph.parameters} | set(self.facts.constants)
-        able: list[Op] = []
-        for op in self.graph.ops:
-            if all(name in lean for name in op.inputs) and any(values[name].gradient for name in op.outputs):
-                lean.update(op.outputs)
-                able.append(op)
         sinks = set(self.graph.sinks())
-        for op in reversed(able):
+        for op in reversed(self.facts.lean):
             if self.chosen(op, axis) is None and all(self._handed_back(name, axis, sinks) for name in op.outputs):
                 self.choices.setdefault(op.name, {})[axis.name] = FAN
 

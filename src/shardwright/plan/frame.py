@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 
 from ..cluster import Cluster
 from ..cost import Training, is_product
 from ..cost.moves import Moves
-from ..cost.resources import memory, phases
+from ..ir.paths import prefixes
 from ..rules import Analysis
 from .homes import Storing
 from .kinds import Kinds
 from .limits import Limits
 from .meshes import Candidate, candidates, name_axes
-from .recompute import faults_of, layers_of, prefixes
-from .search import Factor, Problem, least_memory
+from .recompute import faults_of, layers_of
+from .search import least_memory
 from .skeleton import Skeleton
 from .spaces import Spaces
 from .tables import Tables
@@ -86,16 +85,6 @@ class Frame:
             return None
         return Tables(skeleton, spaces, Storing(spaces, most=limits.most), candidate.data if self.rows else ())
 
-    def problem(self, tables: Tables, limit: float) -> Problem:
-        return Problem(
-            sizes=tables.sizes,
-            factors=merged(tables.factors) if self.limits.together else tables.factors,
-            blocks=tables.blocks,
-            phases=phases(self.cluster.overlap, self.training.accumulate),
-            memory=memory(),
-            limit=limit,
-        )
-
     def least_memory(self, enough: float = -math.inf) -> float:
         """Bytes that a device needs at least, whatever the mesh; no search for less than `enough`."""
         least = math.inf
@@ -109,15 +98,7 @@ class Frame:
 
     def _least(self, skeleton: Skeleton, candidate: Candidate) -> float:
         tables = self.tables(skeleton, candidate)
-        return least_memory(self.problem(tables, math.inf)) if tables is not None else math.inf
-
-
-def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
-    """Factors of one table over the same variables as one, with so many times the numbers."""
-    counts = Counter((factor.variables, id(factor.table)) for factor in factors)
-    tables = {id(factor.table): factor.table for factor in factors}
-    scaled = {(at, count): tables[at] * count if count > 1 else tables[at] for (_, at), count in counts.items()}
-    return tuple(Factor(variables, scaled[at, count]) for (variables, at), count in counts.items())
+        return least_memory(tables.problem()) if tables is not None else math.inf
 
 
 def recomputable(facts: Analysis) -> dict[str, tuple[frozenset[str], ...]]:

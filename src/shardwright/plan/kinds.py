@@ -12,6 +12,7 @@ from ..cost import Training, call_of, flops, is_product
 from ..cost.keeps import kept_bytes
 from ..cost.strides import VIEWS, kind_of
 from ..ir import Op
+from ..ir.paths import layer_of
 from ..layout import Mesh
 from ..rules import Analysis
 from ..rules.kept import OPAQUE
@@ -27,7 +28,7 @@ class Kinds:
         self.facts, self.training, self.graph = facts, training, facts.graph
         self.said = said or {}
         self.backward = facts.graph.entry.startswith("train")
-        self.live = [op for op in self.graph.ops if not all(name in facts.constants for name in op.outputs)]
+        self.live, self.lean = facts.live, frozenset(op.name for op in facts.lean)
         self.of: dict[str, int] = {}
         self.first: list[Op] = []
         self._keeps: dict[int, tuple[tuple[bool, ...], tuple[bool, ...]]] = {}
@@ -54,33 +55,14 @@ class Kinds:
         return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), said, flags
 
     @cached_property
-    def lean(self) -> frozenset[str]:
-        """Ops with a gradient that depend on parameters only."""
-        graph = self.graph
-        lean = {parameter.value for parameter in graph.parameters} | set(self.facts.constants)
-        found: set[str] = set()
-        for op in graph.ops:
-            if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
-                lean.update(op.outputs)
-                found.add(op.name)
-        return frozenset(found)
-
-    @cached_property
-    def owned(self) -> frozenset[int]:
-        """The atoms of parameters, but for those of the batch."""
-        facts = self.facts
-        dims = [dim for parameter in self.graph.parameters for dim in facts.dims[parameter.value]]
-        return frozenset(atom for dim in dims for atom in facts.atoms.splittable(dim)) - facts.batch
-
-    @cached_property
     def work(self) -> dict[str, dict[int, float]]:
         """In each layer, for each atom of a parameter, the arithmetic of the products that can be split on it."""
         found: dict[str, dict[int, float]] = {}
         for op in self.live:
             signature = self.facts.signatures[op.name]
             if is_product(signature):
-                sums = found.setdefault(block_of(op.module_path), {})
-                for atom in {role.atom for role in signature.roles} & self.owned:
+                sums = found.setdefault(layer_of(op.module_path), {})
+                for atom in {role.atom for role in signature.roles} & self.facts.owned:
                     sums[atom] = sums.get(atom, 0.0) + flops(signature)
         return found
 
@@ -117,12 +99,3 @@ class Kinds:
 def shares(op: Op) -> bool:
     """Whether what an op makes lies in the storage of its input."""
     return kind_of(op.target) in VIEWS
-
-
-def block_of(path: str) -> str:
-    """The repeated layer that a module path or key lies in: up to its first number; "" if it is in none."""
-    parts = path.split(".")
-    for at, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: at + 1])
-    return ""

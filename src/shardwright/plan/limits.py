@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ..errors import PlanError, raise_all
 from ..ir import Graph, Op, Parameter
+from ..ir.paths import is_inside
 from ..rules import FAN, Analysis, Role
 from .constraints import (
     Constraint,
@@ -23,7 +24,7 @@ from .constraints import (
     Whole,
     Zero,
 )
-from .recompute import faults_of, is_inside, module_paths
+from .recompute import faults_of
 from .skeleton import Ways, alike
 
 RUN_WHOLE = ("", FAN)
@@ -120,7 +121,7 @@ def sizes_of(item: Split, constraints: Constraints, facts: Analysis) -> str:
 class _Binder:
     def __init__(self, constraints: Constraints, facts: Analysis) -> None:
         self.facts, self.graph, self.classes = facts, facts.graph, constraints.classes
-        self.live = [op for op in facts.graph.ops if not all(name in facts.constants for name in op.outputs)]
+        self.live = facts.live
         self.faults: list[str] = []
         self.axes: dict[str, tuple[NamedAxis, ...]] = {}
         self.demands: dict[str, tuple[Demand, ...]] = {}
@@ -166,7 +167,7 @@ class _Binder:
         adders[type(item)](item, ops)
 
     def _unknown(self, target: Target) -> Iterable[str]:
-        paths = list(self.classes) or module_paths(self.graph)
+        paths = list(self.classes) or list(self.graph.under)
         for pattern in target.modules:
             if not any(Target(modules=(pattern,)).place(path, {}) for path in paths):
                 yield f"the model has no module {pattern!r}; it has {_some(pattern, paths)}"

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .auto import Looked
 
+ROUNDING = 1e-4
 
-def outcomes(looked: Iterable[Looked], best: Looked, limit: float) -> list[dict[str, Any]]:
+
+def outcomes(looked: Iterable[Looked], best: Looked, limit: float, slack: float) -> list[dict[str, Any]]:
     """The meshes, the fastest first: those that were solved, then those that were bounded.
 
     chosen         the best
@@ -18,12 +20,15 @@ def outcomes(looked: Iterable[Looked], best: Looked, limit: float) -> list[dict[
     bounded        not solved to the end: nothing on it is faster than `bound`, which is no gain, or too small a one
     does not fit   nothing on it was found that fits; `memory` is the least that was found, where that is known
     not solved     the search ended before
+
+    `slack` is the relative gain that no mesh is solved for.
     """
-    found = [_outcome(one, best, limit) for one in looked]
+    small = best.time * (1.0 - slack - ROUNDING)
+    found = [_outcome(one, best, limit, small) for one in looked]
     return sorted(found, key=lambda one: (one["seconds"] or math.inf, one["bound"] or math.inf))
 
 
-def _outcome(looked: Looked, best: Looked, limit: float) -> dict[str, Any]:
+def _outcome(looked: Looked, best: Looked, limit: float, small: float) -> dict[str, Any]:
     solution = looked.solution
     bound = solution.bound if solution is not None else looked.bound
     said = {"mesh": str(looked.candidate), "bound": _finite(bound), "seconds": _finite(looked.time)}
@@ -32,14 +37,10 @@ def _outcome(looked: Looked, best: Looked, limit: float) -> dict[str, Any]:
     if math.isfinite(looked.time):
         return said | {"outcome": "slower"}
     if solution is None:
-        return said | {"outcome": "bounded" if bound >= best.time * (1.0 - SMALL) else "not solved"}
+        return said | {"outcome": "bounded" if bound >= small else "not solved"}
     if solution.least_memory > limit:
         return said | {"outcome": "does not fit", "memory": int(solution.least_memory)}
-    return said | {"outcome": "bounded" if bound >= best.time * (1.0 - SMALL) else "does not fit"}
-
-
-SMALL = 0.0051
-"""A gain that no mesh is solved for (`Wishes.slack`), and what rounding adds."""
+    return said | {"outcome": "bounded" if bound >= small else "does not fit"}
 
 
 def _finite(value: float) -> float | None:

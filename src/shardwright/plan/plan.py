@@ -18,8 +18,8 @@ from typing import Any
 
 from ..errors import PlanError, raise_all
 from ..ir import Graph
+from ..ir.paths import prefixes
 from ..layout import Axis, Mesh
-from .recompute import module_paths, prefixes
 
 VERSION = 1
 
@@ -202,7 +202,7 @@ def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
                     Segment(
                         mesh=mesh,
                         choices={name: {} for name in ops} | unfold(s["choices"], ops),
-                        recompute=unfold_paths(s["recompute"], module_paths(graph)),
+                        recompute=unfold_paths(s["recompute"], list(graph.under)),
                     )
                     for s in segments
                 ]

@@ -41,7 +41,7 @@ def tp(draft: Draft, axis: Axis) -> None:
         if sum(flops(draft.signature(op)) for op, _ in fresh) < 0.3 * _work(draft, atom):
             continue  # what is left of this atom's ops is not worth its communication
         for op, role in fresh:
-            if all(name in draft.facts.constants for name in op.outputs):
+            if draft.facts.is_constant(op):
                 continue
             draft.split(op, axis, draft.role_among(op, axis, (atom,)) or role)
             taken.add(op.name)

@@ -14,10 +14,9 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..conversion import SENDS, Step, find_steps
-from ..cost import Training, habits_of
+from ..cost import Memory, Training
 from ..cost.moves import Moves
-from ..cost.peak import Memory, peak
-from ..cost.resources import Resource, memory, phases, seconds
+from ..cost.resources import Resource, phases, seconds
 from ..cost.sends import algorithm_sends
 from ..errors import PlanError
 from ..ir import Graph
@@ -26,7 +25,7 @@ from .digest import AxisUse, axis_uses, fold_parts, stored_bytes
 from .homes import Storing
 from .kinds import Kinds
 from .plan import Plan
-from .search import Problem, solve
+from .search import solve
 from .skeleton import EdgeTable, End, Entry, OpTable, Skeleton, Table, UseTable
 from .spaces import Spaces
 from .tables import Tables
@@ -147,8 +146,13 @@ def price(
     *,
     rows: tuple[str, ...] = (),
     limit: float | None = None,
+    memory: Memory | None = None,
 ) -> Price:
-    """What a step of a plan's entry for this graph costs. `limit`: bytes that a device may use, if less than it has."""
+    """What a step of a plan's entry for this graph costs.
+
+    limit     bytes that a device may use, if less than it has
+    memory    what a walk through the step has said, if there was one
+    """
     entry = facts.graph.entry
     if entry not in plan.entries:
         raise PlanError(f"the plan has no entry {entry!r}; it has {', '.join(plan.entries)}")
@@ -159,19 +163,10 @@ def price(
     skeleton = Skeleton(kinds, {path: (frozenset([path]),) for path in recompute})
     spaces = Spaces(kinds, Moves(plan.mesh, cluster), fixed=choices)
     tables = Tables(skeleton, spaces, Storing(spaces, fixed=plan.storage), rows)
-    overlap = cluster.overlap
-    problem = Problem(
-        sizes=tables.sizes,
-        factors=tables.factors,
-        blocks=tables.blocks,
-        phases=phases(overlap, training.accumulate),
-        memory=memory(),
-    )
-    solution = solve(problem)
+    solution = solve(tables.problem())
     if solution.states is None:
         raise PlanError("the plan can't be priced: a parameter is used in layouts that no home serves")
     ops, conversions = _ops(tables, solution.states), tuple(_conversions(tables, solution.states))
-    habits = habits_of(cluster.device(0).name)
     return Price(
         made_for={
             "cluster": str(cluster),
@@ -184,15 +179,15 @@ def price(
             "outputs": _outputs(facts.graph),
         },
         used=np.asarray(solution.resources),
-        overlap=overlap,
+        overlap=cluster.overlap,
         training=training,
         sent=_sent(tables, solution.states, conversions),
         ops=ops,
         edges=_dearest(Part(name=held.name, seconds=held.seconds, kept=0.0, sends=held.said()) for held in conversions),
         axes=axis_uses(facts, plan.mesh, cluster, choices),
         stored=stored_bytes(facts.graph, plan.storage),
-        memory=peak(facts, plan.mesh, choices, plan.storage, training, recompute, habits=habits),
-        limit=cluster.memory * (1.0 - training.margin) if limit is None else limit,
+        memory=memory or tables.peak(choices, plan.storage, recompute),
+        limit=training.room(cluster.memory) if limit is None else limit,
     )
 
 
@@ -242,9 +237,9 @@ class Conversion(NamedTuple):
         """(when, collective, axes, seconds): the price of a direction is shared among its steps."""
         directions = (("forward", 0, self.forward), ("backward", 1, self.backward), ("backward", 0, self.again))
         for when, back, time in directions:
-            sending = [step for step in self.steps if SENDS[step.kind][back]]
-            for step in sending if time else ():
-                yield when, SENDS[step.kind][back], step.axes, time / len(sending)
+            sending = [(kind, step.axes) for step in self.steps if (kind := SENDS[step.kind][back]) is not None]
+            for kind, axes in sending if time else ():
+                yield when, kind, axes, time / len(sending)
 
     def said(self) -> str:
         """The collectives forward / backward, such as "all_gather tp / reduce_scatter tp"."""

@@ -13,30 +13,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..errors import PlanError, raise_all
 from ..ir import Graph, Op
+from ..ir.paths import is_inside, prefixes
 
 REGION = "recompute "
 """How the name of a region begins that comes from a plan; those of the user's model are r0, r1, .."""
 
 _CALL = re.compile(r"@\d+")
-
-
-def prefixes(path: str) -> Iterator[str]:
-    """ "a", "a.b", "a.b.c" of "a.b.c"."""
-    parts = path.split(".") if path else []
-    return (".".join(parts[: at + 1]) for at in range(len(parts)))
-
-
-def module_paths(graph: Graph) -> list[str]:
-    """The modules that have ops, and those that they are in, in the order of their first op."""
-    return list(dict.fromkeys(path for op in graph.ops for path in prefixes(op.module_path)))
-
-
-def is_inside(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(outer + ".")
 
 
 def region_path(region: str) -> str | None:
@@ -55,14 +41,14 @@ def regions_of(graph: Graph, paths: Sequence[str]) -> dict[str, str]:
     raise_all(PlanError, "the plan does not fit the model:", faults)
     found = {op.name: op.region for op in graph.ops if op.region is not None}
     for path in paths:
-        for number, ops in enumerate(_calls([op for op in graph.ops if is_inside(op.module_path, path)])):
+        for number, ops in enumerate(_calls(graph.under[path])):
             found |= dict.fromkeys((op.name for op in ops), f"{REGION}{path}{f'@{number}' if number else ''}")
     return found
 
 
 def faults_of(graph: Graph, path: str) -> list[str]:
     """Why a module can't be recomputed, each as the end of a sentence; nothing if it can."""
-    ops = [op for op in graph.ops if path and is_inside(op.module_path, path)]
+    ops = graph.under.get(path, ())
     if not ops:
         return ["which is not a module of the model that has ops" if path else "the whole model, which saves nothing"]
     faults: list[str] = []
@@ -83,7 +69,7 @@ def faults_of(graph: Graph, path: str) -> list[str]:
     return faults
 
 
-def _calls(ops: list[Op]) -> list[list[Op]]:
+def _calls(ops: Sequence[Op]) -> list[Sequence[Op]]:
     """The ops of a module that is called several times, by call, if all its calls do the same."""
     first = _CALL.sub("", ops[0].name)
     count = sum(_CALL.sub("", op.name) == first for op in ops)

@@ -15,13 +15,15 @@ Equal layers have equal tables: an entry names its table by a number, and `table
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..ir import Graph, Op, Parameter
-from .kinds import Kinds, block_of, shares
-from .recompute import prefixes
+from ..ir.paths import layer_of, prefixes
+from .kinds import Kinds, shares
 
 Region = tuple[int, ...]
 """For each way to recompute a layer the region in which something runs; -1 is none."""
@@ -165,7 +167,7 @@ class Skeleton:
         heads = alike(self.graph, self.together, self.layers)
         number, last = 0, ""
         for op in self.kinds.live:
-            block = block_of(op.module_path)
+            block = layer_of(op.module_path)
             if block != last:
                 number, last = number + 1, block
             blocks[op.name] = number
@@ -293,15 +295,11 @@ class Skeleton:
             table = UseTable(kind, self.kinds.of[user.name], index, name)
             self._add((variable, self.ops[user.name]), table, name, user.name)
 
-    @property
+    @cached_property
     def units(self) -> dict[str, float]:
         """For each parameter the elements of all that are gathered with it."""
-        held: dict[str, float] | None = self.__dict__.get("_units")
-        if held is None:
-            sums: dict[str, float] = {}
-            blocks = {parameter.key: block_of(parameter.key) or parameter.key for parameter in self.graph.parameters}
-            for parameter in self.graph.parameters:
-                block = blocks[parameter.key]
-                sums[block] = sums.get(block, 0.0) + self.graph.values[parameter.value].elements
-            held = self.__dict__["_units"] = {key: sums[block] for key, block in blocks.items()}
-        return held
+        units = {parameter.key: layer_of(parameter.key) or parameter.key for parameter in self.graph.parameters}
+        sums: Counter[str] = Counter()
+        for parameter in self.graph.parameters:
+            sums[units[parameter.key]] += self.graph.values[parameter.value].elements
+        return {key: float(sums[unit]) for key, unit in units.items()}

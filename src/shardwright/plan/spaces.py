@@ -27,10 +27,11 @@ from ..cost.sends import algorithm_sends
 from ..cost.time import op_time
 from ..errors import PlanError
 from ..ir import Op
+from ..ir.paths import layer_of
 from ..layout import Axis, Layout
 from ..rules import FAN, ROWS, Role, Signature
 from .constraints import Demand
-from .kinds import Kinds, block_of
+from .kinds import Kinds
 
 MOST = 2
 """On a mesh of several axes: labels of parameters that an op may be split on."""
@@ -107,7 +108,7 @@ class Spaces:
         roles = signature.roles
         if self.fixed is not None or sum(axis.name not in self.data for axis in self.mesh.axes) < 2:
             return roles
-        owned, work = self.kinds.owned, self.kinds.work.get(block_of(signature.op.module_path), {})
+        owned, work = self.facts.owned, self.kinds.work.get(layer_of(signature.op.module_path), {})
         ranked = sorted((role for role in roles if role.atom in owned), key=lambda role: -work.get(role.atom, 0.0))
         asked = {pick for demand in self.demands.get(signature.op.name, ()) for pick in demand.picks}
         kept = [*ranked[:MOST], *(role for role in ranked if role.name in asked)]

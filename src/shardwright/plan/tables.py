@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from ..conversion import forget_gradient
-from ..cost import join_time, local_elements
-from ..cost.resources import COUNT, Resource
+from ..cost import Memory, habits_of, join_time, local_elements, peak
+from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import FANNED, WHOLE, Layout
 from .homes import Homes, Storage, Storing
 from .rows import rows_layout
-from .search import Factor
+from .search import Factor, Problem
 from .skeleton import EdgeTable, End, HomeTable, OpTable, Skeleton, Table, UseTable
 from .spaces import Spaces
 
@@ -163,6 +165,26 @@ class Tables:
         """Whether a use hands back parts of a gradient that the home does not sum."""
         return any(use.placement(axis) == FANNED and home.placement(axis) == WHOLE for axis in self.mesh.names)
 
+    # -- as a problem ----------------------------------------------------------------------
+
+    def problem(self, limit: float = math.inf) -> Problem:
+        """What is to be solved. `limit`: bytes that a device may use."""
+        return Problem(
+            sizes=self.sizes,
+            factors=merged(self.factors) if self.skeleton.together else self.factors,
+            blocks=self.blocks,
+            phases=phases(self.moves.cluster.overlap, self.training.accumulate),
+            memory=memory(),
+            limit=limit,
+        )
+
+    def peak(
+        self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
+    ) -> Memory:
+        """What a walk through a step says that a device holds at the worst moment."""
+        habits = habits_of(self.moves.device.name)
+        return peak(self.facts, self.mesh, choices, storage, self.training, recompute, habits=habits)
+
     # -- the way back ----------------------------------------------------------------------
 
     def choices(self, states: Sequence[int]) -> dict[str, Mapping[str, str]]:
@@ -180,6 +202,14 @@ class Tables:
     def recompute(self, states: Sequence[int]) -> tuple[str, ...]:
         layers, recomputed = self.skeleton.layers, self.skeleton.recomputed
         return tuple(path for held, at in recomputed.items() for path in sorted(layers[held][states[at]]))
+
+
+def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+    """Factors of one table over the same variables as one, with so many times the numbers."""
+    counts = Counter((factor.variables, id(factor.table)) for factor in factors)
+    tables = {id(factor.table): factor.table for factor in factors}
+    scaled = {(at, count): tables[at] * count if count > 1 else tables[at] for (_, at), count in counts.items()}
+    return tuple(Factor(variables, scaled[at, count]) for (variables, at), count in counts.items())
 
 
 def _again(used: np.ndarray) -> np.ndarray:

@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Training, habits_of
+from ..cost import Training
 from ..cost.moves import Moves
-from ..cost.peak import peak
-from ..cost.resources import memory, phases
 from ..errors import PlanError
 from ..rules import Analysis
 from .homes import Storing
@@ -69,8 +67,7 @@ class Asked:
 
 def find_ops(facts: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
     """The ops that a name stands for, which may have stars; refused if the plan splits them differently."""
-    constants = facts.constants
-    live = [op.name for op in facts.graph.ops if not all(value in constants for value in op.outputs)]
+    live = [op.name for op in facts.live]
     wanted = " ".join(name.split())
     found = tuple(one for one in live if one == wanted or ("*" in wanted and star(one) == wanted))
     if not found:
@@ -90,13 +87,13 @@ def alternatives(asked: Asked, most: int | None = None) -> tuple[Way, ...]:
     fixed, free = _tables(asked, follow=False), _tables(asked, follow=True)
     layouts, mesh = asked.facts.signatures[asked.ops[0]].layouts, asked.plan.mesh
     picked = layouts(asked.plan.choices(asked.entry).get(asked.ops[0], {}), mesh)
-    problem = _problem(asked, fixed, math.inf)
+    problem = fixed.problem()
     alone = [(choice, solve(_held(problem, states))) for choice, states in _ways(asked, fixed)]
     alone.sort(key=lambda item: (item[1].time, layouts(item[0], mesh) != picked))
     chosen = next(at for at, (choice, _) in enumerate(alone) if layouts(choice, mesh) == picked)
-    reserve = max(0.0, _peak(asked, alone[chosen][0]) - alone[chosen][1].memory)
-    limit = asked.cluster.memory * (1 - asked.training.margin) if asked.limit is None else asked.limit
-    problem, hint = _problem(asked, free, limit - reserve), None
+    reserve = max(0.0, _peak(asked, fixed, alone[chosen][0]) - alone[chosen][1].memory)
+    limit = asked.training.room(asked.cluster.memory) if asked.limit is None else asked.limit
+    problem, hint = free.problem(limit - reserve), None
     found: list[Way] = []
     for at, (choice, solution) in enumerate(alone):
         if most is not None and at >= most and at != chosen:
@@ -109,7 +106,7 @@ def alternatives(asked: Asked, most: int | None = None) -> tuple[Way, ...]:
                 choice=choice,
                 chosen=at == chosen,
                 seconds=solution.time,
-                memory=_peak(asked, choice) if solution.states is not None else math.inf,
+                memory=_peak(asked, fixed, choice) if solution.states is not None else math.inf,
                 follow=follow.time if follow is not None else math.inf,
             )
         )
@@ -128,17 +125,6 @@ def _tables(asked: Asked, *, follow: bool) -> Tables:
     fixed = None if follow else choices
     spaces = Spaces(kinds, Moves(plan.mesh, asked.cluster), data=data, fixed=fixed, free=asked.ops)
     return Tables(skeleton, spaces, Storing(spaces, fixed=None if follow else plan.storage), asked.rows)
-
-
-def _problem(asked: Asked, tables: Tables, limit: float) -> Problem:
-    return Problem(
-        sizes=tables.sizes,
-        factors=tables.factors,
-        blocks=tables.blocks,
-        phases=phases(asked.cluster.overlap, asked.training.accumulate),
-        memory=memory(),
-        limit=limit,
-    )
 
 
 def _ways(asked: Asked, tables: Tables) -> Iterator[tuple[Choice, dict[int, int]]]:
@@ -187,8 +173,6 @@ def _held(problem: Problem, states: Mapping[int, int]) -> Problem:
     return replace(problem, sizes=sizes, factors=tuple(cut(factor) for factor in problem.factors))
 
 
-def _peak(asked: Asked, choice: Choice) -> float:
-    plan = asked.plan
-    choices = {**plan.choices(asked.entry), **dict.fromkeys(asked.ops, choice)}
-    habits = habits_of(asked.cluster.device(0).name)
-    return peak(asked.facts, plan.mesh, choices, plan.storage, asked.training, asked.recompute, habits=habits).peak
+def _peak(asked: Asked, tables: Tables, choice: Choice) -> float:
+    choices = {**asked.plan.choices(asked.entry), **dict.fromkeys(asked.ops, choice)}
+    return tables.peak(choices, asked.plan.storage, asked.recompute).peak

@@ -13,8 +13,8 @@ from rich.text import Text
 from ..cluster import Cluster
 from ..cost import Training
 from ..ir import Graph
+from ..ir.paths import layer_of
 from ..plan import Plan
-from ..plan.kinds import block_of
 from ..plan.plan import star
 from ..plan.price import Price, price
 from ..probe import probing
@@ -176,7 +176,7 @@ def part_costs(a: Plan, b: Plan, facts: Analysis, made: Made) -> list[Part]:
 
 def part_of(path: str) -> str:
     """The part of a model that a module is in: the module of a layer, with a star; outside of layers the module."""
-    layer = block_of(path)
+    layer = layer_of(path)
     below = path[len(layer) + 1 :].split(".")[0] if layer else path
     return star(".".join(held for held in (layer, below) if held)) or "the model itself"
 

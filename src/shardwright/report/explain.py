@@ -148,7 +148,7 @@ def explain(
 
 def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:
     for op in program.graph.ops:
-        if not all(name in program.facts.constants for name in op.outputs):
+        if not program.facts.is_constant(op):
             held = program.layouts.get(op.outputs[0])
             yield op.name, ("-" if held is None else str(held),)
 

@@ -2,9 +2,10 @@
 
 from . import kept, lookups, losses, norms, pointwise, products, reductions, space, transforms, views
 from .atoms import Atoms
+from .chance import DROPOUTS, is_drawn_whole
 from .notation import Rule, parse
 from .registry import Call, find_rule, known_targets, register
-from .signature import DROPOUTS, FAN, ROWS, Analysis, Find, Role, Signature, analyse, is_drawn_whole
+from .signature import FAN, ROWS, Analysis, Find, Role, Signature, analyse
 
 __all__ = [
     "DROPOUTS",

@@ -18,6 +18,7 @@ from ..ir import Graph, Op
 from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, make_layout, share, whole
 from . import notation
 from .atoms import Atoms, Dim
+from .chance import constants_of, is_drawn_whole
 from .notation import Rule, Term
 from .registry import Call, find_rule
 
@@ -225,6 +226,32 @@ class Analysis:
         """The atom that data parallelism splits: the outermost factor of the batch dim."""
         return frozenset(self.atoms.expand(self.batch_dim)[:1])
 
+    def is_constant(self, op: Op) -> bool:
+        """Whether an op is run once, whole, when the program is loaded."""
+        return all(name in self.constants for name in op.outputs)
+
+    @cached_property
+    def live(self) -> tuple[Op, ...]:
+        """The ops that are run in every step."""
+        return tuple(op for op in self.graph.ops if not self.is_constant(op))
+
+    @cached_property
+    def lean(self) -> tuple[Op, ...]:
+        """The ops with a gradient that depend on parameters only."""
+        graph, found = self.graph, list[Op]()
+        lean = {parameter.value for parameter in graph.parameters} | self.constants
+        for op in graph.ops:
+            if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
+                lean |= set(op.outputs)
+                found.append(op)
+        return tuple(found)
+
+    @cached_property
+    def owned(self) -> frozenset[int]:
+        """The atoms of parameters, but for those of the batch."""
+        dims = [dim for parameter in self.graph.parameters for dim in self.dims[parameter.value]]
+        return frozenset(atom for dim in dims for atom in self.atoms.splittable(dim)) - self.batch
+
     @cached_property
     def by_atom(self) -> dict[int, tuple[tuple[Op, Role], ...]]:
         """For each atom the ops that can be split on it (each op once)."""
@@ -236,33 +263,6 @@ class Analysis:
                     seen.add(role.atom)
                     found.setdefault(role.atom, []).append((op, role))
         return {atom: tuple(uses) for atom, uses in found.items()}
-
-
-DROPOUTS = ("aten.dropout.default", "aten.native_dropout.default")
-RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson", "exponential", "uniform")
-
-
-def is_random(op: Op) -> bool:
-    """Whether an op draws random numbers."""
-    return is_random_target(op.target)
-
-
-def is_random_target(target: str) -> bool:
-    return any(word in target for word in RANDOM)
-
-
-def is_drawn_whole(op: Op) -> bool:
-    """Random ops other than dropout have no masks by position: all ranks draw the same, whole."""
-    return is_random(op) and "dropout" not in op.target
-
-
-def constants_of(graph: Graph) -> frozenset[str]:
-    """Values that depend on no input, no parameter and no changing buffer, and on no chance."""
-    fixed = {buffer.value for buffer in graph.buffers if buffer.update is None}
-    for op in graph.ops:
-        if not is_random(op) and not op.target.startswith("call.") and all(name in fixed for name in op.inputs):
-            fixed.update(op.outputs)
-    return frozenset(fixed)
 
 
 Find = Callable[[Call], "tuple[Rule | None, str]"]

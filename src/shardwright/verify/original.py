@@ -33,8 +33,8 @@ from ..compile import skeleton_of
 from ..errors import InputError
 from ..ir import Graph, Op
 from ..rules import DROPOUTS, is_drawn_whole
+from ..rules.chance import is_random_target
 from ..rules.kept import OPAQUE
-from ..rules.signature import is_random_target
 from ..runtime.random import ExactDropout, Randomness
 from .measure import Row, compare, largest
 from .run import Entry, Task, Tensors, first_names, follow, named_outputs, trainable
