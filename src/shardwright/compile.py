@@ -29,7 +29,7 @@ from .ir import Graph
 from .layout import Layout, Mesh
 from .lower import Program, lower
 from .plan import Plan, read_request
-from .plan.plan import read as read_plan
+from .plan.file import read as read_plan
 from .plan.rows import replica_axes
 from .plan.strings import REPLICAS
 from .planning import PlanLike, Setting, continue_plan, make_plan, only_scalars
@@ -292,7 +292,6 @@ class Compiler:
             ),
             dtypes=tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
         )
-
 
     def _part(self, call: Opaque) -> OpaquePart:
         """A submodule that stays as it is. All entries share one copy of it, so that what it remembers is one."""

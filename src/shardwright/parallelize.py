@@ -161,7 +161,9 @@ def planned(
         cluster=cluster_for(cluster, count),
         training=Training(optimizer=optimizer, compute=precision, accumulate=accumulate),
         wishes=Wishes(
-            memory=read_bytes(memory), constraints=read_asked(constraints, model, plan), stop=stop,
+            memory=read_bytes(memory),
+            constraints=read_asked(constraints, model, plan),
+            stop=stop,
             seconds=math.inf if seconds is None else seconds,
         ),
         rows=inputs == "rows",

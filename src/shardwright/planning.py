@@ -20,7 +20,7 @@ from .errors import PlanError
 from .ir import Graph, Output
 from .plan import Plan, draw, read_request
 from .plan.auto import Found, Progress, Wishes, extend, search
-from .plan.plan import load as load_plan
+from .plan.file import load as load_plan
 from .plan.price import price
 from .plan.recompute import faults_of
 from .plan.rows import is_replica, replica_axes

@@ -10,7 +10,7 @@ from ..cost import Training
 from ..errors import ClusterError, PlanError
 from ..ir import Graph
 from ..plan import Plan
-from ..plan.plan import read
+from ..plan.file import read
 from ..planning import cluster_for, only_scalars
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..ir import Graph, Op
 from ..plan import Plan, Segment
-from ..plan.plan import load
+from ..plan.file import load
 
 CAST = "aten._to_copy.default"
 
