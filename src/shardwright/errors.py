@@ -7,6 +7,7 @@
     ├── LayoutError        a layout or a mesh makes no sense for a shape
     ├── ClusterError       a cluster's name, file or facts make no sense
     ├── PlanError          a plan is malformed, infeasible, or made for another graph
+    ├── ScheduleError      a schedule is malformed, can't run, or keeps too much
     ├── LoweringError      a plan can't be turned into a program
     ├── InputError         what was passed at run time does not fit the program
     ├── ParityError        the compiled program differs from the original
@@ -51,6 +52,10 @@ class ClusterError(ShardwrightError):
 
 class PlanError(ShardwrightError):
     """A plan is malformed, infeasible, or made for another graph."""
+
+
+class ScheduleError(ShardwrightError):
+    """A schedule is malformed, can't run, or keeps too much."""
 
 
 class LoweringError(ShardwrightError):

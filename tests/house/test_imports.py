@@ -12,16 +12,17 @@ MAY_IMPORT = {
     "layout": "errors",
     "tie": "",
     "conversion": "errors layout",
+    "schedule": "errors layout",
     "ir": "errors layout",
     "rules": "errors layout conversion ir",
     "capture": "errors layout tie ir rules",
     "cluster": "errors layout",
-    "cost": "errors layout conversion ir rules cluster",
-    "plan": "errors layout conversion ir rules cluster cost",
-    "lower": "errors layout conversion ir rules plan",
+    "cost": "errors layout conversion schedule ir rules cluster",
+    "plan": "errors layout conversion schedule ir rules cluster cost",
+    "lower": "errors layout conversion schedule ir rules plan",
     "probe": "errors layout ir rules capture lower",
-    "emit": "errors layout ir rules plan lower",
-    "runtime": "errors layout tie",
+    "emit": "errors layout schedule ir rules plan lower",
+    "runtime": "errors layout tie schedule",
     "planning": "errors ir rules capture cluster cost plan runtime",
     "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning",
     "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile",
@@ -33,12 +34,15 @@ MAY_IMPORT = {
     "checkpoint": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
-    "report": "errors layout conversion ir rules cluster cost plan lower probe planning verify",
+    "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
     "train": "errors parallelize runtime",
     "integrations": "errors parallelize runtime",
-    "cli": "errors ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize report",
+    "cli": (
+        "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
+        "report"
+    ),
 }
-NO_TORCH = frozenset(["errors", "layout", "conversion", "ir", "rules", "cluster", "cost", "plan", "lower", "emit"])
+NO_TORCH = frozenset("errors layout conversion schedule ir rules cluster cost plan lower emit".split())
 
 
 def is_torch(target: str) -> bool:
