@@ -32,7 +32,7 @@ def agree(schedule, edges):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_good_schedule_is_never_refused(seed):
-    for case in range(500):
+    for case in range(1000):
         random = Random(seed * 1000 + case)
         edges = graph(random, segments := random.randint(1, 6))
         assert agree(good(random, edges, segments), edges)
@@ -41,7 +41,7 @@ def test_a_good_schedule_is_never_refused(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mutated_schedule_is_refused_exactly_if_it_is_broken(seed):
     seen = set()
-    for case in range(500):
+    for case in range(1000):
         random = Random(seed * 1000 + case)
         edges = graph(random, segments := random.randint(1, 6))
         schedule = good(random, edges, segments)
@@ -55,7 +55,7 @@ def test_a_mutated_schedule_is_refused_exactly_if_it_is_broken(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_orders_that_know_nothing_of_each_other_are_refused_exactly_if_they_hang(seed):
     words = {"deadlock": 0, "": 0}
-    for case in range(500):
+    for case in range(1000):
         random = Random(seed * 1000 + case)
         edges = graph(random, segments := random.randint(1, 6))
         schedule = reordered(random, good(random, edges, segments))

@@ -10,6 +10,7 @@ Devices that do the same share a line.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor
 from string import ascii_lowercase
 
 from .simulate import UNIT, Run, Times, simulate
@@ -39,7 +40,7 @@ def draw_run(run: Run, width: int = 120) -> str:
     per_second = _scale(run, cell)
     margin = max(map(len, names))
     body = [
-        _line(run, group[0], row, per_second).ljust(round(run.total * per_second), ".")
+        _line(run, group[0], row, per_second).ljust(_column(run.total * per_second), ".")
         for group, row in zip(groups, labels, strict=True)
     ]
     lines = [
@@ -80,9 +81,14 @@ def _line(run: Run, device: int, labels: list[str], per_second: float) -> str:
     line = ""
     steps = zip(run.schedule.devices[device], labels, run.starts[device], run.ends[device], strict=True)
     for step, label, start, end in steps:
-        line = line.ljust(round(start * per_second), ".")
-        line += _cell(step, label, round(end * per_second) - len(line))
+        line = line.ljust(_column(start * per_second), ".")
+        line += _cell(step, label, _column(end * per_second) - len(line))
     return line
+
+
+def _column(place: float) -> int:
+    """Always up at a half, so that steps of equal length look it."""
+    return floor(place + 0.5 + 1e-9)
 
 
 def _cell(step: Step, label: str, width: int) -> str:
