@@ -49,15 +49,18 @@ def place_on(layout: Layout, axis: str) -> Place:
 
 
 class Moves:
-    """Prices on one mesh of one cluster. Answers are kept."""
+    """Prices on one mesh of one cluster. Answers are kept.
 
-    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
-        self.mesh, self.cluster = mesh, cluster
-        self.device = cluster.device(0)
+    `placed` is the mesh of real devices, with axes of the same names, where an axis of `mesh` is partly one in time.
+    """
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, placed: Mesh | None = None) -> None:
+        self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
+        self.device = cluster.device(self.placed.devices[0])
         self._tables: dict[tuple[str, float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {
-            (axis,): cluster.spans(mesh, (axis,)) for axis in mesh.names
+            (axis,): cluster.spans(self.placed, (axis,)) for axis in mesh.names
         }
 
     def collective(self, kind: Collective, bytes: float, axes: Sequence[str]) -> float:
@@ -65,7 +68,7 @@ class Moves:
         key = (kind, bytes, tuple(axes))
         if key not in self._times:
             if key[2] not in self._spans:
-                self._spans[key[2]] = self.cluster.spans(self.mesh, key[2])
+                self._spans[key[2]] = self.cluster.spans(self.placed, key[2])
             spans = self._spans[key[2]]
             self._times[key] = max(collective_time(kind, bytes, span, self.cluster.measured) for span in spans)
         return self._times[key]

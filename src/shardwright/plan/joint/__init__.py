@@ -1,0 +1,1 @@
+"""The joint planner: pipelines beside flat plans."""

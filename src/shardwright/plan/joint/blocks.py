@@ -1,0 +1,145 @@
+"""The line of a graph in blocks: the runs between places where a search over cuts may cut.
+
+A line has more places than anybody wants to look at. Those are left at which least crosses among their neighbours, within
+about a layer; if there are still too many, the lightest crossing of each of `MOST` equal parts of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cost import Training, flops
+from ...errors import PlanError
+from ...ir import Op
+from ..recompute import layers_of
+from ..segments import Line
+from ..skeleton import EdgeTable, HomeTable, OpTable, Skeleton, UseTable
+
+MOST = 256
+FEW = 48
+"""Up to so many places all are looked at."""
+
+Ints = NDArray[np.intp]
+
+
+class Blocks:
+    """The bounds that cuts may be at, and which block everything is in.
+
+    places      on the line: cuts[0] = 0 < ... < the end of the line
+    crossing    bytes of a whole batch that cross each bound: of what has rows, and of what every microbatch sends again
+    """
+
+    def __init__(self, line: Line, training: Training, *, kept: Mapping[str, str] | None = None) -> None:
+        """`kept`: for some ops the name of the group that is not cut."""
+        self.line, self.training = line, training
+        self.graph, self.facts = line.graph, line.facts
+        self.weights = np.array([flops(self.facts.signatures[op.name]) for op in line.ops])
+        allowed = [at for at in line.places if not self._parts(at, kept or {})]
+        self.places: tuple[int, ...] = (0, *self._picked(allowed), len(line.ops))
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return len(self.places) - 1
+
+    def _parts(self, at: int, kept: Mapping[str, str]) -> bool:
+        """Whether a cut there would part what is to stay together."""
+        before = kept.get(self.line.ops[at - 1].name)
+        return before is not None and before == kept.get(self.line.ops[at].name)
+
+    def _picked(self, allowed: Sequence[int]) -> list[int]:
+        if len(allowed) <= FEW:
+            return list(allowed)
+        load = np.concatenate([[0.0], np.cumsum(self.weights)])
+        load /= load[-1] or 1.0
+        crossing = self.line.crossing
+        near = 0.5 / max(len(layers_of(self.graph)), 16)
+        where = np.array([load[at] for at in allowed])
+        bytes = np.array([crossing[at] for at in allowed], dtype=float)
+        found = []
+        for index, at in enumerate(allowed):
+            first, last = np.searchsorted(where, (where[index] - near, where[index] + near))
+            if bytes[index] <= bytes[first : max(last, index + 1)].min():
+                found.append(at)
+        if len(found) <= MOST:
+            return found
+        parts: dict[int, int] = {}
+        for at in found:
+            part = min(int(load[at] * MOST), MOST - 1)
+            if part not in parts or crossing[at] < crossing[parts[part]]:
+                parts[part] = at
+        return list(parts.values())
+
+    @cached_property
+    def block_of(self) -> dict[str, int]:
+        """The block of every op; those off the line are in that of their first reader."""
+        found: dict[str, int] = {}
+        for number in range(self.count):
+            for op in self.line.ops[self.places[number] : self.places[number + 1]]:
+                found[op.name] = number
+        for op in reversed(self.graph.ops):
+            if op.name not in found:
+                readers = [found[user.name] for name in op.outputs for user, _ in self.graph.users[name]]
+                found[op.name] = min(readers, default=self.count - 1)
+        return found
+
+    @cached_property
+    def crossing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that cross each bound, for a whole batch: those of rows, and those that have none."""
+        line, facts = self.line, self.facts
+        rows, rest = np.zeros(len(line.ops) + 1), np.zeros(len(line.ops) + 1)
+        for name, last in line.last_use.items():
+            value = self.graph.values[name]
+            batch = any(atom in facts.batch for dim in facts.dims[name] for atom in facts.atoms.expand(dim))
+            held = rows if batch else rest
+            held[line.made[name] + 1] += value.elements * self.training.item(value)
+            held[last + 1] -= value.elements * self.training.item(value)
+        at = list(self.places)
+        return np.maximum(np.cumsum(rows)[at], 0.0), np.maximum(np.cumsum(rest)[at], 0.0)
+
+    def place_before(self, op: Op) -> int:
+        """The bound at an op, for a cut that somebody asks for."""
+        at = self.line.place.get(op.name)
+        if at is None or at not in self.places:
+            raise PlanError(f"the line can't be cut before {op}")
+        return self.places.index(at)
+
+
+class Where:
+    """In which block each entry of a skeleton is, grouped by tables.
+
+    rows      for each table the variables of its entries, and their blocks
+    shared    parameters that several blocks use: the entry, and the blocks
+    """
+
+    def __init__(self, skeleton: Skeleton, blocks: Blocks) -> None:
+        self.skeleton, self.blocks = skeleton, blocks
+        kinds = list(skeleton.tables)
+        block_of, graph = blocks.block_of, skeleton.graph
+        values = {parameter.key: parameter.value for parameter in graph.parameters}
+        rows: dict[int, list[tuple[int, ...]]] = {}
+        places: dict[int, list[int]] = {}
+        self.shared: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+        for entry in skeleton.entries:
+            table = kinds[entry.table]
+            if isinstance(table, OpTable):
+                block = block_of[entry.name]
+            elif isinstance(table, EdgeTable | UseTable):
+                block = block_of[entry.reader] if entry.reader else block_of[graph.producer[entry.name].name]
+            else:
+                assert isinstance(table, HomeTable)
+                value = values[entry.name]
+                used = sorted({block_of[user.name] for user, _ in graph.users[value] if user.name in skeleton.ops})
+                block = used[0]
+                if len(used) > 1:
+                    self.shared.append((entry.table, entry.variables, tuple(used)))
+            rows.setdefault(entry.table, []).append(entry.variables)
+            places.setdefault(entry.table, []).append(block)
+        self.rows: dict[int, tuple[Ints, Ints]] = {
+            number: (np.array(held, dtype=np.intp), np.array(places[number], dtype=np.intp))
+            for number, held in rows.items()
+        }

@@ -1,0 +1,343 @@
+"""The search over pipelines: stages, the devices and the mesh of each, microbatches, the schedule, cuts, recomputation.
+
+    for every row of seats, number of microbatches and schedule    bound a step from below (`_Search.bounded`)
+    the most promising first                                       cut the line (`cuts`), each stage with the ways that
+                                                                   fit its memory (`front`, `stage`), and simulate it
+    until no bound is lower                                        than the best that was found
+
+One stage with several microbatches is a pipeline too: gradients are added up within a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ...cluster import Cluster
+from ...cost import Training
+from ...rules import Analysis
+from ..limits import Limits
+from ..segments import Line
+from .blocks import Blocks, Where
+from .cuts import cut_line
+from .front import Front, Way
+from .seats import Seat, rows_of_seats, seated
+from .stage import Choice
+from .timed import NEVER, Timed, fault_of_time
+from .trial import Trial, flights, link_seconds, run_of
+
+SCHEDULES = {"1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6}
+"""The schedules that are looked at, and the part of a microbatch's time in all stages but one that is bubble, at best."""
+
+MOST_COUNTS = 8
+"""Numbers of microbatches that are looked at on some seats."""
+
+KEPT_TRIALS = 40
+"""Trials of which the next best are told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked of a pipeline; None and () leave it open."""
+
+    stages: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    pivots: tuple[int, ...] = ()  # bounds at which the line has to be cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a search for a pipeline stands on."""
+
+    facts: Analysis
+    cluster: Cluster
+    training: Training
+    limits: Limits
+    size: int
+    room: Callable[[Seat], float]  # bytes that a device of a seat may use
+    recompute: bool = True
+    names: tuple[str, str] = ("dp", "y")
+    asked: Asked = field(default_factory=Asked)
+    slack: float = 0.005
+    upper: float = math.inf  # seconds that a pipeline has to stay below
+    stop: Callable[[], bool] = lambda: False
+    progress: Callable[[str, float], None] = lambda what, best: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piped:
+    """The best pipeline, the others that were tried (the fastest first), and what was looked at."""
+
+    best: Trial | None
+    others: tuple[Trial, ...]
+    blocks: Blocks
+    timed: Timed
+    bound: float
+    looked: int
+    left: int  # candidates that were bounded away
+    stopped: bool
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Candidate:
+    bound: float
+    seats: tuple[Seat, ...]
+    microbatches: int
+    schedule: str
+
+
+class _Search:
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.facts, self.cluster = setup, setup.facts, setup.cluster
+        self.line = Line(setup.facts)
+        self.blocks = Blocks(self.line, setup.training)
+        self.timed = Timed(
+            setup.facts, setup.cluster, setup.training, setup.limits, setup.names, recompute=setup.recompute
+        )
+        self.batch = setup.facts.graph.batch or 1
+        self.fault = fault_of_time(setup.facts)
+        self.began = time.monotonic()
+        self.best: Trial | None = None
+        self.trials: list[Trial] = []
+        self.reserve = 0.0
+        self._fronts: dict[tuple[object, ...], Front | None] = {}
+        self._quick: dict[tuple[object, ...], float] = {}
+        self._kinds: dict[Seat, tuple[object, ...]] = {}
+        self._where: dict[bool, Where] = {}
+        self._tables: dict[tuple[int, int], np.ndarray] = {}
+
+    @property
+    def upper(self) -> float:
+        best = math.inf if self.best is None else self.best.seconds
+        return min(best, self.setup.upper) * (1.0 - self.setup.slack)
+
+    def run(self) -> Piped:
+        candidates = sorted(self.bounded(), key=lambda held: held.bound)
+        looked, stopped, bound = 0, False, math.inf
+        for candidate in candidates:
+            if candidate.bound >= self.upper:
+                bound = candidate.bound
+                break
+            if self.setup.stop():
+                stopped = True
+                break
+            looked += 1
+            trial = self.tried(candidate)
+            if trial is not None:
+                self.trials.append(trial)
+                if trial.seconds < (self.best.seconds if self.best is not None else math.inf):
+                    self.best = trial
+                self.setup.progress(f"tried {trial}", self.best.seconds if self.best is not None else math.inf)
+        others = sorted((held for held in self.trials if held is not self.best), key=lambda held: held.seconds)
+        return Piped(
+            best=self.best,
+            others=tuple(others[:KEPT_TRIALS]),
+            blocks=self.blocks,
+            timed=self.timed,
+            bound=min(bound, self.best.seconds if self.best is not None else math.inf),
+            looked=looked,
+            left=len(candidates) - looked,
+            stopped=stopped,
+            seconds=time.monotonic() - self.began,
+        )
+
+    # -- candidates ------------------------------------------------------------------------
+
+    def bounded(self) -> Iterator[_Candidate]:
+        """Every candidate, with a step that it can't stay below."""
+        asked = self.setup.asked
+        for runs in rows_of_seats(self.cluster, self.setup.size):
+            stages = sum(count for count, _, _ in runs)
+            if stages > self.blocks.count or asked.stages not in (None, stages):
+                continue
+            for seats in seated(runs, self.cluster, self.setup.names):
+                for microbatches in self.counts(seats):
+                    quick = self.quick(seats, microbatches)
+                    for schedule in self.schedules(stages, microbatches):
+                        fill = SCHEDULES.get(schedule, 1.0)
+                        yield _Candidate(quick * (microbatches + fill * (stages - 1)), seats, microbatches, schedule)
+            if self.setup.stop():
+                return
+
+    def schedules(self, stages: int, microbatches: int) -> Iterator[str]:
+        asked = self.setup.asked.schedule
+        if stages == 1:
+            yield asked or "1f1b"
+            return
+        for name in (asked,) if asked is not None else SCHEDULES:
+            segments = {"zbv": 2, "interleaved": 2}.get(name, int(name.partition(":")[2] or 1))
+            if stages * segments <= self.blocks.count and (segments == 1 or microbatches >= stages):
+                yield name
+
+    def counts(self, seats: Sequence[Seat]) -> list[int]:
+        """Numbers of microbatches: the batch divides by them on all seats."""
+        if any(self.batch % seat.data for seat in seats):
+            return []
+        rows = math.gcd(*(self.batch // seat.data for seat in seats))
+        fitting = [count for count in range(1, rows + 1) if rows % count == 0]
+        asked = self.setup.asked.microbatches
+        if asked is not None:
+            return [count for count in fitting if count == asked]
+        if self.fault is not None:
+            fitting = [1]
+        if len(seats) == 1:
+            fitting = fitting[1:]  # a flat plan is looked at elsewhere
+        if len(fitting) <= MOST_COUNTS:
+            return fitting
+        wanted = [len(seats) * 2**power for power in range(-1, MOST_COUNTS - 2)]
+        near = {min(fitting, key=lambda count: abs(math.log(count / wish))) for wish in wanted}
+        return sorted({*near, fitting[-1]})
+
+    def kind(self, seat: Seat) -> tuple[object, ...]:
+        if seat not in self._kinds:
+            self._kinds[seat] = seat.kind(self.cluster)
+        return self._kinds[seat]
+
+    def quick(self, seats: Sequence[Seat], microbatches: int) -> float:
+        """Seconds of a microbatch on a seat, if all were equally fast: what is done once a step is left out."""
+        speed = 0.0
+        for seat in seats:
+            device = self.cluster.device(seat.devices[0])
+            key = (device, seat.data * microbatches, seat.inner)
+            if key not in self._quick:
+                front = self.front(seat, microbatches)
+                self._quick[key] = math.inf if front is None else front.least
+            speed += 1.0 / self._quick[key]
+        return 1.0 / speed if speed else math.inf
+
+    # -- one candidate ---------------------------------------------------------------------
+
+    def front(self, seat: Seat, microbatches: int) -> Front | None:
+        key = (self.kind(seat), microbatches)
+        if key not in self._fronts:
+            plain = self.timed.tables(seat, microbatches)
+            if plain is None:
+                self._fronts[key] = None
+            else:
+                frame = self.timed.frame
+                for skeleton in (frame.plain, frame.recomputing):
+                    if bool(skeleton.layers) not in self._where:
+                        self._where[bool(skeleton.layers)] = Where(skeleton, self.blocks)
+                self._fronts[key] = Front(
+                    plain, lambda: self.timed.tables(seat, microbatches, again=True), self._where, microbatches
+                )
+        return self._fronts[key]
+
+    def tried(self, candidate: _Candidate) -> Trial | None:
+        """The best cuts of a candidate, simulated; None if nothing fits, or if it can't be the best."""
+        seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
+        from ...schedule import kind_named
+
+        kind = kind_named(schedule)
+        holders = [seat for (seat,) in kind.holders(len(seats))]
+        flight = flights(schedule, len(seats), microbatches)
+        width = self.width(len(holders))
+        choices: list[Choice] = []
+        known: dict[tuple[object, ...], Choice] = {}
+        for seat in holders:
+            key = (self.kind(seats[seat]), flight[seat])
+            if key not in known:
+                made = self.choice(seats[seat], microbatches, flight[seat], kind.segments, width)
+                if made is None:
+                    return None
+                known[key] = made
+            choices.append(known[key])
+        entering = self.entering(seats, microbatches)
+        fill = SCHEDULES.get(schedule, 1.0)
+        stages = [self.pivoted(choice.seconds) for choice in choices]
+        found = cut_line(stages, 2 * entering, (microbatches - 1) * kind.segments, fill)
+        if found is None or found.seconds >= self.upper:
+            return None
+        return self.simulated(candidate, choices, found.bounds)
+
+    def pivoted(self, seconds: np.ndarray) -> np.ndarray:
+        """Without the runs that go on beyond a bound at which there has to be a cut."""
+        for bound in self.setup.asked.pivots:
+            first = np.arange(seconds.shape[0])[:, None]
+            last = first + 1 + np.arange(seconds.shape[1])[None, :]
+            seconds = np.where((first < bound) & (bound < last), np.inf, seconds)
+        return seconds
+
+    def width(self, segments: int) -> int:
+        """How many blocks a segment may have: all that are within some times its share of the work."""
+        count = self.blocks.count
+        if count <= 64 or segments <= 2:
+            return count
+        load = np.concatenate([[0.0], np.cumsum(np.add.reduceat(self.blocks.weights, self.blocks.places[:-1]))])
+        most = 2.5 * load[-1] / segments
+        ends = np.searchsorted(load, load[:-1] + most, side="right")
+        return int(np.max(ends - np.arange(count)))
+
+    def choice(self, seat: Seat, microbatches: int, flight: float, segments: int, width: int) -> Choice | None:
+        front = self.front(seat, microbatches)
+        if front is None or front.fastest is None:
+            return None
+        room = (self.setup.room(seat) - self.reserve) / segments
+        each = flight / segments
+        ways: list[Way] = [front.fastest]
+        if front.fastest.most(width, each) > room:
+            ways = front.ways(max(1.0, each))
+        return Choice(front, ways, [self.table(way, width) for way in ways], each, room)
+
+    def table(self, way: Way, width: int) -> np.ndarray:
+        key = (id(way), width)
+        if key not in self._tables:
+            self._tables[key] = way.table(width)
+        return self._tables[key]
+
+    def entering(self, seats: Sequence[Seat], microbatches: int) -> np.ndarray:
+        """Seconds of what crosses each bound, between the first two seats."""
+        if len(seats) == 1:
+            return np.zeros(self.blocks.count + 1)
+        return np.array([
+            link_seconds(self.cluster, self.blocks, microbatches, seats[0], seats[1], bound)
+            for bound in range(self.blocks.count + 1)
+        ])  # fmt: skip
+
+    def simulated(self, candidate: _Candidate, choices: Sequence[Choice], bounds: tuple[int, ...]) -> Trial:
+        seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
+        from ...schedule import kind_named
+
+        kind = kind_named(schedule)
+        holders = [seat for (seat,) in kind.holders(len(seats))]
+        picked = [
+            choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)
+        ]
+        parts = tuple(stage for stage, _ in picked)
+        links = tuple(
+            link_seconds(self.cluster, self.blocks, microbatches, seats[holders[at]], seats[holders[at + 1]], bounds[at + 1])
+            for at in range(len(holders) - 1)
+        )
+        run, total = run_of(schedule, len(seats), microbatches, parts, links)
+        once = max(
+            sum(part.once for part, held in zip(parts, holders, strict=True) if held == seat)
+            for seat in range(len(seats))
+        )
+        busy = sum(part.forward + part.backward for part in parts) * microbatches / len(seats)
+        accumulate = self.setup.training.accumulate
+        return Trial(
+            seats=seats,
+            microbatches=microbatches,
+            schedule=schedule,
+            parts=parts,
+            mixes=tuple(mix for _, mix in picked),
+            bounds=bounds,
+            links=links,
+            seconds=accumulate * total + once,
+            once=once,
+            bubble=1.0 - busy / total if total else 0.0,
+        )
+
+
+def search_pipelines(setup: Setup) -> Piped:
+    """The best pipeline for a graph on a cluster."""
+    return _Search(setup).run()
+
+
+__all__ = ["Asked", "NEVER", "Piped", "Setup", "replace", "search_pipelines"]

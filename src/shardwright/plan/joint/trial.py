@@ -1,0 +1,119 @@
+"""A pipeline that is tried: seats, microbatches, a schedule and cuts, and how long a step of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...cluster import Cluster, collective_time
+from ...schedule import Edge, Kind, Run, Times, in_flight, kind_named, simulate
+from .blocks import Blocks
+from .front import Way
+from .seats import Seat
+from .stage import Stage
+
+LONG = 6
+"""Microbatches a segment that are simulated; each of the rest takes as long as the slowest seat needs for one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One pipeline.
+
+    parts      the stage of each segment, in the order of the line
+    bounds     the blocks at which segments begin, and the end
+    links      seconds that a microbatch's values take to enter each segment but the first
+    """
+
+    seats: tuple[Seat, ...]
+    microbatches: int
+    schedule: str
+    parts: tuple[Stage, ...]
+    mixes: tuple[tuple[tuple[Way, float], ...], ...]
+    bounds: tuple[int, ...]
+    links: tuple[float, ...]
+    seconds: float
+    once: float  # of it, after the schedule
+    bubble: float
+
+    @property
+    def kind(self) -> Kind:
+        return kind_named(self.schedule)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The seat of each segment."""
+        return tuple(seat for (seat,) in self.kind.holders(len(self.seats)))
+
+    def of_seat(self, seat: int) -> list[int]:
+        """The segments of a seat."""
+        return [part for part, held in enumerate(self.holders) if held == seat]
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each seat computes for a microbatch."""
+        return tuple(
+            sum(self.parts[part].forward + self.parts[part].backward for part in self.of_seat(seat))
+            for seat in range(len(self.seats))
+        )
+
+    @property
+    def balance(self) -> float:
+        """How much longer the slowest seat computes than the mean of all."""
+        return max(self.busy) * len(self.busy) / sum(self.busy)
+
+    def memory(self, seat: int) -> float:
+        """Bytes of a device of a seat that are stored or kept."""
+        flight = flights(self.schedule, len(self.seats), self.microbatches)[seat]
+        own = [self.parts[part] for part in self.of_seat(seat)]
+        return sum(part.stored + flight / len(own) * part.kept for part in own)
+
+    def __str__(self) -> str:
+        first = self.seats[0]
+        inside = " x ".join(f"{n}={s}" for n, s in zip(first.names, (first.data, first.inner), strict=True) if s > 1)
+        sizes = [len(seat.devices) for seat in self.seats]
+        alike = f"of {sizes[0]}" if len(set(sizes)) == 1 else f"of {'+'.join(map(str, sizes))}"
+        stages = f"{len(self.seats)} stages {alike}" if len(self.seats) > 1 else "one stage"
+        return f"{stages}{f' ({inside})' if inside else ''}, {self.microbatches} microbatches, {self.schedule}"
+
+
+@lru_cache(maxsize=4096)
+def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
+    """For each seat the most microbatches of segments that it keeps at once."""
+    if seats == 1:
+        return (1.0,)
+    kind = kind_named(schedule)
+    if kind.name == "1f1b":
+        return tuple(float(min(microbatches, seats - seat)) for seat in range(seats))
+    return in_flight(kind.make(seats, min(microbatches, 4 * seats * kind.segments)))
+
+
+def link_seconds(
+    cluster: Cluster, blocks: Blocks, microbatches: int, giver: Seat, taker: Seat, bound: int
+) -> float:
+    """Seconds that the values of a microbatch take from one seat to another, where the line is cut at a bound."""
+    if giver.devices == taker.devices:
+        return 0.0
+    rows, rest = (float(held[bound]) for held in blocks.crossing)
+    bytes = rows / microbatches / min(giver.data, taker.data) + rest
+    pairs = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
+    return max(collective_time("send", bytes, cluster.span(pair), cluster.measured) for pair in pairs)
+
+
+def run_of(schedule: str, seats: int, microbatches: int, parts: Sequence[Stage], links: Sequence[float]) -> tuple[Run, float]:
+    """The simulated run of a schedule, and its seconds for all microbatches."""
+    kind = kind_named(schedule)
+    some = min(microbatches, max(LONG * seats * kind.segments, 32))
+    apart = schedule.startswith("zb")
+    times = [
+        Times(part.forward, part.backward - part.weight if apart else part.backward, part.weight if apart else 0.0)
+        for part in parts
+    ]
+    edges = [Edge(at, at + 1, link, link) for at, link in enumerate(links)]
+    run = simulate(kind.make(seats, some), times, edges)
+    holders = kind.holders(seats)
+    busy = [0.0] * seats
+    for part, (seat,) in zip(parts, holders, strict=True):
+        busy[seat] += part.forward + part.backward
+    return run, run.total + (microbatches - some) * max(busy)
