@@ -17,7 +17,7 @@ from ...errors import PlanError
 from ...ir import Op
 from ..recompute import layers_of
 from ..segments import Line
-from ..skeleton import EdgeTable, HomeTable, OpTable, Skeleton, UseTable
+from ..skeleton import Entry, HomeTable, OpTable, Skeleton, Table
 
 MOST = 256
 FEW = 48
@@ -110,36 +110,47 @@ class Blocks:
 
 
 class Where:
-    """In which block each entry of a skeleton is, grouped by tables.
+    """In which block each entry of a skeleton is. Entries are sorted by blocks.
 
-    rows      for each table the variables of its entries, and their blocks
+    tables    the number of each entry's table
+    rows      its variables: [entry, 4], the last one again where there are fewer
+    firsts    where the entries of each block begin
     shared    parameters that several blocks use: the entry, and the blocks
     """
 
     def __init__(self, skeleton: Skeleton, blocks: Blocks) -> None:
         self.skeleton, self.blocks = skeleton, blocks
         kinds = list(skeleton.tables)
-        block_of, graph = blocks.block_of, skeleton.graph
-        values = {parameter.key: parameter.value for parameter in graph.parameters}
-        rows: dict[int, list[tuple[int, ...]]] = {}
-        places: dict[int, list[int]] = {}
-        self.shared: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        for entry in skeleton.entries:
-            table = kinds[entry.table]
-            if isinstance(table, OpTable):
-                block = block_of[entry.name]
-            elif isinstance(table, EdgeTable | UseTable):
-                block = block_of[entry.reader] if entry.reader else block_of[graph.producer[entry.name].name]
-            else:
-                assert isinstance(table, HomeTable)
-                value = values[entry.name]
-                used = sorted({block_of[user.name] for user, _ in graph.users[value] if user.name in skeleton.ops})
-                block = used[0]
+        values = {parameter.key: parameter.value for parameter in skeleton.graph.parameters}
+        places: list[int] = []
+        shared: list[tuple[int, tuple[int, ...]]] = []
+        for number, entry in enumerate(skeleton.entries):
+            if isinstance(kinds[entry.table], HomeTable):
+                used = self._users(values[entry.name])
+                places.append(used[0])
                 if len(used) > 1:
-                    self.shared.append((entry.table, entry.variables, tuple(used)))
-            rows.setdefault(entry.table, []).append(entry.variables)
-            places.setdefault(entry.table, []).append(block)
-        self.rows: dict[int, tuple[Ints, Ints]] = {
-            number: (np.array(held, dtype=np.intp), np.array(places[number], dtype=np.intp))
-            for number, held in rows.items()
-        }
+                    shared.append((number, tuple(used)))
+            else:
+                places.append(self._block(kinds[entry.table], entry))
+        order = np.argsort(places, kind="stable")
+        sorted_places = np.array(places, dtype=np.intp)[order]
+        self.filled, self.firsts = np.unique(sorted_places, return_index=True)
+        entries = [skeleton.entries[at] for at in order]
+        self.tables: Ints = np.array([entry.table for entry in entries], dtype=np.intp)
+        self.counts = np.array([len(entry.variables) for entry in entries], dtype=np.intp)
+        most = int(self.counts.max())
+        padded = [(*entry.variables, *[0] * (most - len(entry.variables))) for entry in entries]
+        self.rows: Ints = np.array(padded, dtype=np.intp)
+        back = {int(at): index for index, at in enumerate(order)}
+        self.shared = [(back[number], used) for number, used in shared]
+
+    def _users(self, value: str) -> list[int]:
+        graph, block_of = self.skeleton.graph, self.blocks.block_of
+        return sorted({block_of[user.name] for user, _ in graph.users[value] if user.name in self.skeleton.ops})
+
+    def _block(self, table: Table, entry: Entry) -> int:
+        """What is made for a reader is in the reader's block, what is made for several in the maker's."""
+        block_of, graph = self.blocks.block_of, self.skeleton.graph
+        if isinstance(table, OpTable):
+            return block_of[entry.name]
+        return block_of[entry.reader or graph.producer[entry.name].name]

@@ -29,7 +29,7 @@ WEIGHT, QUEUED = COUNT, COUNT + 1
 
 COLUMNS = COUNT + 2
 
-DEPTH = 3
+DEPTH = 2
 """How often the gap between two ways is halved."""
 
 
@@ -70,7 +70,7 @@ class Way:
         return found
 
 
-    def most(self, width: int, flight: float) -> float:
+    def _unused_most(self, width: int, flight: float) -> float:
         """Bytes of the largest run of up to `width` blocks."""
         held = self.table(width)
         return float((held[..., Resource.STORED] + flight * held[..., Resource.KEPT]).max())
@@ -89,6 +89,7 @@ class Front:
         self._ways: dict[float, list[Way]] = {}
         self._extra: dict[int, np.ndarray] = {}
         self._problems: dict[int, Problem] = {}
+        self._cells: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def again(self) -> Tables | None:
@@ -124,6 +125,24 @@ class Front:
             self._ways[flight] = _undominated(found, self.time, weights)
         return self._ways[flight]
 
+    def least_within(self, flight: float, room: float) -> float:
+        """Seconds of a microbatch in all blocks, at least, if together they keep within so many bytes."""
+        if self.fastest is None:
+            return math.inf
+        weights = memory() + (flight - 1.0) * row(kept=1.0)
+        if float(weights @ self.fastest.total[:COUNT]) <= room:
+            return self.least
+        best, more = math.inf, None
+        for way in self.ways(flight):
+            used = way.total[:COUNT]
+            point = float(self.time @ used - used[Resource.UPDATE]) / self.microbatches, float(weights @ used)
+            if point[1] <= room:
+                share = 0.0 if more is None else (more[1] - room) / (more[1] - point[1])
+                best = min(best, point[0] if more is None else more[0] + share * (point[0] - more[0]))
+            else:
+                more = point
+        return best
+
     def _between(self, fast: Way, lean: Way, weights: np.ndarray, depth: int = DEPTH) -> list[Way]:
         """Ways on the lower hull of time and memory, by halving."""
         more = self._time(lean) - self._time(fast)
@@ -157,20 +176,30 @@ class Front:
 
     def _way(self, tables: Tables, states: np.ndarray) -> Way:
         where = self.where[bool(tables.skeleton.layers)]
+        cells, offsets, strides = self._stacked(tables)
+        at = offsets[where.tables] + (states[where.rows] * strides[where.tables]).sum(axis=1)
+        used = cells[at]
         total = np.zeros((where.blocks.count, COLUMNS))
-        arrays = tables.arrays
-        kinds = list(tables.skeleton.tables)
-        for number, (rows, blocks) in where.rows.items():
-            np.add.at(total[:, :COUNT], blocks, arrays[number][tuple(states[rows].T)])
-            table = kinds[number]
-            if isinstance(table, OpTable) and self._weights(tables, table.kind).any():
-                np.add.at(total[:, COUNT:], blocks, self._weights(tables, table.kind)[states[rows[:, 0]]])
+        total[where.filled] = np.add.reduceat(used, where.firsts, axis=0)
         runs = np.concatenate([np.zeros((1, COLUMNS)), np.cumsum(total, axis=0)])
-        shared = tuple(
-            (used, np.append(arrays[number][tuple(states[list(variables)])], (0.0, 0.0)))
-            for number, variables, used in where.shared
-        )
-        return Way(states, tables, runs, shared)
+        return Way(states, tables, runs, tuple((blocks, used[entry]) for entry, blocks in where.shared))
+
+    def _stacked(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The cells of all tables one after the other, where each table begins, and the strides of its variables."""
+        if id(tables) not in self._cells:
+            kinds, width = list(tables.skeleton.tables), self.where[bool(tables.skeleton.layers)].rows.shape[1]
+            cells, strides = [], []
+            for kind, array in zip(kinds, tables.arrays, strict=True):
+                more = np.zeros((*array.shape[:-1], COLUMNS - COUNT))
+                if isinstance(kind, OpTable):
+                    held = self._weights(tables, kind.kind)
+                    more += held if array.ndim == 2 else held[:, None]
+                cells.append(np.concatenate([array, more], axis=-1).reshape(-1, COLUMNS))
+                steps = np.cumprod([1, *reversed(array.shape[1:-1])])[::-1]
+                strides.append([*steps, *[0] * (width - len(steps))])
+            offsets = np.cumsum([0, *(len(held) for held in cells[:-1])])
+            self._cells[id(tables)] = np.concatenate(cells), offsets, np.array(strides)
+        return self._cells[id(tables)]
 
     def _weights(self, tables: Tables, kind: int) -> np.ndarray:
         """[state, (seconds, bytes)]: backward's part for weights of a product, and what it needs for that."""

@@ -26,7 +26,7 @@ from .blocks import Blocks, Where
 from .cuts import cut_line
 from .front import Front, Way
 from .seats import Seat, rows_of_seats, seated
-from .stage import Choice
+from .stage import Choice, Sums, sums_of
 from .timed import NEVER, Timed, fault_of_time
 from .trial import Trial, flights, link_seconds, run_of
 
@@ -110,7 +110,7 @@ class _Search:
         self._quick: dict[tuple[object, ...], float] = {}
         self._kinds: dict[Seat, tuple[object, ...]] = {}
         self._where: dict[bool, Where] = {}
-        self._tables: dict[tuple[int, int], np.ndarray] = {}
+        self._sums: dict[tuple[int, int], Sums] = {}
 
     @property
     def upper(self) -> float:
@@ -237,6 +237,8 @@ class _Search:
         kind = kind_named(schedule)
         holders = [seat for (seat,) in kind.holders(len(seats))]
         flight = flights(schedule, len(seats), microbatches)
+        if self.tight(candidate, flight, kind.segments) >= self.upper:
+            return None
         width = self.width(len(holders))
         choices: list[Choice] = []
         known: dict[tuple[object, ...], Choice] = {}
@@ -255,6 +257,17 @@ class _Search:
         if found is None or found.seconds >= self.upper:
             return None
         return self.simulated(candidate, choices, found.bounds)
+
+    def tight(self, candidate: _Candidate, flight: Sequence[float], segments: int) -> float:
+        """About what a step takes at least, if all seats share one memory."""
+        seats, microbatches = candidate.seats, candidate.microbatches
+        front = self.front(seats[0], microbatches)
+        if len({self.kind(seat) for seat in seats}) > 1 or front is None:
+            return candidate.bound
+        room = sum(self.setup.room(seat) - self.reserve for seat in seats)
+        least = front.least_within(2.0 ** math.floor(math.log2(max(1.0, min(flight) / segments))), room)
+        fill = SCHEDULES.get(candidate.schedule, 1.0)
+        return least * (microbatches / len(seats) + fill * (1 - 1 / len(seats)))
 
     def pivoted(self, seconds: np.ndarray) -> np.ndarray:
         """Without the runs that go on beyond a bound at which there has to be a cut."""
@@ -280,16 +293,17 @@ class _Search:
             return None
         room = (self.setup.room(seat) - self.reserve) / segments
         each = flight / segments
+        fastest = self.sums(front, front.fastest, width)
         ways: list[Way] = [front.fastest]
-        if front.fastest.most(width, each) > room:
-            ways = front.ways(max(1.0, each))
-        return Choice(front, ways, [self.table(way, width) for way in ways], each, room)
+        if float((fastest.stored + each * fastest.kept).max()) > room:
+            ways = front.ways(2.0 ** math.ceil(math.log2(max(1.0, each))))
+        return Choice(front, ways, [self.sums(front, way, width) for way in ways], each, room)
 
-    def table(self, way: Way, width: int) -> np.ndarray:
+    def sums(self, front: Front, way: Way, width: int) -> Sums:
         key = (id(way), width)
-        if key not in self._tables:
-            self._tables[key] = way.table(width)
-        return self._tables[key]
+        if key not in self._sums:
+            self._sums[key] = sums_of(front, way, width)
+        return self._sums[key]
 
     def entering(self, seats: Sequence[Seat], microbatches: int) -> np.ndarray:
         """Seconds of what crosses each bound, between the first two seats."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,26 +67,37 @@ def stage_of(used: np.ndarray, overlap: float) -> Stage:
     )
 
 
+class Sums(NamedTuple):
+    """For all runs of blocks under one way: seconds of a microbatch with its part of what comes once, and bytes."""
+
+    seconds: np.ndarray
+    stored: np.ndarray
+    kept: np.ndarray
+
+
+def sums_of(front: Front, way: Way, width: int) -> Sums:
+    """[first block, blocks less one], for runs of up to `width` blocks."""
+    used = way.table(width)
+    forward, backward = seconds_of(used, front.overlap)
+    seconds = forward + backward + used[..., Resource.UPDATE] / front.microbatches
+    return Sums(seconds, used[..., Resource.STORED], used[..., Resource.KEPT])
+
+
 class Choice:
     """For all runs of blocks on one kind of seat, with so many microbatches in flight, the best ways within a limit.
 
     seconds    [first block, blocks less one]: of a microbatch, with its part of what comes once; infinity: does not fit
     """
 
-    def __init__(self, front: Front, ways: Sequence[Way], tables: Sequence[np.ndarray], flight: float, room: float) -> None:
+    def __init__(self, front: Front, ways: Sequence[Way], sums: Sequence[Sums], flight: float, room: float) -> None:
         self.front, self.ways, self.flight, self.room = front, ways, flight, room
-        times, bytes = [], []
-        for used in tables:
-            forward, backward = seconds_of(used, front.overlap)
-            times.append(forward + backward + used[..., Resource.UPDATE] / front.microbatches)
-            bytes.append(used[..., Resource.STORED] + flight * used[..., Resource.KEPT])
-        self.seconds = np.full(times[0].shape, np.inf)
-        for at, (time, held) in enumerate(zip(times, bytes, strict=True)):
-            fits = held <= room
-            self.seconds = np.where(fits & (time < self.seconds), time, self.seconds)
+        bytes = [held.stored + flight * held.kept for held in sums]
+        self.seconds = np.full(sums[0].seconds.shape, np.inf)
+        for at, (held, more) in enumerate(zip(sums, bytes, strict=True)):
+            np.minimum(self.seconds, np.where(more <= room, held.seconds, np.inf), out=self.seconds)
             for faster in range(at):
-                mixed = _mixed(times[faster], bytes[faster], time, held, room)
-                self.seconds = np.minimum(self.seconds, mixed)
+                mixed = _mixed(sums[faster].seconds, bytes[faster], held.seconds, more, room)
+                np.minimum(self.seconds, mixed, out=self.seconds)
 
     def pick(self, begin: int, end: int) -> tuple[Stage, tuple[tuple[Way, float], ...]]:
         """The stage of one run, and its ways with their shares."""

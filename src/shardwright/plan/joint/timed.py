@@ -164,7 +164,8 @@ class Timed:
         if again:
             like = self.tables(seat, microbatches)
             return Tables(skeleton, like.spaces, like.storing, like.rows, like) if like is not None else None
-        return self._plain(skeleton, seat, microbatches)
+        found = self._plain(skeleton, seat, microbatches)
+        return found
 
     def _plain(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Tables | None:
         moves = TimedMoves(seat, self.cluster, microbatches)
