@@ -143,6 +143,35 @@ class Where:
         self.rows: Ints = np.array(padded, dtype=np.intp)
         back = {int(at): index for index, at in enumerate(order)}
         self.shared = [(back[number], used) for number, used in shared]
+        self.places: Ints = sorted_places
+        self.block: Ints = self._blocks_of_variables()
+
+    def _blocks_of_variables(self) -> Ints:
+        """The block of each op and of each hub; -1 for parameters and layers, which may be in several."""
+        skeleton = self.skeleton
+        found = np.full(len(skeleton.variables), -1, dtype=np.intp)
+        for name, variable in skeleton.ops.items():
+            found[variable] = self.blocks.block_of[name]
+        for value, variable in skeleton.hubs.items():
+            found[variable] = self.blocks.block_of[skeleton.graph.producer[value].name]
+        return found
+
+    def entries(self, begin: int, end: int) -> Ints:
+        """The entries of a run of blocks, with the parameters that other blocks use too."""
+        inside = np.flatnonzero((self.places >= begin) & (self.places < end))
+        more = [at for at, used in self.shared if used[0] < begin and any(begin <= block < end for block in used)]
+        return np.concatenate([inside, np.array(more, dtype=np.intp)]).astype(np.intp)
+
+    def outside(self, begin: int, end: int) -> np.ndarray:
+        """Which variables a run of blocks can't choose: those of other blocks, and of what it hands on to them."""
+        found = (self.block >= 0) & ((self.block < begin) | (self.block >= end))
+        others = np.flatnonzero((self.places < begin) | (self.places >= end))
+        real = np.arange(self.rows.shape[1])[None, :] < self.counts[others][:, None]
+        touched = np.unique(self.rows[others][real])
+        found[touched[self.block[touched] >= 0]] = True
+        for name in self.skeleton.together:  # one variable for ops of several blocks
+            found[self.skeleton.ops[name]] = True
+        return found
 
     def _users(self, value: str) -> list[int]:
         graph, block_of = self.skeleton.graph, self.blocks.block_of

@@ -17,11 +17,11 @@ import numpy as np
 
 from ...cost import call_of, is_product
 from ...cost.resources import COUNT, Resource, memory, phases, row
-from ..search import Problem
-from ..search.elimination import TooWide, eliminate
+from ..search.elimination import Elimination
 from ..skeleton import OpTable
 from ..tables import Tables
 from .blocks import Blocks, Where
+from .solver import Solver
 from .timed import NEVER
 
 WEIGHT, QUEUED = COUNT, COUNT + 1
@@ -70,25 +70,19 @@ class Way:
         return found
 
 
-    def _unused_most(self, width: int, flight: float) -> float:
-        """Bytes of the largest run of up to `width` blocks."""
-        held = self.table(width)
-        return float((held[..., Resource.STORED] + flight * held[..., Resource.KEPT]).max())
-
-
 class Front:
     """The ways of one kind of seat at one number of microbatches."""
 
     def __init__(
-        self, plain: Tables, again: Callable[[], Tables | None], where: dict[bool, Where], microbatches: int
+        self, plain: Tables, again: Callable[[], Tables | None], where: dict[bool, Where], solver: Solver, times: int
     ) -> None:
         """`again` makes the tables with layers that may be recomputed, when they are wanted."""
-        self.plain, self._make_again, self.where, self.microbatches = plain, again, where, microbatches
+        self.plain, self._make_again, self.where, self.solver, self.microbatches = plain, again, where, solver, times
         self.overlap = plain.moves.cluster.overlap
-        self.time = np.sum([forms[0] for forms in phases(self.overlap, microbatches)], axis=0)
+        self.time = np.sum([forms[0] for forms in phases(self.overlap, times)], axis=0)
         self._ways: dict[float, list[Way]] = {}
         self._extra: dict[int, np.ndarray] = {}
-        self._problems: dict[int, Problem] = {}
+        self._eliminations: dict[int, Elimination | None] = {}
         self._cells: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @cached_property
@@ -161,18 +155,11 @@ class Front:
         ]  # fmt: skip
 
     def _solve(self, tables: Tables, weights: np.ndarray) -> Way | None:
-        try:
-            run = eliminate(self._problem(tables)).run(weights)
-        except TooWide:
-            return None
-        if not math.isfinite(run.value):
-            return None
-        return self._way(tables, run.walk())
-
-    def _problem(self, tables: Tables) -> Problem:
-        if id(tables) not in self._problems:
-            self._problems[id(tables)] = tables.problem()
-        return self._problems[id(tables)]
+        if id(tables) not in self._eliminations:
+            self._eliminations[id(tables)] = self.solver.elimination(tables)
+        elimination = self._eliminations[id(tables)]
+        run = elimination.run(weights) if elimination is not None else None
+        return self._way(tables, run.walk()) if run is not None and math.isfinite(run.value) else None
 
     def _way(self, tables: Tables, states: np.ndarray) -> Way:
         where = self.where[bool(tables.skeleton.layers)]

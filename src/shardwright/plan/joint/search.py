@@ -26,6 +26,7 @@ from .blocks import Blocks, Where
 from .cuts import cut_line
 from .front import Front, Way
 from .seats import Seat, rows_of_seats, seated
+from .solver import Solver
 from .stage import Choice, Sums, sums_of
 from .timed import NEVER, Timed, fault_of_time
 from .trial import Trial, flights, link_seconds, run_of
@@ -106,6 +107,7 @@ class _Search:
         self.best: Trial | None = None
         self.trials: list[Trial] = []
         self.reserve = 0.0
+        self.solver = Solver()
         self._fronts: dict[tuple[object, ...], Front | None] = {}
         self._quick: dict[tuple[object, ...], float] = {}
         self._kinds: dict[Seat, tuple[object, ...]] = {}
@@ -225,7 +227,7 @@ class _Search:
                     if bool(skeleton.layers) not in self._where:
                         self._where[bool(skeleton.layers)] = Where(skeleton, self.blocks)
                 self._fronts[key] = Front(
-                    plain, lambda: self.timed.tables(seat, microbatches, again=True), self._where, microbatches
+                    plain, lambda: self.timed.tables(seat, microbatches, again=True), self._where, self.solver, microbatches
                 )
         return self._fronts[key]
 

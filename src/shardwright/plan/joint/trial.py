@@ -86,7 +86,7 @@ def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
     kind = kind_named(schedule)
     if kind.name == "1f1b":
         return tuple(float(min(microbatches, seats - seat)) for seat in range(seats))
-    return in_flight(kind.make(seats, min(microbatches, 4 * seats * kind.segments)))
+    return in_flight(kind.make(seats, min(microbatches, 3 * seats)))
 
 
 def link_seconds(
