@@ -28,6 +28,7 @@ from shardwright.layout import share as share_of
 
 from .experts import experts
 from .random import Randomness
+from .weights import WeightQueue
 from .world import Group, Groups, Moment
 from .zero import Zero3
 
@@ -90,6 +91,7 @@ class Stage:
         self.device = device
         self.mb = moment if moment is not None else Moment(1)
         self.known = SimpleNamespace()
+        self.weights = WeightQueue()
         self.random = random
         self.fixed = SimpleNamespace()
         self.held = Branch("")

@@ -3,7 +3,6 @@
 Processes take seconds to start, so that the cases of one number of ranks run in the same ones.
 """
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,11 +66,12 @@ def assert_near(found, wanted, where=""):
 # -- a step under every kind of schedule ---------------------------------------------------
 
 CASES = {
-    2: [("gpipe", "2", 4), ("1f1b", "2", 4), ("1f1b", "2", 1), ("interleaved", "2", 4), ("interleaved", "2", 3)],
+    2: [("gpipe", "2", 4), ("1f1b", "2", 4), ("1f1b", "2", 1), ("interleaved", "2", 4), ("interleaved", "2", 3),
+        ("zb", "2", 4), ("zbv", "2", 4), ("zbv", "2", 1)],
     3: [("1f1b", "1+2", 2), ("interleaved", "1+2", 4)],
     4: [
         ("1f1b", "4", 6), ("gpipe", "4", 3), ("1f1b", "2x2", 3), ("gpipe", "1+3", 2), ("1f1b", "3+1", 4),
-        ("1f1b", "1+2+1", 4), ("interleaved", "1+3", 2),
+        ("1f1b", "1+2+1", 4), ("interleaved", "1+3", 2), ("zb", "4", 6), ("zbv", "2x2", 4), ("zb", "1+2+1", 3),
     ],
 }  # fmt: skip
 
@@ -225,7 +225,7 @@ def uses(rank, kind, seats, backward, names):
 
 @pytest.mark.parametrize(
     ("kind", "seats", "backward"),
-    [("1f1b", "2", "inside"), ("1f1b", "1+2", "inside"), ("interleaved", "2", "outside"), ("gpipe", "1+2", "outside")],
+    [("zb", "2", "inside"), ("1f1b", "1+2", "inside"), ("interleaved", "2", "outside"), ("zbv", "1+2", "outside")],
 )
 def test_what_people_do(kind, seats, backward):
     names = [use.__name__ for use in (USES if backward == "inside" else OUTSIDE)]

@@ -122,6 +122,10 @@ class Executor:
 
     def run(self, script: Script, run: Run) -> None:
         """Go through a script."""
+        for placed in self.pipeline.placed:
+            if placed.stage is not None:
+                placed.stage.weights.collects = placed.number in script.apart
+                placed.stage.weights.clear()
         with Untouched():
             for turn in script.turns:
                 for message in turn.asks:
@@ -204,7 +208,8 @@ class Executor:
 
     def _backward(self, turn: Turn, run: Run) -> None:
         step = turn.step
-        placed, _ = self._at(step)
+        placed, stage = self._at(step)
+        stage.weights.microbatch = step.microbatch
         gradients = self._entering(turn, run)
         key = placed.number, step.microbatch
         flight = run.flights[key] if run.keep else run.flights.pop(key)
@@ -245,7 +250,8 @@ class Executor:
         return found
 
     def _weights(self, turn: Turn, run: Run) -> None:
-        raise NotImplementedError
+        _, stage = self._at(turn.step)
+        stage.weights.run(turn.step.microbatch)
 
     # -- messages ------------------------------------------------------------------------
 

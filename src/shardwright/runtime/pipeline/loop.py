@@ -32,7 +32,7 @@ from ..world import here
 from .executor import Executor, Run
 from .outputs import Sharing, share
 from .parts import Leaving, Pipeline
-from .script import Script, only, pairs_of, write
+from .script import Script, pairs_of, write
 from .standins import StandIns, harvest
 from .transport import TorchTransport
 
@@ -75,8 +75,8 @@ class Running:
     def script(self, kinds: str) -> Script:
         """What this rank does: "" for inference, or the steps of these kinds of a training step."""
         if kinds not in self._scripts:
-            schedule = only(self.pipeline.schedule, kinds) if kinds else self.pipeline.forward
-            self._scripts[kinds] = write(self.pipeline, schedule, self.loop.rank)
+            schedule = self.pipeline.schedule if kinds else self.pipeline.forward
+            self._scripts[kinds] = write(self.pipeline, schedule, self.loop.rank, kinds or "PF")
         return self._scripts[kinds]
 
     def __call__(self, tensors: Sequence[Tensor], training: bool = True) -> tuple[Tensor, ...]:

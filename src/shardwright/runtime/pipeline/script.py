@@ -51,6 +51,7 @@ class Script:
 
     rank: int
     turns: tuple[Turn, ...]
+    apart: frozenset[int]  # the segments whose weights' gradients are steps of their own
 
 
 def legs_of(pipeline: Pipeline, crossing: Crossing, kind: StepKind) -> tuple[Leg, ...]:
@@ -77,9 +78,12 @@ def only(schedule: Schedule, kinds: str) -> Schedule:
     return replace(schedule, devices=tuple(rows[id(row)] for row in schedule.devices))
 
 
-def write(pipeline: Pipeline, schedule: Schedule, rank: int) -> Script:
-    """The script of a rank."""
-    steps = schedule.devices[rank] if rank < len(schedule.devices) else ()
+def write(pipeline: Pipeline, schedule: Schedule, rank: int, kinds: str = "PFBW") -> Script:
+    """The script of a rank, for steps of some kinds."""
+    row = schedule.devices[rank] if rank < len(schedule.devices) else ()
+    apart = frozenset(step.segment for step in row if step.kind == "W")
+    schedule = only(schedule, kinds)
+    steps = tuple(step for step in row if step.kind in kinds)
     sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Leg, ...]]]] = defaultdict(list)
     takes: dict[tuple[StepKind, int], list[int]] = defaultdict(list)
     for number, crossing, kind, sender, taker in _ways(pipeline):
@@ -97,7 +101,7 @@ def write(pipeline: Pipeline, schedule: Schedule, rank: int) -> Script:
         )
         for at, step in enumerate(steps)
     ]
-    return Script(rank=rank, turns=tuple(turns))
+    return Script(rank=rank, turns=tuple(turns), apart=apart)
 
 
 def _ways(pipeline: Pipeline) -> Iterator[tuple[int, Crossing, StepKind, int, int]]:
