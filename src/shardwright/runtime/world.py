@@ -77,6 +77,19 @@ class Group:
     process_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
 
+class Moment(Group):
+    """A place on a time axis: which of `size` microbatches is running. Nobody can be talked to over time."""
+
+    __slots__ = ()
+
+    def __init__(self, size: int, axis: str = "mb") -> None:
+        super().__init__(axes=(axis,), size=size, index=0, ranks=())
+
+    def move(self, index: int) -> None:
+        """Another microbatch runs from here on."""
+        object.__setattr__(self, "index", index)
+
+
 class Groups:
     """The groups of a mesh: `groups["tp"]`, `groups["dp", "tp"]`. Made by all ranks together."""
 

@@ -1,0 +1,6 @@
+"""Pipelines: segments on meshes, run by a list of steps, inside an ordinary training loop."""
+
+from .loop import Loop, Running
+from .parts import Crossing, How, Leaving, Pipeline, Placed
+
+__all__ = ["Crossing", "How", "Leaving", "Loop", "Pipeline", "Placed", "Running"]
