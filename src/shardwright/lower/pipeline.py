@@ -14,7 +14,7 @@ from ..errors import LoweringError
 from ..ir import Graph
 from ..layout import Block, Cut, Layout, Mesh, Partial, make_layout, whole
 from ..plan import Plan, Segment
-from ..plan.pipeline import MB, schedule_of, timed
+from ..plan.pipeline import MB, microbatches_of, schedule_of, timed
 from ..plan.segments import Crossing, Line, cut_graph
 from ..rules import Analysis
 from .passes import run
@@ -59,6 +59,7 @@ class Pipelined:
 
     plan: Plan
     graph: Graph
+    microbatches: int
     programs: tuple[Program, ...]
     passages: tuple[Passage, ...]
     exits: tuple[Exit, ...]
@@ -76,9 +77,10 @@ def lower_pipeline(
     segments = plan.entries[graph.entry]
     cut = cut_graph(Line(facts), [tuple(segment.choices) for segment in segments])
     puts_off = graph.entry.startswith("train") and schedule_of(plan).splits_weights
-    count = 1 if plan.local else plan.microbatches
-    meshes = [timed(segment.mesh, count, inside=mode == "rows") for segment in segments]
+    count = microbatches_of(plan, graph)
+    meshes = [timed(segment.mesh, 1 if plan.local else count, inside=mode == "rows") for segment in segments]
     taken: dict[tuple[str, int], Layout] = {}
+    settled: dict[Mesh, dict[str, Layout]] = {}  # parameters that several segments of a mesh read
     programs: dict[int, Program] = {}
     given: dict[str, Layout] = {}
     for number in reversed(range(len(segments))):
@@ -89,7 +91,7 @@ def lower_pipeline(
             choices=_with_others(segments, number, cut.graphs[number]),
             recompute=segments[number].recompute,
             storage=plan.storage,
-            homes=homes[number] if homes else {},
+            homes=homes[number] if homes else settled.get(segments[number].mesh, {}),
             mode=mode,
             entering={
                 held.value: _time_of(facts, segments, held, meshes) for held in cut.crossings if held.taker == number
@@ -105,10 +107,12 @@ def lower_pipeline(
         taken |= {(value, number): placer.taken_as(value) for value in task.entering}
         given |= {value: placer.given_as(value) for value in task.leaving}
         programs[number] = run(task)
+        homes_here = {held.key: held.layout for held in programs[number].holdings}
+        settled[segments[number].mesh] = settled.get(segments[number].mesh, {}) | homes_here
     passages = tuple(_passage(graph, held, given, taken, meshes) for held in cut.crossings)
     ordered = tuple(programs[number] for number in range(len(segments)))
-    exits = tuple(_exits(graph, plan, ordered, cut.outputs))
-    return Pipelined(plan=plan, graph=graph, programs=ordered, passages=passages, exits=exits)
+    exits = tuple(_exits(graph, count if plan.local else 0, ordered, cut.outputs))
+    return Pipelined(plan=plan, graph=graph, microbatches=count, programs=ordered, passages=passages, exits=exits)
 
 
 def _with_others(segments: Sequence[Segment], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:
@@ -202,7 +206,8 @@ def _shrunk(cut: Cut, parts: int) -> Cut:
     return Cut(axis=cut.axis, blocks=(Block(1, block.size, block.inner // parts),))
 
 
-def _exits(graph: Graph, plan: Plan, programs: Sequence[Program], homes: Sequence[int]) -> list[Exit]:
+def _exits(graph: Graph, apart: int, programs: Sequence[Program], homes: Sequence[int]) -> list[Exit]:
+    """How outputs leave. `apart`: the number of microbatches that are batches of their own, else 0."""
     found = []
     for output, number in zip(graph.outputs, homes, strict=True):
         if output.value is None:
@@ -214,10 +219,10 @@ def _exits(graph: Graph, plan: Plan, programs: Sequence[Program], homes: Sequenc
         layout, shape = program.layouts[name], value.shape
         time, dim, cut = layout.cut_of(MB), 0, None
         how: Literal["sum", "cat", "same", "mean"] = "same"
-        if plan.local and plan.microbatches > 1:
+        if apart > 1:
             rows = bool(shape) and shape[0] == graph.batch
             how = "cat" if rows else "mean" if value.floating and not shape else "same"
-            shape = (shape[0] * plan.microbatches, *shape[1:]) if rows else shape
+            shape = (shape[0] * apart, *shape[1:]) if rows else shape
         elif time is not None:
             how, (dim, cut) = "cat", time
         elif isinstance(layout.placement(MB), Partial):
