@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import cast
 
 from ..errors import ScheduleError
@@ -44,19 +45,18 @@ def _straight(name: str, stages: int, microbatches: int, ahead: Callable[[int], 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B with several segments a seat, segment k on seat k % stages: the bubble is `chunks` times smaller.
 
-    Microbatches go in rounds of one per seat, each round through all segments of a seat. A last round that is not full
-    runs as a full one would, with what is missing left out.
+    Microbatches go in rounds of at least one per seat, each round through all segments of a seat. Rounds are about
+    equal: a short last one would leave seats waiting, while longer ones only keep a little more.
     """
     _need(stages=stages, microbatches=microbatches, chunks=chunks)
-    order = [
-        (chunk, first + i) for first in range(0, microbatches, stages) for chunk in range(chunks) for i in range(stages)
-    ]
+    rounds = max(1, microbatches // stages)
+    bounds = [-(-microbatches * at // rounds) for at in range(rounds + 1)]  # the longest is the first
+    order = [(chunk, at) for first, end in pairwise(bounds) for chunk in range(chunks) for at in range(first, end)]
     rows = []
     for seat in range(stages):
         forwards = [Step("F", chunk * stages + seat, at) for chunk, at in order]
         backwards = [Step("B", (chunks - 1 - chunk) * stages + seat, at) for chunk, at in order]
-        ahead = 2 * (stages - seat - 1) + (chunks - 1) * stages
-        rows.append(_first(microbatches, _weave(forwards, backwards, ahead)))
+        rows.append(_weave(forwards, backwards, 2 * (stages - seat - 1) + (chunks - 1) * bounds[1]))
     return _schedule(
         "interleaved" if chunks == 2 else f"interleaved:{chunks}", rows, _round_robin(stages, chunks), microbatches
     )
