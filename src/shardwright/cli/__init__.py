@@ -210,7 +210,7 @@ def run_compile(asked: Namespace, console: Console) -> int:
     text = made.text
     path = write(text, asked.output, made.program)
     lines = len(text.splitlines())
-    console.print(f"{path}: {lines} lines for {made.plan.mesh.size} devices", highlight=False, soft_wrap=True)
+    console.print(f"{path}: {lines} lines for {made.plan.size} devices", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -54,6 +54,7 @@ class Holder:
             random=self.random,
             replica_axes=replica_axes(seat.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
+            seats=tuple((seat.mesh, seat.held) for seat in seats),
         )
 
     def replaced(

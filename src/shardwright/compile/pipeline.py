@@ -36,10 +36,9 @@ def assemble(
         for number, one in enumerate(made)
     )
     early = [number for number, one in enumerate(made) if one.program.early]
-    schedules = [
-        with_prologue(schedule_of(plan, lowered.microbatches, training=training), early) for training in (True, False)
-    ]
-    for schedule in schedules:
+    schedules = [schedule_of(plan, lowered.microbatches, training=training) for training in (True, False)]
+    training, forward = (with_prologue(schedule, early) for schedule in schedules)
+    for schedule in (training, forward):
         check(schedule, lowered.edges)
     return Pipeline(
         placed=placed,

@@ -57,6 +57,7 @@ class Holding:
     random: Randomness
     replica_axes: tuple[str, ...]
     persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
+    seats: state.Seats = ()  # of a pipeline: for each mesh what its ranks hold
 
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
@@ -178,14 +179,15 @@ class ParallelModel(nn.Module):
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
         held = self._ready()
-        return state.full_state_dict(held.held, held.parameters, held.saved_buffers, held.groups, rank)
+        return state.full_state_dict(held.held, held.parameters, held.saved_buffers, held.groups, rank, held.seats)
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors or pieces, saved under this plan or another."""
         if self._holding is None:
             return super().load_state_dict(values, strict, assign)
         held = self._holding
-        return state.load_state(values, held.held, held.parameters, held.saved_buffers, held.groups, strict)
+        elsewhere = [key for _, helds in held.seats for one in helds for key in one.keys]
+        return state.load_state(values, held.held, held.parameters, held.saved_buffers, held.groups, strict, elsewhere)
 
     def hold(self, holding: Holding) -> None:
         """Take the pieces in, under the original names."""

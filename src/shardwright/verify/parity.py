@@ -181,7 +181,7 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> Plan
 def ranks_of(plan: PlanLike) -> int:
     """How many ranks a plan is for."""
     if isinstance(plan, Plan):
-        return plan.mesh.size
+        return plan.size
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         try:
             mesh = json.loads(Path(plan).read_text())["mesh"]
@@ -189,7 +189,7 @@ def ranks_of(plan: PlanLike) -> int:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{plan} is not a plan file: it has no mesh ({error})") from error
     if isinstance(plan, str):
-        return 1 if plan == "auto" else read_request(plan).mesh.size
+        return 1 if plan == "auto" else read_request(plan).size
     raise InputError("a policy function does not say for how many ranks it is; pass size=2")
 
 
