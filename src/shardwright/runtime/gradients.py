@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RankError
 
 from .faults import told
 from .holding import Held, coordinates, summing_axes, zero_axes
@@ -233,12 +233,16 @@ def _uses(flat: Tensor) -> int:
 
 
 class GradientSync:
-    """Keeps `.grad` of all given parameters true. `params` are in the order of their use in forward."""
+    """Keeps `.grad` of all given parameters true. `params` are in the order of their use in forward.
+
+    Those of several meshes have groups of their own; `groups` is for parameters that do not know theirs. Ranks that
+    are in two meshes together must give parameters in the same order.
+    """
 
     def __init__(
         self,
         params: Sequence[tuple[Held, Parameter]],
-        groups: Groups,
+        groups: Groups | None = None,
         bucket_mb: float = 25.0,  # fewer meetings of the ranks win over earlier ones
         first_mb: float = 1.0,
     ) -> None:
@@ -272,6 +276,12 @@ class GradientSync:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+
+    def begin(self) -> None:
+        """A backward runs that others take part in: sync at its end, even if no gradient comes by here."""
+        task = torch._C._current_graph_task_id()
+        if self.enabled and self.buckets and task != self._task:
+            self._begin(task)
 
     @told
     def _arrived(self, entry: Entry, gradient: Tensor) -> None:
@@ -330,8 +340,8 @@ class GradientSync:
         self._task, self._next, self._finished = -1, 0, 0
 
 
-Kind = tuple[tuple[str, ...], tuple[str, ...], torch.dtype]
-"""The axes to sum over, those that share the result out, and the dtype: what one bucket has in common."""
+Kind = tuple[Groups, tuple[str, ...], tuple[str, ...], torch.dtype]
+"""The mesh, the axes to sum over, those that share the result out, and the dtype: what one bucket has in common."""
 
 
 def _expect_plain(entry: Entry, gradient: Tensor) -> None:
@@ -345,24 +355,29 @@ def _expect_plain(entry: Entry, gradient: Tensor) -> None:
 
 
 def _buckets(
-    params: Sequence[tuple[Held, Parameter]], groups: Groups, bucket_mb: float, first_mb: float
+    params: Sequence[tuple[Held, Parameter]], groups: Groups | None, bucket_mb: float, first_mb: float
 ) -> list[Bucket]:
     """Buckets in the order in which backward completes them. A key has one open bucket at a time."""
     kinds: dict[Kind, list[list[Entry]]] = defaultdict(list)
     room: dict[Kind, float] = {}
     order: list[tuple[Kind, int]] = []
     for held, parameter in reversed(params):
-        axes = summing_axes(held, groups.mesh)
-        split = zero_axes(held, groups.mesh.sizes)
+        own = parameter.groups if isinstance(parameter, ShardParameter) else None
+        mesh_groups = own or groups
+        if mesh_groups is None:
+            raise RankError(f"parameter {held.name} does not know the groups of its mesh, so it can't be synced")
+        axes = summing_axes(held, mesh_groups.mesh)
+        split = zero_axes(held, mesh_groups.mesh.sizes)
         if not held.trainable or not axes or (held.level == 3 and split):
             continue
         with Untouched():
             size = parameter.numel() * parameter.element_size()
-        key = (axes, split if held.level == 2 else (), held.dtype)
+        key = (mesh_groups, axes, split if held.level == 2 else (), held.dtype)
         if not kinds[key] or size > room[key]:
-            room[key] = (bucket_mb if order else first_mb) * 2**20
+            first = all(kind[0] is not mesh_groups for kind, _ in order)  # which all ranks of the mesh must agree on
+            room[key] = (first_mb if first else bucket_mb) * 2**20
             order.append((key, len(kinds[key])))
             kinds[key].append([])
         kinds[key][-1].append(Entry(held, parameter))
         room[key] -= size
-    return [(SplitBucket if key[1] else Bucket)(kinds[key][number], key[0], groups) for key, number in order]
+    return [(SplitBucket if key[2] else Bucket)(kinds[key][number], key[1], key[0]) for key, number in order]

@@ -181,6 +181,21 @@ def _process_group(ranks: tuple[int, ...], apart: bool) -> dist.ProcessGroup | N
     return made[ranks, apart]
 
 
+def pair_groups(pairs: Iterable[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """For each ordered pair of ranks, the group in which the first sends to the second. Made by all ranks together.
+
+    NCCL runs what is in one group one after the other, so that a send would wait for the receive before it: there
+    each pair has a group of its own. Gloo has one for all.
+    """
+    found: dict[tuple[int, int], dist.ProcessGroup] = {}
+    everyone = tuple(range(here().size))
+    for pair in sorted(set(pairs)):
+        group = _process_group(pair if device.type != "cpu" else everyone, apart=True)
+        if group is not None:
+            found[pair] = group
+    return found
+
+
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """A subgroup waits as long as its parent: torch would give it half an hour."""
     try:
