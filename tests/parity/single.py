@@ -57,11 +57,13 @@ def optimizer_of(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.O
 
 
 def build(name: str, dtype: str) -> Case:
-    return ZOO[name](dtype=getattr(torch, dtype))
+    """A model of the zoo: "gpt", or "gpt:6" for a batch of six."""
+    model, _, batch = name.partition(":")
+    return ZOO[model](dtype=getattr(torch, dtype), batch=int(batch or 4))
 
 
 def promoted(name: str, dtype: str) -> bool:
-    return dtype == "float64" and name in CASTS_TO_FLOAT32
+    return dtype == "float64" and name.partition(":")[0] in CASTS_TO_FLOAT32
 
 
 @lru_cache(maxsize=2)
@@ -147,7 +149,11 @@ def compiled(
         batching=batching,
     )  # fmt: skip
     compiler.given = given
-    model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
+    return trained(ParallelModel(compiler.skeleton, world, compiler, "same", 1), case, optimizer, keys)
+
+
+def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, keys: list[str]) -> Trace:
+    """A compiled model after a few steps, everything brought to whole."""
     trace = Trace()
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -49,7 +49,15 @@ def assemble(
         moment=moment,
         buffers=holding.buffers,
         local=plan.local,
+        rows=_rows(captured) if plan.local and lowered.microbatches > 1 else (),
     )
+
+
+def _rows(captured: Captured) -> tuple[bool, ...]:
+    """Which inputs have the rows of the batch."""
+    graph = captured.graph
+    shapes = [graph.values[held.value].shape for held in graph.inputs]
+    return tuple(bool(shape) and shape[0] == graph.batch for shape in shapes)
 
 
 def _placed(
