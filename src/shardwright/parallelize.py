@@ -142,7 +142,7 @@ def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
     precision: str | None = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
-    opaque: How = "marked", seconds: float | None = None,
+    opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
@@ -152,6 +152,7 @@ def plan(
     constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   "bfloat16" or "float16" if the model is trained in it (autocast); None: as it is written
+    microbatches  how many, in a pipeline; without it, about four a stage, or what "auto" finds
     seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
 
@@ -160,7 +161,7 @@ def plan(
     made, _ = planned(
         model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
         precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
-        constraints=constraints, progress=progress,
+        constraints=constraints, progress=progress, microbatches=microbatches,
     )  # fmt: skip
     return made
 
@@ -170,6 +171,7 @@ def planned(
     entry: str = "train", memory: str | float | None, optimizer: str, precision: str | None, accumulate: int,
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
+    microbatches: int | None = None,
 ) -> tuple[Plan, Graph]:  # fmt: skip
     """A plan as `plan` makes it, and the graph that it is for.
 
@@ -191,7 +193,8 @@ def planned(
         rows=inputs == "rows",
         progress=progress,
     )
-    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, count, setting), graph
+    asked = Batching(microbatches=microbatches)
+    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, count, setting, asked), graph
 
 
 def captured_graph(model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked") -> Captured:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..ir import Graph, Input, Op, Value
 from ..layout import Layout, Mesh, Reduction, share
+from ..plan.pipeline import MB
 from ..rules import Analysis
 
 
@@ -107,6 +108,11 @@ class Program:
     @property
     def ops(self) -> tuple[Op, ...]:
         return self.constants + self.prologue + self.body
+
+    @property
+    def devices(self) -> int:
+        """How many run it."""
+        return math.prod(axis.size for axis in self.mesh.axes if axis.name != MB)
 
     @property
     def asked(self) -> tuple[Input, ...]:

@@ -176,11 +176,7 @@ def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
     """A pipeline with one more entry: ops of the same names are where they are in the first, and split as there."""
     graph, line = facts.graph, Line(facts)
     known = {name: number for number, segment in enumerate(plan.segments) for name in segment.choices}
-    home: dict[str, int] = {}
-    for op in line.ops:
-        before = [home[maker.name] for name in op.inputs if (maker := graph.producer.get(name)) and maker.name in home]
-        home[op.name] = max([known.get(op.name, 0), *before])
-    parts = line.settled(home, len(plan.segments))
+    parts = parts_like(line, known, len(plan.segments))
     count = 1 if plan.local else microbatches_of(plan, graph)
     drawn = {mesh: _again(plan, facts, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
     segments = tuple(
@@ -196,6 +192,16 @@ def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
         entries={**plan.entries, graph.entry: segments},
         fingerprints={**plan.fingerprints, graph.entry: graph.fingerprint},
     )
+
+
+def parts_like(line: Line, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+    """All ops by segment, those on the line where they are known to be, others with what they read."""
+    home: dict[str, int] = {}
+    for op in line.ops:
+        makers = [line.graph.producer.get(name) for name in op.inputs]
+        before = [home[maker.name] for maker in makers if maker is not None and maker.name in home]
+        home[op.name] = max([known.get(op.name, 0), *before])
+    return line.settled(home, count)
 
 
 def _again(plan: Plan, facts: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
