@@ -1,10 +1,11 @@
 """Gradients become true once a backward, in buckets, while backward still runs.
 
-A parameter used on several ranks has a gradient that is a sum over those ranks. Each leaf
-has a hook that autograd calls with this backward's complete local gradient, before it is
-added to `.grad`. The hook copies it into the parameter's slot of a flat bucket; a full
-bucket is summed over its axes without waiting. A callback at the end of backward waits for
-all of them and hands the slots out:
+A parameter used on several ranks has a gradient that is a sum over those ranks. Autograd
+calls two hooks of each leaf with this backward's complete local gradient: one before it is
+added to `.grad`, which sets the old `.grad` aside, and one after all hooks of the user, which
+copies it into the parameter's slot of a flat bucket. A full bucket is summed over its axes
+without waiting. A callback at the end of backward waits for all of them and hands the slots
+out:
 
     backward   last layer ............ first layer | end
     buckets    [1 MiB] [   4 MiB   ] [   4 MiB   ] | wait, .grad = slot (or old + slot)
@@ -54,7 +55,8 @@ class Entry:
         self.number = 0
         self.bucket: Bucket
         self.seen = False  # its gradient of this backward is in the bucket
-        self.passing = False  # autograd is about to set .grad to what was copied
+        self.passing = False  # autograd is about to set .grad to it
+        self.local: Tensor | None = None  # the pending sums that it is to be added to
         self.pending = False  # .grad holds local sums that were not synced yet
         self.true: Tensor | None = None  # the synced .grad that was there before
 
@@ -69,6 +71,14 @@ class Entry:
             return current
         self.true = current
         return None
+
+    def put_back(self) -> None:
+        """Undo `set_aside`: the gradient that was to come did not (it was captured by `torch.autograd.grad`)."""
+        self.passing, self.pending = False, self.local is not None
+        if self.local is None:
+            self.local, self.true = self.true, None
+        set_raw_gradient(self.parameter, self.local)
+        self.local = None
 
     def hand_out(self, total: Tensor) -> None:
         """Make `.grad` the true gradient: what was there before, and this backward's sum."""
@@ -160,7 +170,8 @@ class Bucket:
         """Forget a backward that broke off."""
         self._wait()
         for entry in self.entries:
-            entry.passing = False
+            if entry.passing:
+                entry.put_back()
             if entry.seen:
                 entry.seen = False
                 set_raw_gradient(entry.parameter, entry.true)
@@ -297,17 +308,19 @@ class GradientSync:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
-        bucket = entry.bucket
-        bucket.put(entry, gradient, entry.set_aside())
+        entry.local = entry.set_aside()
         entry.passing = True
-        if bucket.missing == 0:
-            self._launch_full()
 
+    @told
     def _passed(self, entry: Entry, parameter: Tensor) -> None:
-        """Autograd has set `.grad` to the local gradient; it was copied, so let its memory go."""
+        """Autograd has set `.grad` to the local gradient, after all hooks of the user: it goes into the bucket."""
         if entry.passing:
-            entry.passing = False
+            gradient, local = raw_gradient(parameter), entry.local
+            entry.passing, entry.local = False, None
             set_raw_gradient(parameter, None)
+            entry.bucket.put(entry, gradient, local)
+            if entry.bucket.missing == 0:
+                self._launch_full()
 
     def _begin(self, task: int) -> None:
         if self._task != -1:  # the last backward raised before its end
@@ -332,6 +345,8 @@ class GradientSync:
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             for entry in bucket.entries:
+                if entry.passing:
+                    entry.put_back()
                 if not entry.seen:
                     bucket.put(entry, None, entry.set_aside() if entry.pending else None)
             self._launch_full()

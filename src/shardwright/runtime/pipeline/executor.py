@@ -127,6 +127,7 @@ class Executor:
                 for message in turn.asks:
                     self._ask(message, run)
                 self._does[turn.step.kind](turn, run)
+        self.transport.flush()
 
     # -- steps ---------------------------------------------------------------------------
 

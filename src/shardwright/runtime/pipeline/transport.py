@@ -46,6 +46,9 @@ class Transport(Protocol):
     def receive(self, buffer: Tensor, source: int) -> Arrival:
         """Begin to fill a contiguous buffer with the next message of a rank."""
 
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived: a rank must not go before that."""
+
 
 class TorchTransport:
     """Messages by torch.distributed."""
@@ -61,6 +64,7 @@ class TorchTransport:
         """Make it possible that the first of a pair sends to the second. All ranks do it together, with equal pairs."""
         self._groups.update(pair_groups(pairs, self._device))
 
+    @told
     def send(self, tensor: Tensor, to: int) -> None:
         work = dist.isend(_bytes(tensor), to, group=self._groups[self._rank, to])
         assert work is not None
@@ -73,10 +77,16 @@ class TorchTransport:
             if not self._kept:
                 return
 
+    @told
     def receive(self, buffer: Tensor, source: int) -> Arrival:
         work = dist.irecv(_bytes(buffer), source, group=self._groups[source, self._rank])
         assert work is not None
         return _Arrival(work)
+
+    @told
+    def flush(self) -> None:
+        if self._keeper is not None:
+            self._keeper.flush()
 
 
 class _Arrival:
@@ -94,11 +104,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class Keeper:
-    """Keeps sent tensors until they have arrived. What goes wrong with one is raised at the next `keep`."""
+    """Keeps sent tensors until they have arrived. What goes wrong with one is raised at the next call."""
 
     def __init__(self) -> None:
-        self._sent: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
+        self._sent: queue.SimpleQueue[tuple[dist.Work, Tensor] | threading.Lock] = queue.SimpleQueue()
+        self._error: RuntimeError | None = None
         self._thread: threading.Thread | None = None
 
     def keep(self, work: dist.Work, tensor: Tensor) -> None:
@@ -109,14 +119,31 @@ class Keeper:
             self._thread.start()
         self._sent.put((work, tensor))
 
+    def flush(self) -> None:
+        """Wait until all has arrived."""
+        if self._thread is not None:
+            gate = threading.Lock()
+            gate.acquire()
+            self._sent.put(gate)
+            gate.acquire()  # here, not in `threading`: who watches this rank must see that it waits for others
+        if self._error is not None:
+            raise self._error
+
     def _run(self) -> None:
-        while (sent := self._sent.get()) is not None:
+        while True:
+            sent = self._sent.get()
+            if isinstance(sent, tuple):
+                self._wait(sent[0])
+            else:
+                sent.release()
+            del sent  # before the next one is awaited
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._error is None:
             try:
-                sent[0].wait()
+                work.wait()
             except RuntimeError as error:
                 self._error = error
-                return
-            del sent
 
 
 # -- ranks that are threads ------------------------------------------------------------------
@@ -143,6 +170,9 @@ class QueueTransport:
         asked = _Asked(self, buffer, source)
         self._asked[source].append(asked)
         return asked
+
+    def flush(self) -> None:
+        """What is in a queue stays there."""
 
     def fill(self, source: int) -> None:
         """Wait for the next message of a rank, and put it where it was asked for."""
