@@ -277,9 +277,7 @@ def split_on(name: str, label: str):
 @pytest.mark.parametrize(("name", "label", "size"), [("lookup", "v", 2), ("lookup", "v", 3), ("centred", "n", 2)])
 def test_an_own_algorithm_does_its_split(name, label, size, tmp_path):
     torch.manual_seed(0)
-    report = sw.verify(
-        Net(), split_on(name, label), example=example(), method="threads", size=size, directory=tmp_path
-    )
+    report = sw.verify(Net(), split_on(name, label), example=example(), method="threads", size=size, directory=tmp_path)
     assert report.passed, str(report)
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py"))
     assert f'runtime.own("call.{__name__}.{name}", "{label}", self.tp, ' in text

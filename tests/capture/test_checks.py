@@ -11,9 +11,7 @@ from shardwright.errors import CaptureError
 class Checking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert torch.all(x >= 0).item(), "only numbers that are not negative"
-        assert x.isnan().sum() == 0 and x.max() < 100, (
-            "no nan"
-        )
+        assert x.isnan().sum() == 0 and x.max() < 100, "no nan"
         if x.shape[0] == 2 and x.min() < 0:
             raise ValueError("only numbers that are not negative")
         return x.sqrt()

@@ -16,9 +16,7 @@ from shardwright.layout import Mesh
 from shardwright.rules import Signature, analyse
 
 FLAT = tuple(Efficiency(kind=kind, curve=Curve(((1.0, 0.5),))) for kind in KINDS)
-HALF = Device(
-    name="half", flops=(("float32", 2e12), ("bfloat16", 8e12)), memory=2**30, bandwidth=2e9, efficiency=FLAT
-)
+HALF = Device(name="half", flops=(("float32", 2e12), ("bfloat16", 8e12)), memory=2**30, bandwidth=2e9, efficiency=FLAT)
 """A device that reaches half of everything at every size: 1e12 flops in float32, 1e9 bytes a second."""
 
 

@@ -82,6 +82,11 @@ def repeated(dtype, batch):
 
 
 @case
+def masked(dtype, batch):
+    return nets.Masked(16, depth=6), (torch.randn(batch, 16, dtype=dtype), torch.randn(batch, 16, dtype=dtype)), {}
+
+
+@case
 def contrastive(dtype, batch):
     pair = (torch.randn(batch, 12, dtype=dtype), torch.randn(batch, 20, dtype=dtype))
     return nets.Contrastive(12, 20, 16), pair, {}

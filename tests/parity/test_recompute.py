@@ -42,9 +42,7 @@ def gpt(layers: int, **options) -> tuple[nn.Module, tuple[torch.Tensor, torch.Te
 )  # fmt: skip
 def test_recomputed_layers_compute_the_same(name, plan):
     case = ZOO[name](dtype=torch.float64)
-    report = sw.verify(
-        case.module, f"{plan},recompute", example=(case.args, case.kwargs), method="threads", steps=1
-    )
+    report = sw.verify(case.module, f"{plan},recompute", example=(case.args, case.kwargs), method="threads", steps=1)
 
     assert report, report
 
@@ -91,9 +89,7 @@ PARTS = {
 @pytest.mark.parametrize("parts", PARTS)
 def test_recomputed_parts_compute_the_same(parts, plan):
     module, args = gpt(3, dropout=0.1)
-    report = sw.verify(
-        module, recomputing(plan, *PARTS[parts]), example=args, method="threads", size=2, steps=1
-    )
+    report = sw.verify(module, recomputing(plan, *PARTS[parts]), example=args, method="threads", size=2, steps=1)
 
     assert report, report
 
@@ -179,9 +175,7 @@ def test_the_report_counts_the_collectives_that_repeat(text, part):
         assert not more
 
 
-@pytest.mark.parametrize(
-    "paths", [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.attn", "blocks.2.up"], ["blocks"]]
-)
+@pytest.mark.parametrize("paths", [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.attn", "blocks.2.up"], ["blocks"]])
 def test_zero3_gathers_no_more_than_without_and_lets_all_layers_go(monkeypatch, paths):
     module, args = gpt(3)
     gathered: list[int] = []

@@ -8,7 +8,8 @@ import pytest
 
 from shardwright.errors import PlanError
 from shardwright.plan import Draft, draw, read_request
-from shardwright.plan.plan import fold, load, unfold
+from shardwright.plan.file import load
+from shardwright.plan.folding import fold, unfold
 from tests.layout.drawn import mesh_of
 from tests.plan.graphs import facts_of, graph_of
 

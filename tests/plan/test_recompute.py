@@ -14,7 +14,7 @@ from shardwright.capture import capture
 from shardwright.errors import PlanError
 from shardwright.lower import lower
 from shardwright.plan import draw, layers_of, read_request, regions_of
-from shardwright.plan.plan import load
+from shardwright.plan.file import load
 from shardwright.report import diff, read_plan
 from tests.plan.graphs import deep_gpt, facts_of, graph_of
 from tests.plan.recomputing import plan_of
@@ -157,9 +157,7 @@ def test_a_module_that_reads_a_buffer_which_the_step_changes_is_refused():
 
 def test_differences_and_explanations_say_what_is_recomputed():
     graph = deep_gpt(4)
-    none, some, every = (
-        plan_of(graph, "dp=2", *(f"blocks.{at}" for at in range(count))) for count in (0, 2, 4)
-    )
+    none, some, every = (plan_of(graph, "dp=2", *(f"blocks.{at}" for at in range(count))) for count in (0, 2, 4))
 
     rows = [(row.what, row.name, row.a, row.b) for row in diff(none, every).rows]
     assert rows == [("train, backward", "blocks.*", "kept", "recomputed")]

@@ -309,7 +309,6 @@ class Conversion:
             args[1][at].write(self.draft, names[index], place)
         return [Handle(name) for name in names]
 
-
     def _opaque(self, call: Opaque, tensors: Sequence[Ref], facts: list[Fact], place: Place) -> list[Handle]:
         arguments = {
             "op_key": call.key,

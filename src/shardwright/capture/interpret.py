@@ -45,9 +45,7 @@ def run(
     return outputs, updates, values
 
 
-def run_plain(
-    graph: Graph, inputs: Sequence[torch.Tensor], functions: Mapping[str, Function]
-) -> list[torch.Tensor]:
+def run_plain(graph: Graph, inputs: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> list[torch.Tensor]:
     """What a graph without parameters and buffers makes of its inputs: a branch, or the turn of a loop."""
     outputs, _, _ = run(graph, inputs, {}, {}, functions)
     return [tensor for tensor in outputs if tensor is not None]

@@ -234,4 +234,3 @@ def runner(calls: Mapping[str, Opaque], module: nn.Module, bodies: dict[str, Bod
         return part(tensors, dict(zip(names, held, strict=True)))
 
     return run
-

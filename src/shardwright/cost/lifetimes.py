@@ -1,8 +1,8 @@
 """How long generated code holds on to a value: until its name is bound again, or its method returns.
 
-    x = F.linear(y, ...)      a value whose last use is over lives on under its name,
-    x = F.gelu(x)             until the name is given to another one (see `emit/names.py`),
-    return x                  at most until the method of the layer returns
+x = F.linear(y, ...)      a value whose last use is over lives on under its name,
+x = F.gelu(x)             until the name is given to another one (see `emit/names.py`),
+return x                  at most until the method of the layer returns
 """
 
 from __future__ import annotations

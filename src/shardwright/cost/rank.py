@@ -26,6 +26,7 @@ from .training import ON_CPU, Habits, Training
 Choices = Mapping[str, Mapping[str, str]]
 Storage = Mapping[str, Sequence[tuple[str, int]]]
 
+
 @dataclass(slots=True)
 class Local:
     """A tensor of this rank."""
@@ -166,9 +167,7 @@ class _Builder:
                     parts *= self.sizes[axis]
             number = self._produce(parameter.value, home if parameter.trainable else forget_gradient(home), fixed=True)
             self.program.tensors[number].parameter = parameter.key
-            sums = tuple(
-                axis.name for axis in self.mesh.axes if axis.size > 1 and home.placement(axis.name) == FANNED
-            )
+            sums = tuple(axis.name for axis in self.mesh.axes if axis.size > 1 and home.placement(axis.name) == FANNED)
             self.program.held.append(
                 Held(
                     key=parameter.key,

@@ -17,7 +17,6 @@ IN_FLIGHT = 2
 """How many sums of split gradients are under way before the oldest is awaited."""
 
 
-
 class Bucket:
     def __init__(self) -> None:
         self.bytes = self.share = 0.0

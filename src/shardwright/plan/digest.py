@@ -15,7 +15,7 @@ from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
 from ..layout import Mesh
 from ..rules import Analysis
-from .plan import star
+from .folding import star
 
 DEAREST = 5
 """Ops and conversions that a plan file names."""

@@ -1,7 +1,15 @@
-"""The short way to say a plan: "dp=2,tp=2", or "dp=2,tp=2,recompute"."""
+"""The short way to say a plan: "dp=2,tp=2", "dp=2,tp=2,recompute", or with a pipeline:
+
+"pp=2"                  two stages of one device
+"pp=2,dp=2,zb"          two stages of two devices each, by the schedule zb
+"pp=1+3,dp"             two stages, of one and of three devices; dp takes what a stage has
+"pp=2,interleaved=3"    three segments a stage
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError
@@ -12,54 +20,134 @@ REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
 """Policies that split the batch."""
 RECOMPUTE = "recompute"
 """The word that asks for every repeated layer to be run again in backward."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Which policy on which axis, in the order of the mesh, and whether layers are recomputed."""
+    """Which policy on which axis, in the order of the mesh, and whether layers are recomputed.
+
+    stages      of a pipeline: how many devices each stage has; () if there is none
+    free        the policy that takes all devices of a stage, where stages differ
+    chunks      segments a stage, if the plan says so
+    """
 
     parts: tuple[tuple[str, Axis], ...]
     recompute: bool = False
+    stages: tuple[int, ...] = ()
+    free: str = ""
+    schedule: str = ""
+    chunks: int = 0
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(axes=tuple(axis for _, axis in self.parts))
+        """The mesh of all devices, or of the first stage."""
+        return Mesh(axes=tuple(axis for _, axis in self.parts_of(self.stages[0] if self.stages else 0)))
+
+    @property
+    def size(self) -> int:
+        return sum(self.stages) if self.stages else self.mesh.size
+
+    def parts_of(self, size: int) -> tuple[tuple[str, Axis], ...]:
+        """The policies of a stage of so many devices."""
+        if not self.free:
+            return self.parts
+        return () if size == 1 else ((self.free, Axis(name=axis_name(self.free, ()), size=size)),)
 
     def __str__(self) -> str:
-        parts = [f"{policy}={axis.size}" for policy, axis in self.parts] or ["single"]
+        parts = [f"{policy}={axis.size}" for policy, axis in self.parts]
+        if self.stages:
+            even = len(set(self.stages)) == 1 and not self.free
+            parts.insert(0, f"pp={len(self.stages) if even else '+'.join(map(str, self.stages))}")
+            parts += [word for word in (self.free, self._schedule()) if word]
+        parts = parts or ["single"]
         return ",".join([*parts, RECOMPUTE] if self.recompute else parts)
+
+    def _schedule(self) -> str:
+        return f"{self.schedule}={self.chunks}" if self.chunks else self.schedule
+
+
+def axis_name(policy: str, taken: Iterable[str]) -> str:
+    """What the axis of a policy is called: zero is a kind of dp, sp a kind of tp."""
+    name = "dp" if policy.startswith("zero") else "tp" if policy == "sp" else policy
+    return policy if name in tuple(taken) else name
 
 
 def read_request(text: str, world: int | None = None, names: tuple[str, ...] = KNOWN) -> Request:
     """Read a plan string; `world` is the number of devices that it must come out at."""
     parts: list[tuple[str, Axis]] = []
-    items = text.replace(" ", "").split(",")
-    for item in items:
+    words = text.replace(" ", "").split(",")
+    stages: tuple[int, ...] = ()
+    schedule, chunks, free = "", 0, ""
+    for item in words:
+        policy, equals, number = item.partition("=")
         if item in ("", "single", RECOMPUTE):
             continue
-        policy, equals, number = item.partition("=")
-        if policy == RECOMPUTE:
-            raise PlanError(f"the plan {text!r} gives {RECOMPUTE} a number; it is a word of its own, for all layers")
-        if policy not in names:
-            known = ", ".join((*names, RECOMPUTE))
-            raise PlanError(f"the plan {text!r} asks for {policy!r}; known are {known}, as in 'dp=2,tp=2'")
-        if not equals or not number.isdigit():
-            raise PlanError(f"the plan {text!r} does not say how many devices {policy} has; write {policy}=2")
-        if int(number) < 2:
-            raise PlanError(
-                f"the plan {text!r} gives {policy} {number} device(s); leave an axis out if it has just one"
-            )
-        if any(policy == held for held, _ in parts):
-            raise PlanError(f"the plan {text!r} names {policy} twice")
-        name = "dp" if policy.startswith("zero") and not any(axis.name == "dp" for _, axis in parts) else policy
-        name = "tp" if policy == "sp" and not any(axis.name == "tp" for _, axis in parts) else name
-        parts.append((policy, Axis(name=name, size=int(number))))
+        if policy in SCHEDULES:
+            schedule, chunks = policy, _number(text, policy, number) if equals else 0
+        elif policy == "pp":
+            stages = _stages(text, number)
+        elif not equals and len(stages) > 1 and policy in names and len(set(stages)) > 1:
+            free = policy
+        else:
+            _check_part(text, item, names, parts)
+            parts.append((policy, Axis(name=axis_name(policy, (a.name for _, a in parts)), size=int(number))))
     # replicas outside, experts between them and tensor parallelism, which is between neighbours
     parts.sort(key=lambda part: (part[0] not in REPLICAS, part[0] == "ep"))
-    request = Request(parts=tuple(parts), recompute=RECOMPUTE in items)
-    if world is not None and request.mesh.size != world:
+    inner = math.prod(axis.size for _, axis in parts)
+    if stages and max(stages) == 1:
+        stages = (inner,) * len(stages)
+    request = Request(
+        parts=tuple(parts), recompute=RECOMPUTE in words, stages=stages, free=free, schedule=schedule, chunks=chunks
+    )
+    _check_stages(text, request)
+    if world is not None and request.size != world:
         raise PlanError(
-            f"the plan {text!r} is for {request.mesh.size} devices, but there are {world} processes; "
-            f"start {request.mesh.size} (torchrun --nproc-per-node={request.mesh.size}) or change the plan"
+            f"the plan {text!r} is for {request.size} devices, but there are {world} processes; "
+            f"start {request.size} (torchrun --nproc-per-node={request.size}) or change the plan"
         )
     return request
+
+
+def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tuple[str, Axis]]) -> None:
+    policy, equals, number = item.partition("=")
+    if policy == RECOMPUTE:
+        raise PlanError(f"the plan {text!r} gives {RECOMPUTE} a number; it is a word of its own, for all layers")
+    if policy not in names:
+        known = ", ".join((*names, "pp", RECOMPUTE, *SCHEDULES))
+        raise PlanError(f"the plan {text!r} asks for {policy!r}; known are {known}, as in 'dp=2,tp=2'")
+    if not equals or not number.isdigit():
+        raise PlanError(f"the plan {text!r} does not say how many devices {policy} has; write {policy}=2")
+    if int(number) < 2:
+        raise PlanError(f"the plan {text!r} gives {policy} {number} device(s); leave an axis out if it has just one")
+    if any(policy == held for held, _ in parts):
+        raise PlanError(f"the plan {text!r} names {policy} twice")
+
+
+def _number(text: str, word: str, number: str) -> int:
+    if not number.isdigit() or int(number) < 1:
+        raise PlanError(f"the plan {text!r} gives {word} {number!r}; it takes the number of segments a stage has")
+    return int(number)
+
+
+def _stages(text: str, number: str) -> tuple[int, ...]:
+    """The devices of each stage: one each for "pp=4", until the other axes say more."""
+    sizes = number.split("+")
+    if not all(size.isdigit() and int(size) > 0 for size in sizes) or sizes in (["0"], ["1"]):
+        raise PlanError(f"the plan {text!r} does not say what stages pp has; write pp=2, or pp=1+3 for unequal ones")
+    return tuple(map(int, sizes)) if len(sizes) > 1 else (1,) * int(number)
+
+
+def _check_stages(text: str, request: Request) -> None:
+    stages = request.stages
+    if not stages and request.schedule:
+        raise PlanError(f"the plan {text!r} names the schedule {request.schedule}, but no pipeline; add pp=2")
+    if request.free and request.parts:
+        raise PlanError(f"the plan {text!r} has unequal stages; give them one policy without a number, as in pp=1+3,dp")
+    if stages and not request.free and any(size != math.prod(a.size for _, a in request.parts) for size in stages):
+        raise PlanError(
+            f"the plan {text!r} has stages of {', '.join(map(str, stages))} devices; say how each uses them with one "
+            "policy without a number, as in pp=1+3,dp"
+        )
+    if request.chunks and request.schedule != "interleaved":
+        raise PlanError(f"the plan {text!r} gives {request.schedule} a number, which only interleaved takes")

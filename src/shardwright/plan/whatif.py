@@ -19,9 +19,10 @@ from ..cost import Training
 from ..cost.moves import Moves
 from ..errors import PlanError
 from ..rules import Analysis
+from .folding import star
 from .homes import Storing
 from .kinds import Kinds
-from .plan import Plan, star
+from .plan import Plan
 from .search import Factor, Problem, solve
 from .skeleton import Skeleton
 from .spaces import Spaces

@@ -55,9 +55,7 @@ def parts_of(units: int) -> tuple[int, ...]:
     return tuple(parts for parts in (2, 3, 4) if (parts - 1) * -(-units // parts) < units)[:2]
 
 
-def check_role(
-    facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
-) -> bool:
+def check_role(facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain) -> bool:
     """Raise a RuleError unless the split is right; False where an algorithm does it, which has tests of its own.
 
     `given` are the whole inputs. `role` is a choice of the op's signature: a role, or "partial:1".

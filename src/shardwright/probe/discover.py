@@ -1,9 +1,9 @@
 """A rule for an op that has none: found by probing, checked forward and backward, said in the notation.
 
-    samples.py   the call at small sizes, with random inputs
-    search.py    the splits that recombine there
-    wording.py   the splits as labels of a rule
-    here         each label checked on 2 and 3 pieces, forward and backward, on other inputs
+samples.py   the call at small sizes, with random inputs
+search.py    the splits that recombine there
+wording.py   the splits as labels of a rule
+here         each label checked on 2 and 3 pieces, forward and backward, on other inputs
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The user's own ops: their rules bound to a call, inputs made from a rule, and the rule put to the test.
 
-    own_rule     the text with what the call tells: optional tensors that are missing, sizes from arguments
-    own_inputs   a small size for every label, random tensors of the shapes that follow
-    check_rule   every split that the rule allows, on 2 and 3 pieces, forward and backward
+own_rule     the text with what the call tells: optional tensors that are missing, sizes from arguments
+own_inputs   a small size for every label, random tensors of the shapes that follow
+check_rule   every split that the rule allows, on 2 and 3 pieces, forward and backward
 """
 
 from __future__ import annotations

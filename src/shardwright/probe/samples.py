@@ -70,9 +70,7 @@ def make_sample(call: Call, run: Run) -> Sample:
             error = error or refusal
             continue
         if _alike(made, call.outputs):
-            outputs = tuple(
-                replace(value, shape=tuple(x.shape)) for value, x in zip(call.outputs, made, strict=True)
-            )
+            outputs = tuple(replace(value, shape=tuple(x.shape)) for value, x in zip(call.outputs, made, strict=True))
             return replace(sample, call=Call(sample.call.op, sample.call.inputs, outputs))
     if error is None or elements > LARGE:
         raise NotProbed(f"it has {elements} elements and can't be called with fewer" + (f" ({error})" if error else ""))
@@ -175,5 +173,3 @@ def _tensor(value: Value, top: int, kind: str, wide: bool, generator: torch.Gene
     if value.dtype == "bool":
         return torch.rand(value.shape, generator=generator) < 0.5
     return torch.randint(top, value.shape, generator=generator).to(getattr(torch, value.dtype))
-
-

@@ -15,7 +15,7 @@ from ..cost import Training
 from ..ir import Graph
 from ..ir.paths import layer_of
 from ..plan import Plan
-from ..plan.plan import star
+from ..plan.folding import star
 from ..plan.price import Price, price
 from ..probe import probing
 from ..rules import Analysis, analyse

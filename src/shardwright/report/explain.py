@@ -22,7 +22,7 @@ from ..ir import Graph
 from ..layout import FANNED
 from ..lower import Holding, Program, lower
 from ..plan import Plan
-from ..plan.plan import fold, fold_paths, star
+from ..plan.folding import fold, star
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
@@ -72,7 +72,7 @@ class Explanation:
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
         for entry, segments in plan.entries.items():
-            paths = ", ".join(path for segment in segments for path in in_ranges(fold_paths(segment)))
+            paths = ", ".join(path for segment in segments for path in in_ranges(segment.folded_recompute()))
             if paths:
                 yield Text(f"run again in backward ({entry}): {paths}")
 

@@ -10,7 +10,7 @@ from ..cost import Training
 from ..errors import ClusterError, PlanError
 from ..ir import Graph
 from ..plan import Plan
-from ..plan.plan import read
+from ..plan.file import read
 from ..planning import cluster_for, only_scalars
 
 
@@ -32,7 +32,7 @@ def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, train
     if not named:
         raise PlanError("the plan does not say for which cluster it is; pass cluster='8xA100-80GB', or a cluster file")
     try:
-        found = named if isinstance(named, Cluster) else cluster_for(named, plan.mesh.size)
+        found = named if isinstance(named, Cluster) else cluster_for(named, plan.size)
     except ClusterError as error:
         if cluster is not None:
             raise

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from ..errors import PlanError
-from ..layout import Axis, Mesh
 from ..plan import Plan, Segment
-from ..plan.plan import _validate
+from ..plan.file import mesh_of, validate
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -19,10 +18,16 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
         raise PlanError(f"{path} is not JSON: {error}") from error
-    _validate(data, path)
-    mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in data["mesh"].items()))
+    validate(data, path)
     entries = {
-        entry: tuple(Segment(mesh=mesh, choices=s["choices"], recompute=tuple(s["recompute"])) for s in segments)
+        entry: tuple(
+            Segment(
+                mesh=mesh_of(data, held),
+                choices={name: {} for name in held.get("ops", ())} | held["choices"],
+                recompute=tuple(held["recompute"]),
+            )
+            for held in segments
+        )
         for entry, segments in data["entries"].items()
     }
     if not entries:
@@ -30,6 +35,8 @@ def read_plan(path: str | Path) -> Plan:
     return Plan(
         model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
         entries=entries, storage={key: tuple(held.items()) for key, held in data["storage"].items()},
-        microbatches=data["microbatches"], notes=tuple(data["notes"]), predicted=data["predicted"],
+        microbatches=data["microbatches"],
+        schedule=data.get("schedule", ""), local=data.get("local", False),
+        notes=tuple(data["notes"]), predicted=data["predicted"],
         as_read=True,
     )  # fmt: skip

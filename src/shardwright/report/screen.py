@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan import Plan
-from ..plan.plan import star
+from ..plan.folding import star
 from .traffic import said_bytes
 
 MOST_SENT = 7  # rows of the table of what is sent

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..plan import Plan
 from ..plan.digest import atom_kinds
-from ..plan.plan import star
+from ..plan.folding import star
 from ..plan.whatif import Asked, Way, alternatives, find_ops
 from ..rules import FAN, ROWS, Analysis
 from ..verify.measure import render

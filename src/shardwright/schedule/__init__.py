@@ -1,8 +1,12 @@
 """Schedules as data: what each device runs in which order, checked, simulated for its time, and drawn."""
 
+from .check import check
+from .draw import draw, draw_run
+from .greedy import greedy
 from .kinds import (
     KINDS,
     Kind,
+    eager,
     forward_only,
     gpipe,
     interleaved,
@@ -13,9 +17,13 @@ from .kinds import (
     zbv,
     zero_bubble,
 )
+from .memory import Kept, in_flight
+from .simulate import UNIT, Run, Times, lower_bound, simulate
 from .step import STEP_KINDS, Schedule, Step, StepKind
+from .wiring import Edge
 
 __all__ = [
-    "KINDS", "STEP_KINDS", "Kind", "Schedule", "Step", "StepKind", "forward_only", "gpipe", "interleaved", "kind_named",
-    "one_f_one_b", "spread", "with_prologue", "zbv", "zero_bubble",
+    "KINDS", "STEP_KINDS", "UNIT", "Edge", "Kept", "Kind", "Run", "Schedule", "Step", "StepKind", "Times", "check",
+    "draw", "draw_run", "eager", "forward_only", "gpipe", "greedy", "in_flight", "interleaved", "kind_named",
+    "lower_bound", "one_f_one_b", "simulate", "spread", "with_prologue", "zbv", "zero_bubble",
 ]  # fmt: skip

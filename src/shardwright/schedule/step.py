@@ -103,13 +103,18 @@ class Schedule:
         return tuple(segment for segment, held in enumerate(self.holders) if device in held)
 
     def groups(self) -> tuple[Devices, ...]:
-        """The devices that run the same steps, in the order of their first: they do all at the same time."""
-        known: dict[int, tuple[Step, ...]] = {id(steps): steps for steps in self.devices}
+        """Devices that hold and run the same, in the order of their first: they do all at the same time."""
+        held: list[list[int]] = [[] for _ in self.devices]
+        for segment, devices in enumerate(self.holders):
+            for device in devices:
+                held[device].append(segment)
+        same: dict[int, int] = {}  # rows that are one object are not compared
         first: dict[tuple[Step, ...], int] = {}
-        group = {key: first.setdefault(steps, key) for key, steps in known.items()}
-        found: dict[int, list[int]] = {}
+        found: dict[tuple[int, ...], list[int]] = {}
         for device, steps in enumerate(self.devices):
-            found.setdefault(group[id(steps)], []).append(device)
+            if id(steps) not in same:
+                same[id(steps)] = first.setdefault(steps, device)
+            found.setdefault((same[id(steps)], *held[device]), []).append(device)
         return tuple(tuple(devices) for devices in found.values())
 
     def to_json(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The search: a bound from weights, points met on the way, mixes of them, and the exact front where it stays small.
 
-    relax    a quick bound on time, whatever the memory
-    solve    1. weights and prices that give the best bound (dual.py), each solve exact (elimination.py)
-             2. mixes of the points that were met (recombine.py)
-             3. if there still is a gap: all that could close it (pareto.py), given up when it is too much
-             Graphs too wide for elimination go to an integer programme instead (ilp.py).
+relax    a quick bound on time, whatever the memory
+solve    1. weights and prices that give the best bound (dual.py), each solve exact (elimination.py)
+         2. mixes of the points that were met (recombine.py)
+         3. if there still is a gap: all that could close it (pareto.py), given up when it is too much
+         Graphs too wide for elimination go to an integer programme instead (ilp.py).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Executor:
             crossing = self.pipeline.crossings[number]
             leaf = self._take("F", number, step.microbatch, run)
             leaves[crossing.value] = leaf.requires_grad_() if run.grad and crossing.gradient else leaf
-        args = [run.input(placed.number, take) if isinstance(take, int) else leaves[take] for take in placed.takes]
+        args = [self._input(step, take, run) if isinstance(take, int) else leaves[take] for take in placed.takes]
         outs = self._call(stage, args, run)
         given = dict(zip(placed.gives, outs, strict=True))
         for number, legs in turn.sends:
@@ -184,6 +184,14 @@ class Executor:
             kept = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
             run.flights[placed.number, step.microbatch] = Flight(tuple(edges), kept)
         self._note_updates(stage, run)
+
+    def _input(self, step: Step, number: int, run: Run) -> Tensor:
+        """An input of the model; the rows of a microbatch where each is a batch of its own."""
+        whole = run.input(step.segment, number)
+        if not self.pipeline.rows or not self.pipeline.rows[number]:
+            return whole
+        size = whole.shape[0] // self.pipeline.microbatches
+        return whole.narrow(0, step.microbatch * size, size)
 
     def _call(self, stage: Stage, args: Sequence[Tensor], run: Run) -> tuple[Tensor, ...]:
         stage.start()

@@ -34,7 +34,7 @@ from .outputs import Sharing, share
 from .parts import Leaving, Pipeline
 from .script import Script, pairs_of, write
 from .standins import StandIns, harvest
-from .transport import TorchTransport
+from .transport import usual
 
 Backward = Literal["inside", "outside"]
 """Whether backward runs within the call of the model, seeded by its loss, or when the user calls it."""
@@ -50,7 +50,7 @@ class Loop:
         world = here()
         self.rank, self.device = world.rank, world.device
         self.sync, self.backward = sync, backward
-        self.transport = TorchTransport()
+        self.transport = usual()
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may hold nothing to train
         self.scale = torch.ones((), device=self.device, dtype=torch.float64)  # the last gradient of a loss
 

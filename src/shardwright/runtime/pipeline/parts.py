@@ -103,6 +103,7 @@ class Pipeline:
     moment: Moment  # the running microbatch; the stages have it as `mb`
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # all of the model's, whole on every rank
     local: bool = False  # each microbatch is a small batch of its own: buffers are updated after each
+    rows: tuple[bool, ...] = ()  # then, for each input of the model, whether a microbatch has rows of it
 
     @property
     def microbatches(self) -> int:

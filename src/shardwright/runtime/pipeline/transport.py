@@ -146,6 +146,19 @@ class Keeper:
                 self._error = error
 
 
+def usual() -> TorchTransport | QueueTransport:
+    """How the ranks of this run talk: by torch.distributed, or by queues where they are threads. All must call it."""
+    if not dist.is_initialized() or dist.get_backend() != "threaded":
+        return TorchTransport()
+    token = torch.tensor(0)
+    if dist.get_rank() == 0:
+        made = QueueTransport.between(dist.get_world_size())
+        token.fill_(id(made))
+        _BETWEEN[int(token)] = made
+    dist.broadcast(token, 0)
+    return _BETWEEN[int(token)][dist.get_rank()]
+
+
 # -- ranks that are threads ------------------------------------------------------------------
 
 
@@ -162,6 +175,9 @@ class QueueTransport:
         pairs = [(a, b) for a in range(ranks) for b in range(ranks)]
         queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
         return [QueueTransport(rank, queues, timeout) for rank in range(ranks)]
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """All are connected."""
 
     def send(self, tensor: Tensor, to: int) -> None:
         self._queues[self._rank, to].put(tensor.detach())
@@ -202,3 +218,6 @@ class _Asked:
     def wait(self) -> None:
         while not self.there:
             self._transport.fill(self._source)
+
+
+_BETWEEN: dict[int, list[QueueTransport]] = {}  # of all threaded worlds of this process

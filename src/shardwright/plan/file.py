@@ -1,0 +1,135 @@
+"""Plan files, read and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlanError, raise_all
+from ..ir import Graph
+from ..layout import Axis, Mesh
+from .folding import uncover, unfold, unfold_paths
+from .plan import VERSION, Plan, Segment
+
+
+def load(path: str | Path, graph: Graph) -> Plan:
+    """Read a plan file for a graph; every fault of the file is named at once."""
+    return read(Path(path).read_text(), graph, path)
+
+
+def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
+    """Read the text of a plan file for a graph."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path} is not JSON: {error}") from error
+    validate(data, path)
+    entries: dict[str, tuple[Segment, ...]] = {}
+    for entry, segments in data["entries"].items():
+        if entry == graph.entry:
+            known = data["fingerprints"].get(entry)
+            if known != graph.fingerprint and known is not None:
+                _refuse(data, entry, graph)
+            entries[entry] = _segments(data, segments, graph, path)
+    keys = [key for parameter in graph.parameters for key in parameter.keys]
+    storage = {
+        key: tuple((axis, level) for axis, level in held.items()) for key, held in unfold(data["storage"], keys).items()
+    }
+    return Plan(
+        model=data["model"],
+        policy=data["policy"],
+        cluster=data["cluster"],
+        fingerprints=data["fingerprints"],
+        entries=entries,
+        storage=storage,
+        microbatches=data["microbatches"],
+        schedule=data.get("schedule", ""),
+        local=data.get("local", False),
+        notes=tuple(data["notes"]),
+        predicted=data["predicted"],
+    )
+
+
+def mesh_of(data: Mapping[str, Any], segment: Mapping[str, Any]) -> Mesh:
+    """The mesh of a segment: its own, or the plan's if there is one segment."""
+    axes = segment.get("mesh", data["mesh"])
+    named = tuple(Axis(name=name, size=size) for name, size in axes.items())
+    return Mesh(axes=named, devices=tuple(segment.get("devices", ())))
+
+
+def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) -> tuple[Segment, ...]:
+    names = [op.name for op in graph.ops]
+    found, homes = list[Segment](), dict[str, int]()
+    faults: list[str] = []
+    for number, held in enumerate(segments):
+        own = uncover(held["ops"], names) if "ops" in held else names
+        faults += [f"{name!r} is in segments {homes[name]} and {number}" for name in own if name in homes]
+        homes |= dict.fromkeys(own, number)
+        inside = dict.fromkeys(own)
+        paths = [at for at, ops in graph.under.items() if any(op.name in inside for op in ops)]
+        found.append(
+            Segment(
+                mesh=mesh_of(data, held),
+                choices={name: {} for name in own} | unfold(held["choices"], own),
+                recompute=unfold_paths(held["recompute"], paths),
+            )
+        )
+    faults += [f"{name!r} is in no segment" for name in names if name not in homes]
+    raise_all(PlanError, f"{path} does not fit the model:", faults)
+    return tuple(found)
+
+
+def _refuse(data: Any, entry: str, graph: Graph) -> None:
+    """Say what changed between the graph that a plan is for and the one at hand."""
+    loose = tuple(Segment(mesh=mesh_of(data, held), choices=held["choices"]) for held in data["entries"][entry])
+    Plan(
+        model=data["model"], policy="", cluster="", fingerprints=data["fingerprints"], entries={entry: loose}
+    ).check_against(graph)
+
+
+_SCHEMA: dict[str, type] = {
+    "version": int,
+    "model": str,
+    "policy": str,
+    "cluster": str,
+    "mesh": dict,
+    "microbatches": int,
+    "fingerprints": dict,
+    "storage": dict,
+    "entries": dict,
+    "notes": list,
+    "predicted": dict,
+}
+_OPTIONAL: dict[str, type] = {"schedule": str, "local": bool}
+_SEGMENT = {"choices", "recompute"}
+_PLACED = _SEGMENT | {"mesh", "devices", "ops"}
+
+
+def validate(data: Any, path: str | Path) -> None:
+    if not isinstance(data, dict):
+        raise PlanError(f"{path} is not a plan: it holds a {type(data).__name__}, not an object")
+    faults = [f"{key!r} is missing" for key in _SCHEMA if key not in data]
+    faults += [f"{key!r} is unknown" for key in data if key not in _SCHEMA | _OPTIONAL]
+    faults += [
+        f"{key!r} should be a {kind.__name__}, is {type(data[key]).__name__}"
+        for key, kind in (_SCHEMA | _OPTIONAL).items()
+        if key in data and not isinstance(data[key], kind)
+    ]
+    if data.get("version") not in (None, VERSION):
+        faults.append(f"it has version {data['version']}, this program reads version {VERSION}")
+    if isinstance(data.get("mesh"), dict):
+        faults += [f"axis {k!r} has size {v!r}" for k, v in data["mesh"].items() if not isinstance(v, int) or v < 1]
+    entries = data.get("entries")
+    for entry, segments in entries.items() if isinstance(entries, dict) else ():
+        if not isinstance(segments, list) or not all(isinstance(held, dict) for held in segments):
+            faults.append(f"entry {entry!r} should be a list of objects, one for each segment")
+            continue
+        wanted = _SEGMENT if len(segments) == 1 else _PLACED
+        faults += [
+            f"entry {entry!r}, segment {number}: should have {', '.join(sorted(wanted))}, has {', '.join(sorted(held))}"
+            for number, held in enumerate(segments)
+            if set(held) != wanted
+        ]
+    raise_all(PlanError, f"{path} is not a valid plan:", faults)

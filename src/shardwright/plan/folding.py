@@ -1,0 +1,108 @@
+"""Names in a plan file: said once with a star for all layers, by module where a segment has all ops of one.
+
+"blocks.*.attn.qkv / linear"    the op of every block
+"blocks.0-5"                    all ops of six modules
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import PlanError, raise_all
+from ..ir.paths import prefixes
+
+_NUMBER = re.compile(r"(?<![\w*])\d+(?=[./@ ]|$)")
+
+
+def star(name: str) -> str:
+    """A name with stars for layer numbers; the number of an op in its module stays."""
+    path, slash, kind = name.partition(" / ")
+    return _NUMBER.sub("*", path) + slash + kind
+
+
+def fold(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Names that differ only in layer numbers and have the same entry, said once with a star."""
+    stars: dict[str, set[str]] = {}
+    for name, value in held.items():
+        stars.setdefault(star(name), set()).add(json.dumps(_plain(value), sort_keys=True))
+    return {star(name) if len(stars[star(name)]) == 1 else name: value for name, value in held.items()}
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The reverse of `fold`, for the names that there are."""
+    found: dict[str, Any] = {}
+    used: set[str] = set()
+    for name in names:
+        for key in (name, star(name)):
+            if key in held:
+                found[name] = held[key]
+                used.add(key)
+                break
+    unknown = [f"{key!r} names nothing in the model" for key in held if key not in used]
+    raise_all(PlanError, "the plan does not fit the model:", unknown)
+    return found
+
+
+def unfold_paths(held: list[str], paths: list[str]) -> tuple[str, ...]:
+    """The modules that folded entries name, of the modules that there are."""
+    return tuple(unfold(dict.fromkeys(held, True), paths))
+
+
+_CALL = re.compile(r"@\d+")
+_RANGE = re.compile(r"(.*?)(\d+)-(\d+)")
+
+
+def module_of(name: str) -> str:
+    """The module that an op is in, by its name."""
+    return _CALL.sub("", name.partition(" / ")[0])
+
+
+def cover(own: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Ops as a list of modules that have no other ops, runs of numbered ones as one, and single ops."""
+    taken = {path for name in others for path in ("", *prefixes(module_of(name)))}
+    said: dict[str, None] = {}
+    for name in own:
+        whole = next((path for path in prefixes(module_of(name)) if path not in taken), None)
+        said.setdefault(name if whole is None else whole)
+    return _in_runs(list(said))
+
+
+def _in_runs(items: Sequence[str]) -> list[str]:
+    """Neighbours "blocks.3", "blocks.4" as "blocks.3-4"."""
+    found: list[tuple[str, int | None, int | None]] = []
+    for item in items:
+        head, _, last = item.rpartition(".")
+        if " / " in item or not last.isdigit():
+            found.append((item, None, None))
+        elif found and found[-1][0] == head and found[-1][2] == int(last) - 1:
+            found[-1] = (head, found[-1][1], int(last))
+        else:
+            found.append((head, int(last), int(last)))
+    return [
+        head if first is None else f"{head}.{first}".lstrip(".") + (f"-{last}" if last != first else "")
+        for head, first, last in found
+    ]
+
+
+def uncover(said: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The reverse of `cover`, for the names that there are."""
+    under: dict[str, list[str]] = {}
+    for name in names:
+        for path in (name, *prefixes(module_of(name))):
+            under.setdefault(path, []).append(name)
+    found: dict[str, None] = {}
+    unknown: list[str] = []
+    for item in said:
+        run = None if " / " in item else _RANGE.fullmatch(item)
+        paths = [item] if run is None else [f"{run[1]}{number}" for number in range(int(run[2]), int(run[3]) + 1)]
+        unknown += [f"{path!r} names nothing in the model" for path in paths if path not in under]
+        found |= dict.fromkeys(name for path in paths for name in under.get(path, ()))
+    raise_all(PlanError, "the plan does not fit the model:", unknown)
+    return [name for name in names if name in found]

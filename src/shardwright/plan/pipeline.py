@@ -1,0 +1,221 @@
+"""Pipelines in a plan: stages of devices, segments of the graph, microbatches.
+
+A microbatch is a split of the batch along an axis in time, MB. Ops are split on it as on a data-parallel axis, only
+that no rank can talk over it: what an op would need from other microbatches it can't have, but for what depends on
+inputs alone, which is computed for all of them first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..cost import flops
+from ..errors import PlanError
+from ..ir import Graph
+from ..layout import Axis, Mesh
+from ..rules import Analysis, analyse
+from ..schedule import Schedule, forward_only, kind_named, spread
+from .draft import Draft
+from .plan import Plan, Segment
+from .policies import POLICIES, dp
+from .recompute import faults_of
+from .rows import replica_axes
+from .segments import Line, balanced
+from .strings import REPLICAS, Request
+
+MB = "mb"
+"""The axis in time: the coordinate on it is the number of the microbatch that runs."""
+
+USUAL = "1f1b"
+
+
+def timed(mesh: Mesh, microbatches: int, *, inside: bool = False) -> Mesh:
+    """A mesh with the axis in time, as if each microbatch had devices of its own.
+
+    Outermost, so that a microbatch is a run of the batch's rows. `inside` the others where each data-parallel group
+    has its own rows, of which a microbatch is a run.
+    """
+    if microbatches == 1:
+        return mesh
+    time = (Axis(name=MB, size=microbatches),)
+    return Mesh(axes=(*mesh.axes, *time) if inside else (*time, *mesh.axes))
+
+
+def usual_microbatches(graph: Graph, stages: int, replicas: int) -> int:
+    """The number of microbatches if nobody says: about four a stage, as far as the batch divides."""
+    rows = (graph.batch or 1) // replicas
+    return max(count for count in range(1, min(rows, 4 * stages) + 1) if rows % count == 0) if rows else 1
+
+
+def seats_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The devices of each stage, in order."""
+    found, at = [], 0
+    for size in stages:
+        found.append(tuple(range(at, at + size)))
+        at += size
+    return tuple(found)
+
+
+def draw_pipeline(
+    graph: Graph,
+    request: Request,
+    facts: Analysis | None = None,
+    cluster: str = "",
+    microbatches: int | None = None,
+    local: bool = False,
+) -> Plan:
+    """The plan that a plan string with stages, or with microbatches, asks for."""
+    facts = facts or analyse(graph)
+    stages = request.stages or (request.mesh.size,)
+    name = request.schedule or USUAL
+    kind = kind_named(f"{name}:{request.chunks}" if request.chunks else name)
+    count = microbatches or usual_microbatches(graph, len(stages), _replicas(request))
+    check_microbatches(graph, count, max(_replicas(request, size) for size in stages), local)
+    line = Line(facts)
+    cuts = balanced(line, [flops(facts.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
+    drawn = {size: _drawn(facts, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
+    seats = seats_of(stages)
+    meshes = [replace(drawn[len(seat)].mesh_inside, devices=seat) for seat in seats]
+    held = [(meshes[seat], drawn[len(seats[seat])].choices) for (seat,) in kind.holders(len(stages))]
+    segments = tuple(
+        Segment(
+            mesh=mesh,
+            choices={name: choices.get(name, {}) for name in part},
+            recompute=_recomputed(line, part, drawn[mesh.size].recomputed),
+        )
+        for part, (mesh, choices) in zip(line.parts(cuts), held, strict=True)
+    )
+    first = drawn[stages[0]]
+    return replace(
+        first.plan,
+        policy=str(request),
+        cluster=cluster,
+        entries={graph.entry: segments},
+        microbatches=count,
+        schedule=kind.name,
+        local=local,
+    )
+
+
+class _Drawn:
+    """What the policies of a stage say of the whole graph."""
+
+    def __init__(self, draft: Draft, mesh: Mesh) -> None:
+        self.plan = draft.finish("")
+        self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(draft.graph.entry)
+        self.recomputed = tuple(draft.recomputed)
+        self.mesh_inside = mesh
+
+
+def _drawn(facts: Analysis, request: Request, size: int, microbatches: int) -> _Drawn:
+    parts = request.parts_of(size)
+    mesh = Mesh(axes=tuple(axis for _, axis in parts))
+    draft = Draft(facts.graph, timed(mesh, microbatches), facts)
+    if microbatches > 1:
+        dp(draft, Axis(name=MB, size=microbatches))
+    for policy, axis in parts:
+        POLICIES[policy](draft, axis)
+    if request.recompute:
+        draft.recompute_layers()
+    return _Drawn(draft, mesh)
+
+
+def _recomputed(line: Line, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
+    inside = set(part)
+    return tuple(path for path in paths if any(op.name in inside for op in line.graph.under[path]))
+
+
+def _replicas(request: Request, size: int = 0) -> int:
+    found = 1
+    for policy, axis in request.parts_of(size or max(request.stages, default=1)):
+        found *= axis.size if policy in REPLICAS else 1
+    return found
+
+
+def check_microbatches(graph: Graph, count: int, replicas: int, local: bool) -> None:
+    """Refuse a number of microbatches that the batch does not divide by."""
+    if count == 1 and replicas == 1:
+        return
+    if graph.batch is None:
+        raise PlanError(f"{count} microbatches split the batch, but the inputs have no common batch dim; use 1")
+    rows = graph.batch * (count if local else 1)
+    if count > rows:
+        raise PlanError(f"{count} microbatches are more than the batch has rows ({rows}); use {rows} at most")
+    if rows % (count * replicas):
+        fitting = [n for n in range(1, rows + 1) if rows % (n * replicas) == 0]
+        raise PlanError(
+            f"a batch of {rows} does not divide into {count} microbatches"
+            + (f" on {replicas} data-parallel devices" if replicas > 1 else "")
+            + (f"; {', '.join(map(str, fitting))} would do" if fitting else "")
+        )
+
+
+def microbatches_of(plan: Plan, graph: Graph) -> int:
+    """The number of microbatches of an entry: the plan's, or the next smaller one that a smaller batch divides by."""
+    replicas = max(math.prod(mesh.sizes[name] for name in replica_axes(mesh)) for mesh in _meshes(plan))
+    rows = (graph.batch or 1) * (plan.microbatches if plan.local else 1)
+    return next((count for count in range(plan.microbatches, 1, -1) if rows % (count * replicas) == 0), 1)
+
+
+def _meshes(plan: Plan) -> list[Mesh]:
+    return [segment.mesh for segment in plan.segments]
+
+
+def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool = True) -> Schedule:
+    """The schedule that a plan names, over its devices."""
+    meshes, count = _meshes(plan), plan.microbatches if microbatches is None else microbatches
+    seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
+    if training:
+        return spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
+    return forward_only([mesh.devices for mesh in meshes], count)
+
+
+def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
+    """A pipeline with one more entry: ops of the same names are where they are in the first, and split as there."""
+    graph, line = facts.graph, Line(facts)
+    known = {name: number for number, segment in enumerate(plan.segments) for name in segment.choices}
+    parts = parts_like(line, known, len(plan.segments))
+    count = 1 if plan.local else microbatches_of(plan, graph)
+    drawn = {mesh: _again(plan, facts, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
+    segments = tuple(
+        Segment(
+            mesh=held.mesh,
+            choices={name: drawn[held.mesh].get(name, {}) for name in part},
+            recompute=_recomputed(line, part, [path for path in held.recompute if not faults_of(graph, path)]),
+        )
+        for held, part in zip(plan.segments, parts, strict=True)
+    )
+    return replace(
+        plan,
+        entries={**plan.entries, graph.entry: segments},
+        fingerprints={**plan.fingerprints, graph.entry: graph.fingerprint},
+    )
+
+
+def parts_like(line: Line, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+    """All ops by segment, those on the line where they are known to be, others with what they read."""
+    home: dict[str, int] = {}
+    for op in line.ops:
+        makers = [line.graph.producer.get(name) for name in op.inputs]
+        before = [home[maker.name] for maker in makers if maker is not None and maker.name in home]
+        home[op.name] = max([known.get(op.name, 0), *before])
+    return line.settled(home, count)
+
+
+def _again(plan: Plan, facts: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
+    """What ops do on a mesh, by what those of the same names do on it."""
+    draft = Draft(facts.graph, timed(mesh, microbatches), facts)
+    if microbatches > 1:
+        dp(draft, Axis(name=MB, size=microbatches))
+    for segment in plan.segments:
+        for name, held in segment.choices.items() if segment.mesh == mesh else ():
+            op = facts.graph.by_name.get(name)
+            if op is None or facts.is_constant(op):
+                continue
+            for axis in mesh.axes:
+                role = next((role for role in draft.roles(op) if role.name == held.get(axis.name)), None)
+                if role is not None and role.fills(axis.size):
+                    draft.split(op, axis, role)
+    return draft.finish("").choices(facts.graph.entry)

@@ -1,0 +1,169 @@
+"""What the literature says of the known schedules, with F=B=W=1 (a backward that is not split takes 2)."""
+
+import pytest
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule import (
+    KINDS,
+    UNIT,
+    Step,
+    check,
+    eager,
+    forward_only,
+    gpipe,
+    in_flight,
+    interleaved,
+    kind_named,
+    one_f_one_b,
+    simulate,
+    spread,
+    with_prologue,
+    zbv,
+    zero_bubble,
+)
+
+from .drawn import chain
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 16, 21)]
+LONG = [(p, m) for p, m in SIZES if m >= 2 * p - 1]
+
+
+def run(schedule):
+    return simulate(schedule, [UNIT] * schedule.segments, chain(schedule.segments))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("name", [*KINDS, "interleaved:1", "interleaved:3"])
+def test_every_kind_passes_the_check(name, p, m):
+    kind = kind_named(name)
+    schedule = kind.make(p, m)
+
+    check(schedule, chain(schedule.segments))
+
+    assert schedule.holders == kind.holders(p) and schedule.segments == kind.segments * p
+    assert schedule.name == name or name == "interleaved:1"
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, eager])
+def test_gpipe_and_1f1b_wait_for_p_minus_1_of_m_plus_p_minus_1(make, p, m):
+    assert run(make(p, m)).bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_there_are_seats_ahead(p, m):
+    assert in_flight(gpipe(p, m)) == (m,) * p
+    assert in_flight(one_f_one_b(p, m)) == tuple(min(m, p - seat) for seat in range(p))
+
+
+def test_eager_hides_messages_and_keeps_up_to_twice_as_much():
+    times, edges = [UNIT] * 4, chain(4, 0.5, 0.5)
+    slow, fast = simulate(one_f_one_b(4, 16), times, edges), simulate(eager(4, 16), times, edges)
+
+    assert fast.peaks == (7, 5, 3, 1) and slow.peaks == (4, 3, 2, 1)
+    assert fast.total == 3 * 16 + 3 * 3 + 6 * 0.5  # the way there and back once
+    assert slow.total > fast.total + 5
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (2, 3, 4, 8) for m in range(p, 3 * p + 2)])
+def test_interleaved_waits_chunks_times_less_for_any_number_of_microbatches(p, m, chunks):
+    schedule = interleaved(p, m, chunks)
+
+    assert run(schedule).total == 3 * m * chunks + 3 * (p - 1)  # of a chunk's time, which is 1/chunks of a seat's
+    check(schedule, chain(schedule.segments))
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m % p == 0 and m > p])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_keeps_p_minus_1_chunks_more_than_1f1b(p, m, chunks):
+    assert max(in_flight(interleaved(p, m, chunks))) == p * chunks + p - 1
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= p])
+def test_zero_bubble_waits_a_third_of_1f1b_and_keeps_the_same(p, m):
+    schedule = zero_bubble(p, m)
+
+    assert run(schedule).total == 3 * m + p - 1
+    assert run(one_f_one_b(p, m)).total == 3 * (m + p - 1)
+    assert max(in_flight(schedule)) == max(in_flight(one_f_one_b(p, m)))
+
+
+@pytest.mark.parametrize(("p", "m"), LONG)
+def test_zbv_waits_half_of_zero_bubble_and_keeps_the_same(p, m):
+    schedule = zbv(p, m)
+
+    assert run(schedule).total == 6 * m + p - 1  # of half a seat's time
+    assert in_flight(schedule) == (2 * p,) * p  # of half a seat's size
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zbv_is_no_worse_than_zero_bubble_when_microbatches_are_few(p, m):
+    assert run(zbv(p, m)).total / 2 <= run(zero_bubble(p, m)).total
+    assert max(in_flight(zbv(p, m))) <= 2 * p
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_forward_only_is_one_wave(p, m):
+    schedule = forward_only(p, m)
+
+    assert schedule.inference and run(schedule).total == m + p - 1
+    assert in_flight(schedule) == (0,) * p
+
+
+def test_forward_only_takes_segments_on_any_devices():
+    schedule = forward_only([(0,), (0, 1, 2), (1,), (2,)], 4)
+
+    check(schedule, chain(4))
+
+    assert schedule.devices[1][:2] == (Step("F", 1, 0), Step("F", 2, 0))
+    assert run(schedule).total == 4 * 2 + 2
+
+
+@pytest.mark.parametrize(("p", "m", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
+def test_forward_only_with_several_segments_a_seat_is_still_one_wave(p, m, chunks):
+    schedule = forward_only(kind_named(f"interleaved:{chunks}").holders(p), m)
+
+    assert run(schedule).total == m * chunks + p - 1
+
+
+def test_prologues_come_first_on_all_devices_of_their_segment():
+    schedule = with_prologue(spread(one_f_one_b(2, 2), [(0,), (1, 2)]), [1])
+
+    assert schedule.devices[0][0] == Step("F", 0, 0)
+    assert schedule.devices[1][:2] == schedule.devices[2][:2] == (Step("P", 1, 0), Step("F", 1, 0))
+    check(schedule, chain(2))
+
+
+def test_a_prologue_of_a_segment_that_is_not_there_is_refused():
+    with pytest.raises(ScheduleError, match=r"no prologue for the segments \[2\]: gpipe .* has 0 to 1"):
+        with_prologue(gpipe(2, 2), [0, 2])
+
+
+def test_seats_may_differ_in_size_and_lie_anywhere():
+    schedule = spread(zbv(2, 3), [(1,), (0, 2, 3)])
+
+    assert schedule.holders == ((1,), (0, 2, 3), (0, 2, 3), (1,))
+    assert schedule.devices[0] == schedule.devices[3] == zbv(2, 3).devices[1]
+    check(schedule, chain(4))
+
+
+@pytest.mark.parametrize("seats", [[(0,)], [(0, 1), (1,)], [(0,), (2,)], [(0,), ()]])
+def test_seats_that_are_no_division_of_the_devices_are_refused(seats):
+    with pytest.raises(ScheduleError, match=r"seats"):
+        spread(gpipe(2, 2), seats)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: gpipe(0, 1), "stages is 0"),
+        (lambda: zbv(2, 0), "microbatches is 0"),
+        (lambda: interleaved(0, 0, 0), "stages is 0, microbatches is 0, chunks is 0"),
+        (lambda: kind_named("gpip"), "no schedule 'gpip'; the known ones are gpipe, 1f1b, eager, interleaved, zb, zbv"),
+        (lambda: kind_named("interleaved:0"), "no schedule"),
+    ],
+)
+def test_what_can_not_be_made_is_refused(make, reason):
+    with pytest.raises(ScheduleError, match=reason):
+        make()
