@@ -181,6 +181,11 @@ def _process_group(ranks: tuple[int, ...], apart: bool) -> dist.ProcessGroup | N
     return made[ranks, apart]
 
 
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """The process group of some ranks, None on a rank that is not in it. Made by all ranks together."""
+    return _process_group(tuple(ranks), apart=False)
+
+
 def pair_groups(pairs: Iterable[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], dist.ProcessGroup]:
     """For each ordered pair of ranks, the group in which the first sends to the second. Made by all ranks together.
 

@@ -6,6 +6,7 @@
     loss .. = last(z, h, target)   the mean over the labels that count
 
 Any neighbouring parts make a segment. Rows are cut into microbatches, and those over the axis dp of the segment's mesh.
+Tied, the last part has the weight of the first.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from shardwright.layout import FANNED, Axis, Layout, Mesh, make_layout, plain_cu
 from shardwright.runtime import comm
 from shardwright.runtime.gradients import GradientSync
 from shardwright.runtime.holding import Held, coordinates, scatter
-from shardwright.runtime.parameters import make_parameter
-from shardwright.runtime.pipeline import Crossing, Leaving, Loop, Pipeline, Placed, Running
+from shardwright.runtime.parameters import join, make_parameter
+from shardwright.runtime.pipeline import Crossing, Leaving, Loop, Pipeline, Placed, Running, Ties
 from shardwright.runtime.random import Randomness
 from shardwright.runtime.stage import Count, Stage, recompute
+from shardwright.runtime.stages import Stages
 from shardwright.runtime.world import Groups, Moment
 
 ROWS, WIDTH = 24, 6
@@ -79,10 +81,12 @@ INPUTS = ("x", "target")
 class Single(torch.nn.Module):
     """The original."""
 
-    def __init__(self, dtype=torch.float64):
+    def __init__(self, dtype=torch.float64, tied=False):
         super().__init__()
         for key, value in values(dtype).items():
             setattr(self, key, torch.nn.Parameter(value))
+        if tied:
+            self.w3 = self.w0
         self.linear, self.again = F.linear, lambda f, *args: f(*args)
         self.added = self.whole = self.once = self.w1_or = lambda x: x
 
@@ -228,25 +232,43 @@ def leaving_of(last_segment, rows, dtype):
     )
 
 
-def build(rank, schedule, forward, segments, *, rows=ROWS, backward="inside", dtype=torch.float64, recomputed=False):
+def held_of(key, mesh, dtype, tied):
+    sums = {"dp": FANNED} if mesh.size > 1 else {}
+    keys = ("w0", "w3") if tied and key in ("w0", "w3") else (key,)
+    return Held(keys=keys, shape=SHAPES[key], dtype=dtype, layout=make_layout([[]] * len(SHAPES[key]), sums))
+
+
+def build(
+    rank,
+    schedule,
+    forward,
+    segments,
+    *,
+    rows=ROWS,
+    backward="inside",
+    dtype=torch.float64,
+    recomputed=False,
+    tied=False,
+):
     """The pipeline on one rank. All ranks must call it."""
     meshes = [mesh_of(devices) for devices in schedule.holders]
     cut = parts_of(segments)
     moment, random, full = Moment(schedule.microbatches), Randomness(), values(dtype)
+    seats = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
     placed, parameters = [], {}
     for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, cut, strict=True)):
         groups = Groups(mesh)
+        keys = {key: held_of(key, mesh, dtype, tied) for part in parts for key in part[3]}
+        seats[mesh].update({held.name: held for held in keys.values()})
         stage, own = None, {}
         if rank in mesh.devices:
             rest = (groups, ("dp",), torch.device("cpu"), random)
             stage = Segment(parts, takes, gives, rows, moment, recomputed, *rest)
-            for key in (key for part in parts for key in part[3]):
-                sums = {"dp": FANNED} if mesh.size > 1 else {}
-                held = Held(
-                    keys=(key,), shape=SHAPES[key], dtype=dtype, layout=make_layout([[]] * len(SHAPES[key]), sums)
-                )
-                own[key] = make_parameter(scatter(full[key], held, mesh.sizes, coordinates(groups)), held, groups)
-        parameters.update(own)
+            for key, held in keys.items():
+                if held.name not in parameters:
+                    local = scatter(full[held.name], held, mesh.sizes, coordinates(groups))
+                    parameters[held.name] = make_parameter(local, held, groups)
+                own[key] = parameters[held.name]
         placed.append(
             Placed(
                 number=number,
@@ -266,6 +288,8 @@ def build(rank, schedule, forward, segments, *, rows=ROWS, backward="inside", dt
         forward=forward,
         moment=moment,
     )
-    sync = GradientSync([(p.held, p) for p in parameters.values()])
+    held = [(mesh, tuple(found.values())) for mesh, found in seats.items()]
+    join(Stages(held), parameters.values())
+    sync = GradientSync([(p.held, p) for p in parameters.values()], ties=Ties(held))
     running = Running(pipeline, Loop(sync, backward))
     return Built(pipeline, running, parameters, sync)

@@ -2,5 +2,6 @@
 
 from .loop import Loop, Running
 from .parts import Crossing, How, Leaving, Pipeline, Placed
+from .ties import Ties
 
-__all__ = ["Crossing", "How", "Leaving", "Loop", "Pipeline", "Placed", "Running"]
+__all__ = ["Crossing", "How", "Leaving", "Loop", "Pipeline", "Placed", "Running", "Ties"]

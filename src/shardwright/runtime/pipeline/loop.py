@@ -34,6 +34,7 @@ from .outputs import Sharing, share
 from .parts import Leaving, Pipeline
 from .script import Script, pairs_of, write
 from .standins import StandIns, harvest
+from .ties import Ties
 from .transport import usual
 
 Backward = Literal["inside", "outside"]
@@ -51,6 +52,9 @@ class Loop:
         self.rank, self.device = world.rank, world.device
         self.sync, self.backward = sync, backward
         self.transport = usual()
+        if sync is not None and isinstance(sync.ties, Ties):
+            self.transport.connect(sync.ties.pairs)
+            sync.ties.connect(self.transport)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may hold nothing to train
         self.scale = torch.ones((), device=self.device, dtype=torch.float64)  # the last gradient of a loss
 
