@@ -137,6 +137,12 @@ def gpt(dtype, batch):
 
 
 @case
+def gpt_deep(dtype, batch):
+    """Deep enough that a stage of four has layers to loop over."""
+    return transformer_case(batch, d=16, n_layer=13)
+
+
+@case
 def gpt_ignore(dtype, batch):
     """Labels that count: all of the first row, ever fewer below, so that every half has another number."""
     module, (idx, target), kwargs = transformer_case(batch)

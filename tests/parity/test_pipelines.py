@@ -51,6 +51,13 @@ def test_so_do_other_models_on_two_stages(pools, tmp_path, model):
     assert faults(pools, tmp_path, model, "pp=2", 2, 2, ("sgd", "adamw")) == []
 
 
+@pytest.mark.parametrize("plan", ["pp=4", "pp=2,interleaved", "pp=2,zbv"])
+def test_layers_of_a_stage_are_a_loop(pools, tmp_path, plan):
+    assert faults(pools, tmp_path, "gpt_deep", plan, PLANS[plan][0], 2) == []
+    texts = [path.read_text() for path in tmp_path.glob("**/*.py")]
+    assert texts and any("for at in self.blocks" in text for text in texts)
+
+
 @pytest.mark.parametrize("plan", ["pp=2,sp=2", "pp=2,zero1=2", "pp=2,zero2=2", "pp=2,tp=2,zb", "pp=2,dp=2,recompute"])
 def test_stages_may_do_what_single_devices_do(pools, tmp_path, plan):
     assert faults(pools, tmp_path, "gpt", plan, 4, 2) == []

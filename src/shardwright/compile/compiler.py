@@ -281,8 +281,9 @@ class Compiler:
         holding, module = model._ready(), made.module
         stage = stage_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
         stage.zero = holding.zero
+        read = {one.key for one in made.program.holdings}  # a loop over layers must find those of its segment
         for one in holding.held:
-            for key in one.keys:
+            for key in one.keys if one.name in read else ():
                 stage.place(key, holding.parameters[one.name])
         for buffer in made.program.graph.buffers:
             constant = captured.constants.get(buffer.value)

@@ -122,7 +122,8 @@ def put_off(program: Program) -> Program:
     held = {holding.value for holding in program.holdings if holding.trainable}
 
     def later(op: Op) -> bool:
-        return op.target in PRODUCTS and not op.no_grad and any(name in held for name in op.inputs)
+        known = op.target in PRODUCTS and not op.argument("transposed") and op.autocast is None and not op.no_grad
+        return known and any(name in held for name in op.inputs)
 
     body = tuple(replace(op, target=f"weights.{op.target}") if later(op) else op for op in program.body)
     return program.with_(body=body)

@@ -48,8 +48,8 @@ class Branch:
         return self._path
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
-            return list(self)[key]
+        if isinstance(key, slice):  # by number: a segment holds some of the layers only
+            return [self.__dict__[str(number)] for number in range(key.start or 0, key.stop, key.step or 1)]
         return self.__dict__[str(key)]
 
     def __iter__(self) -> Iterator[Any]:

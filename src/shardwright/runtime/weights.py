@@ -88,6 +88,35 @@ class WeightQueue:
         y: Tensor = _Convolution.apply(self, x, weight, bias, rest)  # type: ignore[no-untyped-call]
         return y
 
+    def conv1d(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+        """`F.conv1d`."""
+        return self._convolution(F.conv1d, x, weight, bias, **how)
+
+    def conv2d(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+        """`F.conv2d`."""
+        return self._convolution(F.conv2d, x, weight, bias, **how)
+
+    def conv3d(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+        """`F.conv3d`."""
+        return self._convolution(F.conv3d, x, weight, bias, **how)
+
+    def _convolution(
+        self,
+        plain: Callable[..., Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        if isinstance(padding, str) or x.ndim != weight.ndim:  # padding by words, or no batch
+            return plain(x, weight, bias, stride, padding, dilation, groups)
+        dims = weight.ndim - 2
+        steps, around, apart = ((n,) * dims if isinstance(n, int) else n for n in (stride, padding, dilation))
+        return self.convolution(x, weight, bias, steps, around, apart, output_padding=(0,) * dims, groups=groups)
+
     def _puts_off(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return (
             self.collects
