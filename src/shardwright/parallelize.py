@@ -27,35 +27,26 @@ from .parts import Parts, replace_parts
 from .plan import Plan
 from .plan.auto import Progress, Wishes
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
-from .planning import PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
+from .planning import Batching, PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
 from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
+from .runtime.pipeline.loop import Backward
 from .runtime.world import start
 
 GENERATED = Path(".shardwright")
 How = Literal["marked", "auto"]
+Semantics = Literal["global", "local"]
 
 
 def parallelize(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    example: Any = None,
-    plan: PlanLike = "auto",
-    cluster: str | Path = "auto",
-    memory: str | float | None = None,
-    constraints: ConstraintsLike | None = None,
-    inputs: Mode = "same",
-    outputs: Outputs = "all",
-    accumulate: int = 1,
-    seed: int = 0,
-    directory: str | Path = GENERATED,
-    timeout: float = 600.0,
-    parts: Parts | None = None,
-    opaque: How = "marked",
-) -> Any:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, example: Any = None, plan: PlanLike = "auto",
+    cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
+    microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
+    inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1, seed: int = 0,
+    directory: str | Path = GENERATED, timeout: float = 600.0, parts: Parts | None = None, opaque: How = "marked",
+) -> Any:  # fmt: skip
     """Compile a model for all processes of this run.
 
     example     arguments of a call: a tuple, a dict of keyword arguments, or (args, kwargs). Without
@@ -66,6 +57,14 @@ def parallelize(
                 shardwright calibrate), or "auto": the devices of this run as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
     constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
+    microbatches
+                how many parts of a batch go through a pipeline one after the other; without it a plan string takes
+                about four a stage, and "auto" searches.
+    microbatch_semantics
+                "global": the step is that of the whole batch; "local": each microbatch is a batch of its own, and
+                losses are averaged (for models that can't be cut, such as those with batch norm).
+    backward    of a pipeline: "inside" the call of the model, seeded by its loss, which keeps few microbatches
+                alive; "outside": when backward of anything made of its outputs runs.
     inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
                 group its rows), "gather" (each rank its rows).
     outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
@@ -80,6 +79,7 @@ def parallelize(
     Returns the model, or the model and the optimizer if one was given: the same object, now working on the pieces.
     """
     _check(inputs, outputs, accumulate)
+    _check_batching(microbatches, microbatch_semantics, backward)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
     if parts is not None:
         _check_parts(example, constraints)
@@ -87,17 +87,28 @@ def parallelize(
         return model if optimizer is None else (model, optimizer)
     setting = None
     if plan == "auto" or cluster != "auto":
-        found = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-        wishes, training = Wishes(memory=read_bytes(memory), constraints=asked), training_of(optimizer, accumulate)
-        setting = Setting(cluster=found, training=training, wishes=wishes, rows=inputs == "rows")
-    compiler = Compiler(model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs)
+        setting = Setting(
+            cluster=cluster_here(world) if cluster == "auto" else find_cluster(cluster),
+            training=training_of(optimizer, accumulate),
+            wishes=Wishes(memory=read_bytes(memory), constraints=asked),
+            rows=inputs == "rows",
+        )
+    compiler = Compiler(
+        model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
+        batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
+    )  # fmt: skip
     find_opaque(compiler.skeleton, opaque)
-    made = ParallelModel(compiler.skeleton, world, compiler, inputs, accumulate)
+    made = _made(model, compiler, example, accumulate)
+    return made if optimizer is None else (made, optimizer)
+
+
+def _made(model: nn.Module, compiler: Compiler, example: Any, accumulate: int) -> ParallelModel:
+    made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate)
     if example is not None:
         made.prepare(*arguments_of(example))
     else:
         made.show(model)
-    return made if optimizer is None else (made, optimizer)
+    return made
 
 
 def _check(inputs: str, outputs: str, accumulate: int) -> None:
@@ -107,6 +118,17 @@ def _check(inputs: str, outputs: str, accumulate: int) -> None:
         raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
     if accumulate < 1:
         raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
+
+
+def _check_batching(microbatches: int | None, semantics: str, backward: str) -> None:
+    if microbatches is not None and microbatches < 1:
+        raise InputError(f"microbatches={microbatches} makes no sense; use 1 for no cut")
+    if semantics not in ("global", "local"):
+        raise InputError(f'microbatch_semantics={semantics!r} is not known; use "global" or "local"')
+    if semantics == "local" and microbatches is None:
+        raise InputError('microbatch_semantics="local" needs to know how many microbatches there are: microbatches=4')
+    if backward not in ("inside", "outside"):
+        raise InputError(f'backward={backward!r} is not known; use "inside" or "outside"')
 
 
 def _check_parts(example: Any, constraints: Any) -> None:
@@ -120,7 +142,7 @@ def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
     precision: str | None = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
-    opaque: How = "marked", seconds: float | None = None,
+    opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
@@ -130,6 +152,7 @@ def plan(
     constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
     precision   "bfloat16" or "float16" if the model is trained in it (autocast); None: as it is written
+    microbatches  how many, in a pipeline; without it, about four a stage, or what "auto" finds
     seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
 
@@ -138,7 +161,7 @@ def plan(
     made, _ = planned(
         model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
         precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
-        constraints=constraints, progress=progress,
+        constraints=constraints, progress=progress, microbatches=microbatches,
     )  # fmt: skip
     return made
 
@@ -148,6 +171,7 @@ def planned(
     entry: str = "train", memory: str | float | None, optimizer: str, precision: str | None, accumulate: int,
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
+    microbatches: int | None = None,
 ) -> tuple[Plan, Graph]:  # fmt: skip
     """A plan as `plan` makes it, and the graph that it is for.
 
@@ -169,7 +193,8 @@ def planned(
         rows=inputs == "rows",
         progress=progress,
     )
-    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, count, setting), graph
+    asked = Batching(microbatches=microbatches)
+    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, count, setting, asked), graph
 
 
 def captured_graph(model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked") -> Captured:
@@ -199,12 +224,12 @@ def read_bytes(text: str | float | None) -> float | None:
 def cluster_size(cluster: str | Path, plan: PlanLike) -> int:
     """How many devices a name such as "8xA100-80GB" or a cluster file stands for; "cpu" is what the plan says."""
     if isinstance(plan, Plan):
-        return plan.mesh.size
+        return plan.size
     total = find_cluster(cluster).size
     if total == 1 and isinstance(plan, str):
         from .plan import read_request
 
-        return read_request("single" if plan == "auto" else plan).mesh.size if not plan.endswith(".json") else 1
+        return read_request("single" if plan == "auto" else plan).size if not plan.endswith(".json") else 1
     return total
 
 

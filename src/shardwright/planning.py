@@ -18,9 +18,10 @@ from .cluster.catalogue import USUAL, inside, matching, usual_network
 from .cost import STATES, Training
 from .errors import PlanError
 from .ir import Graph, Output
-from .plan import Plan, draw, read_request
+from .plan import Plan, Request, draw, read_request
 from .plan.auto import Found, Progress, Wishes, extend, search
 from .plan.file import load as load_plan
+from .plan.pipeline import continue_pipeline, draw_pipeline
 from .plan.price import price
 from .plan.recompute import faults_of
 from .plan.rows import is_replica, replica_axes
@@ -41,8 +42,24 @@ class Setting:
     progress: Progress | None = None
 
 
-def make_plan(graph: Graph, facts: Analysis, wish: PlanLike, world: int, setting: Setting | None = None) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """How a batch is cut into microbatches: their number, if somebody says, and whether each is a batch of its own."""
+
+    microbatches: int | None = None
+    local: bool = False
+
+
+def make_plan(
+    graph: Graph,
+    facts: Analysis,
+    wish: PlanLike,
+    world: int,
+    setting: Setting | None = None,
+    batching: Batching | None = None,
+) -> Plan:
     """The plan that was asked for, for a graph on `world` devices. With a setting it says what it costs."""
+    asked = batching or Batching()
     if isinstance(wish, Plan):
         plan = wish
     elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
@@ -50,13 +67,20 @@ def make_plan(graph: Graph, facts: Analysis, wish: PlanLike, world: int, setting
     elif wish == "auto":
         return find_plan(facts, world, setting or Setting(cluster=cluster_of(world))).plan
     elif isinstance(wish, str):
-        plan = draw(graph, read_request(wish, world), facts, str(setting.cluster) if setting else "")
+        plan = _drawn(graph, facts, read_request(wish, world), asked, str(setting.cluster) if setting else "")
     else:
         plan = wish(graph, world)
-    if plan.mesh.size != world:
-        raise PlanError(f"the plan is for {plan.mesh.size} devices ({plan.mesh}), and there are {world} processes")
+    if plan.size != world:
+        raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
     plan.check_against(graph)
-    return priced(plan, facts, setting) if setting is not None else plan
+    return priced(plan, facts, setting) if setting is not None and not plan.is_pipeline else plan
+
+
+def _drawn(graph: Graph, facts: Analysis, request: Request, asked: Batching, cluster: str) -> Plan:
+    """What a plan string asks for."""
+    if request.stages or (asked.microbatches or 1) > 1:
+        return draw_pipeline(graph, request, facts, cluster, asked.microbatches, asked.local)
+    return draw(graph, request, facts, cluster)
 
 
 def find_plan(facts: Analysis, world: int, setting: Setting) -> Found:
@@ -86,6 +110,8 @@ def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = 
 
 def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting: Setting | None = None) -> Plan:
     """A plan with one more entry (eval, another batch size): parameters stay as they are held."""
+    if plan.is_pipeline:
+        return continue_pipeline(plan, facts)
     if plan.policy == "auto":
         cluster = setting.cluster if setting else cluster_of(world)
         more = extend(plan, facts, cluster, setting.training if setting else Training())

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "emit": "errors layout schedule ir rules plan lower",
     "runtime": "errors layout tie schedule",
     "planning": "errors ir rules capture cluster cost plan runtime",
-    "compile": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning",
+    "compile": "errors layout conversion schedule ir rules capture cluster cost plan lower probe emit runtime planning",
     "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile",
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (

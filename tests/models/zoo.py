@@ -82,6 +82,11 @@ def repeated(dtype, batch):
 
 
 @case
+def masked(dtype, batch):
+    return nets.Masked(16, depth=6), (torch.randn(batch, 16, dtype=dtype), torch.randn(batch, 16, dtype=dtype)), {}
+
+
+@case
 def contrastive(dtype, batch):
     pair = (torch.randn(batch, 12, dtype=dtype), torch.randn(batch, 20, dtype=dtype))
     return nets.Contrastive(12, 20, 16), pair, {}
@@ -129,6 +134,12 @@ def transformer_case(batch: int, **options: Any) -> tuple[nn.Module, tuple[Any, 
 @case
 def gpt(dtype, batch):
     return transformer_case(batch)
+
+
+@case
+def gpt_deep(dtype, batch):
+    """Deep enough that a stage of four has layers to loop over."""
+    return transformer_case(batch, d=16, n_layer=13)
 
 
 @case

@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 from shardwright.capture import Captured, capture, run
 from shardwright.compile import Compiler, skeleton_of
+from shardwright.planning import Batching
 from shardwright.runtime.holding import gather, storage_layout
 from shardwright.runtime.model import ParallelModel
 from shardwright.runtime.parameters import raw_gradient
+from shardwright.runtime.state import spread_out
 from shardwright.runtime.world import start
 from tests.models.zoo import CASTS_TO_FLOAT32, ZOO, Case, loss_of
 
@@ -55,11 +57,13 @@ def optimizer_of(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.O
 
 
 def build(name: str, dtype: str) -> Case:
-    return ZOO[name](dtype=getattr(torch, dtype))
+    """A model of the zoo: "gpt", or "gpt:6" for a batch of six."""
+    model, _, batch = name.partition(":")
+    return ZOO[model](dtype=getattr(torch, dtype), batch=int(batch or 4))
 
 
 def promoted(name: str, dtype: str) -> bool:
-    return dtype == "float64" and name in CASTS_TO_FLOAT32
+    return dtype == "float64" and name.partition(":")[0] in CASTS_TO_FLOAT32
 
 
 @lru_cache(maxsize=2)
@@ -132,17 +136,24 @@ class SharingCompiler(Compiler):
         return self.given
 
 
-def compiled(name: str, dtype: str, plan: str, kind: str, directory: str, given: Captured) -> Trace:
+def compiled(
+    name: str, dtype: str, plan: str, kind: str, directory: str, given: Captured, batching: Batching | None = None
+) -> Trace:
     """The run under a plan, everything brought to whole."""
     case = build(name, dtype)
     optimizer = optimizer_of(kind, case.module.parameters())
     keys = [key for key, _ in case.module.named_parameters()]
     world = start()
     compiler = SharingCompiler(
-        case.module, optimizer, world, plan, "same", Path(directory), 0, promote=promoted(name, dtype)
-    )
+        case.module, optimizer, world, plan, "same", Path(directory), 0, promote=promoted(name, dtype),
+        batching=batching,
+    )  # fmt: skip
     compiler.given = given
-    model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
+    return trained(ParallelModel(compiler.skeleton, world, compiler, "same", 1), case, optimizer, keys)
+
+
+def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, keys: list[str]) -> Trace:
+    """A compiled model after a few steps, everything brought to whole."""
     trace = Trace()
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -168,7 +179,7 @@ def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
             local = raw_gradient(parameter.shard)
         layout = storage_layout(held, holding.groups.mesh.sizes) if held.level >= 2 else None
         found[held.name] = None if local is None else gather(local, held, holding.groups, layout).clone()
-    return found
+    return spread_out(found, holding.seats)
 
 
 def faults_of(mine: Trace, other: Trace, tolerance: float) -> list[str]:
@@ -202,14 +213,15 @@ def _compare_all(what: str, mine: dict[str, Any], other: dict[str, Any], compare
 
 
 def parity(
-    rank: int, name: str, plan: str, dtype: str, wanted: dict[str, Trace], held: bytes, directory: str
-) -> list[str]:
+    rank: int, name: str, plan: str, dtype: str, wanted: dict[str, Trace], held: bytes, directory: str,
+    batching: Batching | None = None,
+) -> list[str]:  # fmt: skip
     """The faults of a model under a plan, seen by one rank, for each optimizer."""
     found = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # torch unpickles its own so
         given = pickle.loads(held)
     for kind, trace in wanted.items():
-        mine = compiled(name, dtype, plan, kind, directory, given)
+        mine = compiled(name, dtype, plan, kind, directory, given, batching)
         found += [f"{kind}: {fault}" for fault in faults_of(mine, trace, TOLERANCE[dtype])]
     return found

@@ -11,6 +11,7 @@ import pytest
 from shardwright.schedule import (
     Times,
     draw,
+    eager,
     forward_only,
     gpipe,
     interleaved,
@@ -21,12 +22,15 @@ from shardwright.schedule import (
     zero_bubble,
 )
 
+from .drawn import chain
+
 GOLDEN = Path(__file__).parent / "golden"
 
 PICTURES = {
     "gpipe": lambda: draw(gpipe(4, 6)),
     "1f1b": lambda: draw(one_f_one_b(4, 6)),
     "1f1b-long": lambda: draw(one_f_one_b(4, 100)),
+    "eager": lambda: draw(eager(4, 8), edges=chain(4, 1, 1), width=160),
     "interleaved": lambda: draw(interleaved(4, 4)),
     "interleaved-5": lambda: draw(interleaved(3, 5), width=160),
     "interleaved-3-chunks": lambda: draw(interleaved(2, 4, 3), width=160),
@@ -61,9 +65,9 @@ def test_a_picture_is_no_wider_than_the_terminal():
 
 
 def test_steps_too_short_for_their_label_are_letters():
-    text = draw(gpipe(1, 3), [Times(0.01, 1)])
+    text = draw(gpipe(1, 3), [Times(0.1, 1)])
 
-    assert text.splitlines()[1] == "0 |f[    0     ][    1     ][    2     ]|"
+    assert text.splitlines()[1] == "0 |ffff[    0     ][    1     ][    2     ]|"
 
 
 def test_steps_that_take_no_time_are_not_drawn():

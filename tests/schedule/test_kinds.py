@@ -8,6 +8,7 @@ from shardwright.schedule import (
     UNIT,
     Step,
     check,
+    eager,
     forward_only,
     gpipe,
     in_flight,
@@ -44,7 +45,7 @@ def test_every_kind_passes_the_check(name, p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, eager])
 def test_gpipe_and_1f1b_wait_for_p_minus_1_of_m_plus_p_minus_1(make, p, m):
     assert run(make(p, m)).bubble == pytest.approx((p - 1) / (m + p - 1))
 
@@ -53,6 +54,15 @@ def test_gpipe_and_1f1b_wait_for_p_minus_1_of_m_plus_p_minus_1(make, p, m):
 def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_there_are_seats_ahead(p, m):
     assert in_flight(gpipe(p, m)) == (m,) * p
     assert in_flight(one_f_one_b(p, m)) == tuple(min(m, p - seat) for seat in range(p))
+
+
+def test_eager_hides_messages_and_keeps_up_to_twice_as_much():
+    times, edges = [UNIT] * 4, chain(4, 0.5, 0.5)
+    slow, fast = simulate(one_f_one_b(4, 16), times, edges), simulate(eager(4, 16), times, edges)
+
+    assert fast.peaks == (7, 5, 3, 1) and slow.peaks == (4, 3, 2, 1)
+    assert fast.total == 3 * 16 + 3 * 3 + 6 * 0.5  # the way there and back once
+    assert slow.total > fast.total + 5
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
@@ -107,6 +117,14 @@ def test_forward_only_takes_segments_on_any_devices():
     check(schedule, chain(4))
 
     assert schedule.devices[1][:2] == (Step("F", 1, 0), Step("F", 2, 0))
+    assert run(schedule).total == 4 * 2 + 2
+
+
+@pytest.mark.parametrize(("p", "m", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
+def test_forward_only_with_several_segments_a_seat_is_still_one_wave(p, m, chunks):
+    schedule = forward_only(kind_named(f"interleaved:{chunks}").holders(p), m)
+
+    assert run(schedule).total == m * chunks + p - 1
 
 
 def test_prologues_come_first_on_all_devices_of_their_segment():
@@ -142,7 +160,7 @@ def test_seats_that_are_no_division_of_the_devices_are_refused(seats):
         (lambda: gpipe(0, 1), "stages is 0"),
         (lambda: zbv(2, 0), "microbatches is 0"),
         (lambda: interleaved(0, 0, 0), "stages is 0, microbatches is 0, chunks is 0"),
-        (lambda: kind_named("gpip"), "no schedule 'gpip'; the known ones are gpipe, 1f1b, interleaved, zb, zbv"),
+        (lambda: kind_named("gpip"), "no schedule 'gpip'; the known ones are gpipe, 1f1b, eager, interleaved, zb, zbv"),
         (lambda: kind_named("interleaved:0"), "no schedule"),
     ],
 )

@@ -1,9 +1,10 @@
-"""The command line: plan, explain, diff, compile, verify, calibrate.
+"""The command line: plan, explain, diff, simulate, compile, verify, calibrate.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
     shardwright explain plan.json --model train.py:make_model --op "blocks.*.up / linear"
     shardwright diff    plan.json other.json
+    shardwright simulate --schedule zb --stages 4 --microbatches 8
     shardwright compile train.py:make_model --plan dp=2,tp=2 -o generated
     shardwright verify  train.py:make_model --plan tp=2
     shardwright calibrate -o cluster.yaml
@@ -32,10 +33,12 @@ from ..compile import Outputs, write
 from ..errors import InputError, ShardwrightError
 from ..ir import Graph
 from ..parallelize import captured_graph, cluster_size, planned
+from ..planning import Batching
 from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
 from .models import MODEL, load_model, with_rows
+from .simulate import run_simulate, simulate_parser
 from .watching import Watching
 
 
@@ -87,6 +90,8 @@ def make_parser() -> ArgumentParser:
     _known_model_arguments(compared)
     commands.add_subcommand("diff", compared, help="compare two plan files")
 
+    commands.add_subcommand("simulate", simulate_parser(), help="draw a schedule and say how long it takes")
+
     compiled = ArgumentParser(description="Write the program that a plan makes of a model, as PyTorch code to read.")
     _model_arguments(compiled)
     compiled.add_argument("-o", "--output", type=Path, default=Path(".shardwright"), help="the directory to write to")
@@ -115,6 +120,7 @@ def _model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL)
     parser.add_argument("--plan", default="auto", help='"dp=2,tp=2", the path of a plan file, or "auto"')
     parser.add_argument("--devices", type=int, help="how many devices, for --plan auto; else the plan says it")
+    parser.add_argument("--microbatches", type=int, help="parts of a batch that go through a pipeline; else chosen")
     parser.add_argument(
         "--opaque", choices=["marked", "auto"], default="marked", help="auto: what can't be captured stays as it is"
     )
@@ -161,7 +167,7 @@ def run_plan(asked: Namespace, console: Console) -> int:
             module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
             optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
             outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, constraints=asked.constraints,
-            progress=watching, stop=watching.stopped,
+            progress=watching, stop=watching.stopped, microbatches=asked.microbatches,
         )  # fmt: skip
     console.print(explain(made, graph) if asked.full else explain(made))
     if asked.outputs is None and outputs == "scalars":
@@ -206,12 +212,17 @@ def run_compile(asked: Namespace, console: Console) -> int:
     module, (args, kwargs) = load_model(asked.model, asked.batch, asked.seq, meta=True)
     if module.training != (asked.entry == "train"):
         module.train(asked.entry == "train")
-    made = compile_program(find_opaque(module, asked.opaque), args, kwargs, asked.plan, _devices(asked))
-    text = made.text
-    path = write(text, asked.output, made.program)
-    lines = len(text.splitlines())
-    console.print(f"{path}: {lines} lines for {made.plan.mesh.size} devices", highlight=False, soft_wrap=True)
+    made = compile_program(
+        find_opaque(module, asked.opaque), args, kwargs, asked.plan, _devices(asked), batching=_batching(asked)
+    )
+    for program, text in zip(made.programs, made.texts, strict=True):
+        path, lines = write(text, asked.output, program), len(text.splitlines())
+        console.print(f"{path}: {lines} lines for {program.devices} devices", highlight=False, soft_wrap=True)
     return 0
+
+
+def _batching(asked: Namespace) -> Batching:
+    return Batching(microbatches=asked.microbatches)
 
 
 def run_verify(asked: Namespace, console: Console) -> int:
@@ -220,7 +231,7 @@ def run_verify(asked: Namespace, console: Console) -> int:
     report = verify(
         module, asked.plan, example=example, dtype=getattr(torch, asked.dtype), steps=asked.steps,
         optimizer=asked.optimizer, tolerance=asked.tolerance, size=size, method="threads",
-        entries=("train", "eval") if asked.eval else ("train",), opaque=asked.opaque,
+        entries=("train", "eval") if asked.eval else ("train",), opaque=asked.opaque, microbatches=asked.microbatches,
     )  # fmt: skip
     console.print(report)
     if not report.passed and asked.trace:
@@ -260,6 +271,7 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "plan": run_plan,
     "explain": run_explain,
     "diff": run_diff,
+    "simulate": run_simulate,
     "compile": run_compile,
     "verify": run_verify,
     "calibrate": run_calibrate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..ir import Op
 from ..layout import Cut
@@ -41,6 +42,9 @@ def call_text(op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping
     if op.target.startswith("call.") and op.target not in PRINTERS:
         shown = ", ".join(printing.show(value) for _, value in op.arguments)
         return f"{function_name(op.target.removeprefix('call.'))}({shown})"
+    if op.target.startswith("weights."):
+        plain = call_text(replace(op, target=op.target.removeprefix("weights.")), names, sizes, parts)
+        return f"self.weights.{plain.removeprefix('F.').removeprefix('torch.')}"
     name = op.target.removeprefix("aten.")
     if name in OPERATORS:
         return _operator(printing, OPERATORS[name])
@@ -368,6 +372,7 @@ PRINTERS: dict[str, Printer] = {
     "layer_norm": _layer_norm, "embedding": _embedding, "runtime.embedding_rows": _embedding,
     "cross_entropy_loss": _cross_entropy, "runtime.cross_entropy": _cross_entropy,
     "runtime.nll_loss": _cross_entropy, "runtime.begin_count": _begin_count,
+    "runtime.count_labels": lambda p: f"runtime.count_labels({', '.join([p['target'], *_which_labels(p)])})",
     "runtime.fan_out_linears": _linears, "runtime.gather_linears": _linears,
     "mse_loss": _loss("mse_loss"), "l1_loss": _loss("l1_loss"), "scaled_dot_product_attention": _attention,
     "slice": _slice, "select": _select, "split": _split, "split_with_sizes": _split, "convolution": _conv,

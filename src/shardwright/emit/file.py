@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..ir import Op
-from ..layout import FANNED
+from ..layout import FANNED, Mesh
 from ..lower import Program
+from ..plan.pipeline import MB
 from ..rules import is_drawn_whole
 from ..rules.kept import OPAQUE
 from .branches import branch_method
 from .calls import PRINTERS, call_text, function_name
 from .comments import comment_on, shape_of
+from .early import counts, known_names
 from .layers import RESERVED, Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
 from .names import Names
@@ -64,13 +66,14 @@ class Writer:
             for name in op.outputs[:1]:
                 shape_of(name, self.program, self.sizes)
         constants = list(self.constants())
+        prologue = list(self.prologue())
         forward = list(self.forward(items))
         methods = [list(self.method(method)) for method in folder.methods]
         branches = self.program.graph.branches.values()
         methods += [list(branch_method(held, self.sizes, lambda op: self.context(op, None))) for held in branches]
         table = list(piece_table(self.program, self.class_name))
         ragged = list(self.sizes.ragged_definitions())
-        text = "\n".join([*constants, *forward, *(line for lines in methods for line in lines), *table])
+        text = "\n".join([*constants, *prologue, *forward, *(line for lines in methods for line in lines), *table])
         yield from self.head([name for name in ("cut", "share") if f"{name}(" in text or (name == "share" and ragged)])
         yield from table
         if self.zero3:
@@ -85,7 +88,7 @@ class Writer:
         if constants:
             yield from constants
             yield ""
-        for lines in methods:
+        for lines in (prologue, *methods) if prologue else methods:
             yield from lines
             yield ""
         yield from forward
@@ -94,9 +97,13 @@ class Writer:
         program, graph = self.program, self.program.graph
         held = sum(bytes_held(holding, self.parts) for holding in program.holdings)
         kind = {"train": "training"}.get(graph.entry, graph.entry)
-        yield f'"""{graph.name}, {kind}. Generated from plan {program.plan_name}: edit the plan, not this file.'
+        title = f", {program.title}" if program.title else ""
+        yield f'"""{graph.name}, {kind}{title}. Generated from plan {program.plan_name}: edit the plan, not this file.'
         yield ""
-        yield f"mesh       {program.mesh}"
+        axes = tuple(axis for axis in program.mesh.axes if axis.name != MB)
+        yield f"mesh       {Mesh(axes=axes)}"
+        if MB in self.parts:
+            yield f"time       {self.parts[MB]} microbatches; {MB} is the one that runs"
         yield f"plan       {program.plan_policy}"
         yield f"holds      {held / 2**20:.1f} MiB of parameters a rank"
         yield '"""'
@@ -108,7 +115,7 @@ class Writer:
         yield f"from shardwright.runtime import {', '.join(['Piece', 'Stage', 'comm', *names])}"
         yield from self.imports()
         yield ""
-        yield f"MESH = {{{', '.join(f'{a.name!r}: {a.size}' for a in program.mesh.axes)}}}".replace("'", '"')
+        yield f"MESH = {{{', '.join(f'{a.name!r}: {a.size}' for a in axes)}}}".replace("'", '"')
         yield f"GROUPS = [{', '.join(repr('_'.join(axes)) for axes in self.groups())}]".replace("'", '"')
         yield ""
         definitions = list(self.sizes.definitions())
@@ -126,6 +133,7 @@ class Writer:
     def groups(self) -> list[tuple[str, ...]]:
         """The sets of axes that the program talks over."""
         found: set[tuple[str, ...]] = {(axis.name,) for axis in self.program.mesh.axes}
+        found |= {early.axes for early in self.program.early if early.axes}
         for op in self.program.ops:
             for key in ("axes", "rows", "classes"):
                 axes = op.argument(key)
@@ -135,7 +143,7 @@ class Writer:
             sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == FANNED)
             if sums:
                 found.add(sums)
-        return sorted(found)
+        return sorted(axes for axes in found if MB not in axes)
 
     def constants(self) -> Iterator[str]:
         """Constants are computed when the file is loaded; those that the body reads become attributes."""
@@ -158,6 +166,20 @@ class Writer:
             used.add(word)
             self.fixed[name] = f"self.fixed.{word}"
             yield f"        self.fixed.{word} = {names.words[name]}"
+
+    def prologue(self) -> Iterator[str]:
+        """What all microbatches need is computed for each before the first; forward finds it in `known`."""
+        program = self.program
+        if not program.early:
+            return
+        names = Names(program.prologue, [early.source for early in program.early], self.sizes.used)
+        words = [names.bind(held.value, -1) for held in program.asked]
+        self.fixed |= known_names(program)
+        yield f"    counts = ({', '.join(counts(program))},)"
+        yield ""
+        yield f"    def prologue({', '.join(['self', *words])}):  # for each microbatch, before the first"
+        yield from self.body(program.prologue, names, None)
+        yield f"        return ({', '.join(self.ref(early.source, names, None) for early in program.early)},)"
 
     def forward(self, items: Sequence[Item]) -> Iterator[str]:
         program, graph = self.program, self.program.graph

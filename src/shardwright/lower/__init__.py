@@ -2,6 +2,8 @@
 
 from .overlap import converter_of
 from .passes import PASSES, lower
-from .program import Factor, Holding, Program, Size
+from .pipeline import Exit, Passage, Pipelined, lower_pipeline
+from .program import Early, Factor, Holding, Program, Size
 
-__all__ = ["PASSES", "Factor", "Holding", "Program", "Size", "converter_of", "lower"]
+__all__ = ["PASSES", "Early", "Exit", "Factor", "Holding", "Passage", "Pipelined", "Program", "Size", "converter_of",
+           "lower", "lower_pipeline"]  # fmt: skip

@@ -14,6 +14,7 @@ from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
 from ..layout import Cut, Layout
+from ..plan.pipeline import MB
 from ..rules import DROPOUTS
 from ..rules.kept import OPAQUE
 from .own import own
@@ -226,7 +227,8 @@ def dropout(program: Program, op: Op) -> Op:
 @local(OPAQUE)
 def opaque(program: Program, op: Op) -> Op:
     """Where its rows are split, a part draws other random numbers on every rank; split experts are found by theirs."""
-    axes = _in_mesh_order(program, cut_axes(program.layouts[op.outputs[0]]))
+    split = [axis for axis in cut_axes(program.layouts[op.outputs[0]]) if axis != MB]  # microbatches differ anyway
+    axes = _in_mesh_order(program, tuple(split))
     op = op.with_arguments(axes=axes) if axes else op
     stacked = [program.layouts[op.inputs[slot.index]].cuts for slot in op.argument("held")]
     homes = [cuts[0] for cuts in stacked if cuts and cuts[0]] if op.argument("rule") else []

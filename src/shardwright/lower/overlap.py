@@ -33,7 +33,7 @@ def count_early(program: Program) -> Program:
     first: dict[str, Op] = {}
     changed: dict[str, Op] = {}
     for op in program.body:
-        if op.target not in COUNTED or not op.argument("rows"):
+        if op.target not in COUNTED or not op.argument("rows") or op.argument("count") is not None:
             continue
         labels = _from_inputs(op.inputs[op.argument("target").index], makers, held)
         weight = op.argument("weight")
@@ -80,6 +80,8 @@ def _count_op(loss: Op) -> Op:
 
 def awaited_later(program: Program) -> Program:
     """The sum of a number that leaves the program and that no op reads is awaited when the user looks at it."""
+    if program.stepped:
+        return program
     users, needed = program.users(), {name for name in program.outputs if name is not None}
 
     def for_the_user(op: Op) -> bool:
@@ -105,6 +107,25 @@ def in_place(program: Program) -> Program:
         op.with_arguments(in_place=True) if op.target == "comm.fan_in" and only_reader(op) else op
         for op in program.body
     )
+    return program.with_(body=body)
+
+
+PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.convolution.default", "aten.conv1d.default",
+            "aten.conv2d.default", "aten.conv3d.default")  # fmt: skip
+"""Ops that a queue of weights' gradients knows."""
+
+
+def put_off(program: Program) -> Program:
+    """Where backward is in two steps, products with parameters give their weights' gradients in the second."""
+    if not program.puts_off:
+        return program
+    held = {holding.value for holding in program.holdings if holding.trainable}
+
+    def later(op: Op) -> bool:
+        known = op.target in PRODUCTS and not op.argument("transposed") and op.autocast is None and not op.no_grad
+        return known and any(name in held for name in op.inputs)
+
+    body = tuple(replace(op, target=f"weights.{op.target}") if later(op) else op for op in program.body)
     return program.with_(body=body)
 
 

@@ -10,9 +10,10 @@ from ..plan import Plan
 from ..rules import Analysis, analyse
 from .check import check
 from .local import localize
-from .overlap import awaited_later, count_early, in_place, overlap
-from .place import Placer, check_edges
+from .overlap import awaited_later, count_early, in_place, overlap, put_off
+from .place import Placer, Task, check_edges
 from .program import Program
+from .prologue import check_time, prologue
 from .tidy import fold_bias, fold_mean, fuse, hoist, loosen, prune
 
 Pass = Callable[[Program], Program]
@@ -23,12 +24,15 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("fuse: reductions in a row over several axes", fuse),
     ("localize: sizes and algorithms of this rank", localize),
     ("loosen: views of a share are reshapes", loosen),
+    ("prologue: what all microbatches need", prologue),
+    ("check time: nothing needs another microbatch", check_time),
     ("count early: labels are counted as soon as they are there", count_early),
     ("fold mean: a loss and the count of its labels in one sum", fold_mean),
     ("hoist: constants, computed once", hoist),
     ("fold bias: products and their biases in one call", fold_bias),
     ("awaited later: sums that only the user reads", awaited_later),
     ("in place: sums of what nobody else reads", in_place),
+    ("put off: products that give weights' gradients wait for their step", put_off),
     ("overlap: sums of gradients beside the products of weights' gradients", overlap),
 )
 
@@ -42,9 +46,27 @@ def lower(
     mode: str = "same",
     show: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    """The program for a graph under a plan. `homes` fixes how parameters are held (entries after the first)."""
+    """The program for a graph under a plan of one segment. `homes` fixes how parameters are held (later entries)."""
     plan.check_against(graph)
-    program = Placer(graph, plan, facts or analyse(graph), homes, mode).run()
+    (segment,) = plan.entries[graph.entry]
+    task = Task(
+        graph=graph,
+        facts=facts or analyse(graph),
+        mesh=segment.mesh,
+        choices=segment.choices,
+        recompute=segment.recompute,
+        storage=plan.storage,
+        homes=homes or {},
+        mode=mode,
+        plan_name=plan.name,
+        plan_policy=plan.policy,
+    )
+    return run(task, show)
+
+
+def run(task: Task, show: Callable[[str, Program], None] | None = None) -> Program:
+    """Place, and run all passes."""
+    program = Placer(task).run()
     if show is not None:
         show("place: layouts and converters", program)
     for name, step in PASSES:

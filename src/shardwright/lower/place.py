@@ -10,35 +10,66 @@ use their result too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..conversion import Form, Step, forget_gradient, forms_of, home_layout, same
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
-from ..layout import FANNED, WHOLE, Layout, whole
-from ..plan import Plan, regions_of
+from ..layout import FANNED, WHOLE, Layout, Mesh, Partial, make_layout, whole
+from ..plan import regions_of
+from ..plan.pipeline import MB
+from ..plan.plan import Choices
 from ..plan.rows import replica_axes, rows_layout
 from ..rules import FAN, Analysis
 from .program import Holding, Program
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be placed: a graph, or the graph of a segment, on a mesh.
+
+    mesh        with the axis in time, if there are microbatches
+    homes       how parameters are held, where that is decided already
+    mode        "rows" if each data-parallel group passes its own rows
+    entering    values that come from other segments, as they lie in time
+    leaving     values that go to other segments, as those want them; None: as they are made
+    title       what it is, for the head of the file: "stage 0 of 2"
+    stepped     whether it runs by a schedule; `puts_off` if that has backward in two steps
+    """
+
+    graph: Graph
+    facts: Analysis
+    mesh: Mesh
+    choices: Choices
+    recompute: tuple[str, ...] = ()
+    storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    homes: Mapping[str, Layout] = field(default_factory=dict)
+    mode: str = "same"
+    entering: Mapping[str, Layout] = field(default_factory=dict)
+    leaving: Mapping[str, Layout | None] = field(default_factory=dict)
+    plan_name: str = ""
+    plan_policy: str = ""
+    title: str = ""
+    stepped: bool = False
+    puts_off: bool = False
+
+
 class Placer:
     """Walks the graph once and writes the program's ops."""
 
-    def __init__(
-        self, graph: Graph, plan: Plan, facts: Analysis, homes: Mapping[str, Layout] | None, mode: str
-    ) -> None:
-        self.graph, self.plan, self.facts, self.mesh, self.mode = graph, plan, facts, plan.mesh, mode
-        self.sizes = plan.mesh.sizes
+    def __init__(self, task: Task) -> None:
+        self.task, self.graph, self.facts, self.mesh, self.mode = task, task.graph, task.facts, task.mesh, task.mode
+        graph = task.graph
+        self.sizes = task.mesh.sizes
         self.values: dict[str, Value] = {}
         self.layouts: dict[str, Layout] = {}
         self.ops: list[Op] = []
         self.forms: dict[str, dict[Layout, Form]] = {}
         self.counts: dict[str, int] = {}
-        self.choices = plan.choices(graph.entry)
-        self.regions = regions_of(graph, plan.entries[graph.entry][0].recompute)
+        self.choices = {name: held for name, held in task.choices.items() if held}
+        self.regions = regions_of(graph, task.recompute)
         self.region: str | None = None  # the region that is being placed,
         self.start = 0  # where it starts,
         self.inside: set[str] = set()  # and what has been made in it
@@ -49,7 +80,7 @@ class Placer:
                 self.uses[name].append(layout)
         for name in graph.sinks():
             self.uses[name].append(self._leaving(name))
-        self.homes = dict(homes or {})
+        self.homes = dict(task.homes)
 
     def _layouts(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         signature = self.facts.signatures[op.name]
@@ -59,11 +90,33 @@ class Placer:
         return signature.layouts(choice, self.mesh)
 
     def _leaving(self, name: str) -> Layout:
-        """Outputs leave whole; in "rows" mode those that have the batch leave as this group's rows."""
+        """Outputs leave whole; in "rows" mode those that have the batch leave as this group's rows.
+
+        In time they stay as they are made, and so do values that go to other segments, which are settled but for that.
+        """
         value = self.graph.values[name]
+        made = self._made(name)
+        if name in self.task.leaving:
+            wanted = self.task.leaving[name]
+            return settled(made) if wanted is None else wanted
         if self.mode == "rows" and value.shape and any(output.value == name for output in self.graph.outputs):
-            return self._rows(name)
-        return whole(len(value.shape))
+            return in_time(self._rows(name), made, self.sizes)
+        return in_time(whole(len(value.shape)), made, self.sizes)
+
+    def taken_as(self, name: str) -> Layout:
+        """How a value that comes from another segment is taken."""
+        return self._entering(name)
+
+    def given_as(self, name: str) -> Layout:
+        """How a value that goes to another segment is given."""
+        return self._leaving(name)
+
+    def _made(self, name: str) -> Layout:
+        """How a value lies where it is made."""
+        maker = self.graph.producer.get(name)
+        if maker is None:
+            return self.task.entering.get(name, whole(len(self.graph.values[name].shape)))
+        return self.placed[maker.name][1][maker.outputs.index(name)]
 
     def _rows(self, name: str) -> Layout:
         """The layout in which each data-parallel group has its own rows."""
@@ -72,8 +125,7 @@ class Placer:
     def run(self) -> Program:
         graph = self.graph
         for held in graph.inputs:
-            rank = len(graph.values[held.value].shape)
-            self._produce(held.value, self._rows(held.value) if self.mode == "rows" else whole(rank))
+            self._produce(held.value, self._entering(held.value))
         holdings = [self._hold(parameter) for parameter in graph.parameters]
         for buffer in graph.buffers:
             self._produce(buffer.value, whole(len(graph.values[buffer.value].shape)))
@@ -91,8 +143,8 @@ class Placer:
             graph=graph,
             facts=self.facts,
             mesh=self.mesh,
-            plan_name=self.plan.name,
-            plan_policy=self.plan.policy,
+            plan_name=self.task.plan_name,
+            plan_policy=self.task.plan_policy,
             values=self.values,
             layouts=self.layouts,
             holdings=tuple(holdings),
@@ -101,7 +153,19 @@ class Placer:
             updates=updates,
             mode=self.mode,
             choices=self.choices,
+            stepped=self.task.stepped,
+            puts_off=self.task.puts_off,
+            title=self.task.title,
+            received=frozenset(self.task.entering),
         )
+
+    def _entering(self, name: str) -> Layout:
+        """Inputs of the model are there whole, or as rows, and so is their gradient: it adds up over time."""
+        layout = self.task.entering.get(name)
+        if layout is not None:
+            return entering(layout, self.uses[name], self.mesh)
+        layout = self._rows(name) if self.mode == "rows" else whole(len(self.graph.values[name].shape))
+        return layout.with_placement(MB, FANNED) if MB in self.sizes else layout
 
     def _produce(self, name: str, layout: Layout) -> None:
         value = self.graph.values[name]
@@ -176,16 +240,18 @@ class Placer:
 
     def _hold(self, parameter: Parameter) -> Holding:
         value = self.graph.values[parameter.value]
-        wish = self.plan.storage.get(parameter.key, ())
+        wish = tuple(held for held in self.task.storage.get(parameter.key, ()) if held[0] in self.sizes)
         home = self.homes.get(parameter.key)
         if home is None:
             home = home_layout(self.uses[parameter.value], self.mesh, len(value.shape))
             for axis, _ in wish if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
                 home = home.with_placement(axis, FANNED) if home.placement(axis) == WHOLE else home
         zero = tuple(held for held in wish if not parameter.trainable or home.placement(held[0]) == FANNED)
+        home = home.with_placement(MB, WHOLE) if MB in self.sizes else home
         if not parameter.trainable:
             home = forget_gradient(home)
-        self._produce(parameter.value, home)
+        added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum
+        self._produce(parameter.value, home.with_placement(MB, FANNED) if added_up else home)
         return Holding(
             value=parameter.value,
             keys=parameter.keys,
@@ -195,6 +261,33 @@ class Placer:
             layout=home,
             zero=zero,
         )
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout in which a value goes to another segment: cut or whole on every axis; in time as it is."""
+    return make_layout(layout.cuts, {name: held for name, held in layout.rest if name == MB})
+
+
+def in_time(layout: Layout, made: Layout, sizes: Mapping[str, int]) -> Layout:
+    """A layout of an output, in time as the value is made; its gradient is the same for all microbatches."""
+    found = made.cut_of(MB)
+    if found is None:
+        held = made.placement(MB)
+        return layout.with_placement(MB, held) if isinstance(held, Partial) else layout
+    dim, cut = found
+    if next(iter(sizes)) != MB:
+        return layout.with_cut(dim, cut)
+    cuts = tuple((cut, *held) if at == dim else held for at, held in enumerate(layout.cuts))
+    return make_layout(cuts, dict(layout.rest))
+
+
+def entering(given: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
+    """How a value from another segment is taken: as its most split use has it, settled; in time as it was given."""
+    best = settled(home_layout(uses, mesh, len(given.cuts)))
+    if best.cut_of(MB) == given.cut_of(MB):
+        return make_layout(best.cuts, {MB: given.placement(MB) or WHOLE})
+    cuts = [tuple(cut for cut in held if cut.axis == MB) for held in given.cuts]
+    return make_layout(cuts, {MB: given.placement(MB) or WHOLE})
 
 
 def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op | None) -> Op:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..ir import Graph, Op, Value
-from ..layout import Layout, Mesh, share
+from ..ir import Graph, Input, Op, Value
+from ..layout import Layout, Mesh, Reduction, share
+from ..plan.pipeline import MB
 from ..rules import Analysis
 
 
@@ -66,6 +67,16 @@ class Holding:
         return self.keys[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Early:
+    """A value that all microbatches need and no parameter goes into: `source` of each, reduced over time and `axes`."""
+
+    value: str
+    source: str
+    how: Reduction = "sum"
+    axes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """The program for one entry on one mesh."""
@@ -84,13 +95,30 @@ class Program:
     updates: tuple[tuple[str, str], ...] = ()  # (buffer key, value)
     mode: str = "same"
     choices: Mapping[str, Any] | None = None
+    title: str = ""  # what it is of a pipeline
+    stepped: bool = False  # run by a schedule, several times in a training step
+    puts_off: bool = False  # backward is in two steps, and weights' gradients are for the second
+    received: frozenset[str] = frozenset()  # the inputs that come from other segments
+    prologue: tuple[Op, ...] = ()  # run for every microbatch before the first forward
+    early: tuple[Early, ...] = ()  # what the prologue makes for all of them
 
     def with_(self, **changes: Any) -> Program:
         return replace(self, **changes)
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        return self.constants + self.body
+        return self.constants + self.prologue + self.body
+
+    @property
+    def devices(self) -> int:
+        """How many run it."""
+        return math.prod(axis.size for axis in self.mesh.axes if axis.name != MB)
+
+    @property
+    def asked(self) -> tuple[Input, ...]:
+        """The inputs that the prologue reads."""
+        read = {name for op in self.prologue for name in op.inputs} | {early.source for early in self.early}
+        return tuple(held for held in self.graph.inputs if held.value in read)
 
     def users(self) -> dict[str, list[Op]]:
         found: dict[str, list[Op]] = {}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
+from ..plan.pipeline import MB
 from .local import COUNTED
 from .program import Program
 
@@ -86,7 +87,7 @@ def hoist(program: Program) -> Program:
     body: list[Op] = []
     for op in program.body:
         own = program.facts.is_constant(op)
-        cut = op.target in ("comm.take", "comm.take_pad") and op.inputs[0] in fixed
+        cut = op.target in SHARES and op.inputs[0] in fixed and MB not in op.argument("axes")
         if (own or cut) and all(name in fixed for name in op.inputs):
             fixed.update(op.outputs)
             constants.append(op)
@@ -97,7 +98,7 @@ def hoist(program: Program) -> Program:
 
 def prune(program: Program) -> Program:
     """Drop ops whose results nobody reads."""
-    wanted = program.needed()
+    wanted = program.needed() | {early.source for early in program.early}
     kept: list[Op] = []
     for op in reversed(program.ops):
         if any(name in wanted for name in op.outputs):

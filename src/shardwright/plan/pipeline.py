@@ -7,6 +7,7 @@ inputs alone, which is computed for all of them first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from ..schedule import Schedule, forward_only, kind_named, spread
 from .draft import Draft
 from .plan import Plan, Segment
 from .policies import POLICIES, dp
+from .recompute import faults_of
+from .rows import replica_axes
 from .segments import Line, balanced
 from .strings import REPLICAS, Request
 
@@ -149,11 +152,70 @@ def check_microbatches(graph: Graph, count: int, replicas: int, local: bool) -> 
         )
 
 
-def schedule_of(plan: Plan, *, training: bool = True) -> Schedule:
+def microbatches_of(plan: Plan, graph: Graph) -> int:
+    """The number of microbatches of an entry: the plan's, or the next smaller one that a smaller batch divides by."""
+    replicas = max(math.prod(mesh.sizes[name] for name in replica_axes(mesh)) for mesh in _meshes(plan))
+    rows = (graph.batch or 1) * (plan.microbatches if plan.local else 1)
+    return next((count for count in range(plan.microbatches, 1, -1) if rows % (count * replicas) == 0), 1)
+
+
+def _meshes(plan: Plan) -> list[Mesh]:
+    return [segment.mesh for segment in plan.segments]
+
+
+def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool = True) -> Schedule:
     """The schedule that a plan names, over its devices."""
-    meshes = [segment.mesh for segment in plan.segments]
+    meshes, count = _meshes(plan), plan.microbatches if microbatches is None else microbatches
     seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
     if training:
-        made = kind_named(plan.schedule or USUAL).make(len(seats), plan.microbatches)
-        return spread(made, seats)
-    return forward_only([mesh.devices for mesh in meshes], plan.microbatches)
+        return spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
+    return forward_only([mesh.devices for mesh in meshes], count)
+
+
+def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
+    """A pipeline with one more entry: ops of the same names are where they are in the first, and split as there."""
+    graph, line = facts.graph, Line(facts)
+    known = {name: number for number, segment in enumerate(plan.segments) for name in segment.choices}
+    parts = parts_like(line, known, len(plan.segments))
+    count = 1 if plan.local else microbatches_of(plan, graph)
+    drawn = {mesh: _again(plan, facts, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
+    segments = tuple(
+        Segment(
+            mesh=held.mesh,
+            choices={name: drawn[held.mesh].get(name, {}) for name in part},
+            recompute=_recomputed(line, part, [path for path in held.recompute if not faults_of(graph, path)]),
+        )
+        for held, part in zip(plan.segments, parts, strict=True)
+    )
+    return replace(
+        plan,
+        entries={**plan.entries, graph.entry: segments},
+        fingerprints={**plan.fingerprints, graph.entry: graph.fingerprint},
+    )
+
+
+def parts_like(line: Line, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+    """All ops by segment, those on the line where they are known to be, others with what they read."""
+    home: dict[str, int] = {}
+    for op in line.ops:
+        makers = [line.graph.producer.get(name) for name in op.inputs]
+        before = [home[maker.name] for maker in makers if maker is not None and maker.name in home]
+        home[op.name] = max([known.get(op.name, 0), *before])
+    return line.settled(home, count)
+
+
+def _again(plan: Plan, facts: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
+    """What ops do on a mesh, by what those of the same names do on it."""
+    draft = Draft(facts.graph, timed(mesh, microbatches), facts)
+    if microbatches > 1:
+        dp(draft, Axis(name=MB, size=microbatches))
+    for segment in plan.segments:
+        for name, held in segment.choices.items() if segment.mesh == mesh else ():
+            op = facts.graph.by_name.get(name)
+            if op is None or facts.is_constant(op):
+                continue
+            for axis in mesh.axes:
+                role = next((role for role in draft.roles(op) if role.name == held.get(axis.name)), None)
+                if role is not None and role.fills(axis.size):
+                    draft.split(op, axis, role)
+    return draft.finish("").choices(facts.graph.entry)

@@ -32,7 +32,7 @@ def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, train
     if not named:
         raise PlanError("the plan does not say for which cluster it is; pass cluster='8xA100-80GB', or a cluster file")
     try:
-        found = named if isinstance(named, Cluster) else cluster_for(named, plan.mesh.size)
+        found = named if isinstance(named, Cluster) else cluster_for(named, plan.size)
     except ClusterError as error:
         if cluster is not None:
             raise

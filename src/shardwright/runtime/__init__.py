@@ -7,13 +7,14 @@ from .holding import Held, Piece, cut
 from .later import fan_in_later
 from .linears import fan_out_linear, fan_out_linears, gather_linear, gather_linears
 from .lookup import embedding_rows
-from .losses import begin_count, cross_entropy, nll_loss
+from .losses import begin_count, count_labels, cross_entropy, nll_loss
 from .norms import batch_norm
 from .own import Part, find, own
-from .stage import Stage, recompute, share
+from .stage import Count, Stage, recompute, share
 from .world import Group, Groups, World, start
 
 __all__ = [
+    "Count",
     "Group",
     "Groups",
     "Held",
@@ -25,6 +26,7 @@ __all__ = [
     "begin_count",
     "comm",
     "cond",
+    "count_labels",
     "cross_entropy",
     "cut",
     "embedding_rows",

@@ -15,6 +15,9 @@ A `cut` of None means the contiguous even cut of the dim. Uneven cuts travel pad
 the largest piece. Inputs and incoming gradients are never written to, as another op may
 hold them; only `fan_in_` sums in place, where lowering knows that nobody does. `recording`
 lists the collectives that are issued, forward and backward.
+
+Over a `Moment`, a place in time, only what needs nobody else works: `take` of a value without
+gradient, `take_pad`, `pad`, `on_first`, `gradient_on_first`. Backward reads the moment again.
 """
 
 from __future__ import annotations
@@ -284,14 +287,14 @@ def gather_sum(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Ten
 
 def take(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """W to S. Forward takes this rank's piece / backward gathers the pieces."""
-    if group.process_group is None:
+    if group.size == 1:
         return x
     return convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut))
 
 
 def take_pad(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """F to S. Forward takes this rank's piece / backward pads it with zeros."""
-    if group.process_group is None:
+    if group.size == 1:
         return x
     return convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_pad, dim=dim, group=group, cut=cut))
 
@@ -307,7 +310,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None = None) ->
 
 def pad(x: Tensor, dim: int, group: Group, cut: Cut | None = None) -> Tensor:
     """S to P. Forward pads this rank's piece with zeros / backward takes it."""
-    if group.process_group is None:
+    if group.size == 1:
         return x
     return convert(x, partial(_pad, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
 
@@ -332,14 +335,14 @@ def exchange(
 
 def on_first(x: Tensor, group: Group) -> Tensor:
     """W to P. Forward keeps the value on the first rank, zeros elsewhere / backward does nothing."""
-    if group.process_group is None:
+    if group.size == 1:
         return x
     return convert(x, partial(_keep_on_first, group=group), _nothing)
 
 
 def gradient_on_first(x: Tensor, group: Group) -> Tensor:
     """F to W. Forward does nothing / backward keeps the gradient on the first rank, zeros elsewhere."""
-    if group.process_group is None or not x.requires_grad:
+    if group.size == 1 or not x.requires_grad:
         return x
     return convert(x, _nothing, partial(_keep_on_first, group=group))
 

@@ -24,6 +24,7 @@ from .gradients import GradientSync
 from .holding import Held
 from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, rows_of
 from .parameters import ShardParameter
+from .pipeline import Running
 from .random import Randomness
 from .stage import Stage, shown
 from .world import Groups, World
@@ -31,15 +32,16 @@ from .world import Groups, World
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A program that is ready to run, with the way in and out."""
+    """A program that is ready to run, with the way in and out: a stage, or a pipeline of several."""
 
-    stage: Stage
     path: Path
     flatten: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
     unflatten: Callable[[Sequence[Tensor | None]], Any]
     literals: tuple[bool, ...]  # for each output, whether it is a literal
     rows: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
     dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
+    stage: Stage | None = None
+    running: Running | None = None
 
 
 @dataclass(kw_only=True)
@@ -55,6 +57,7 @@ class Holding:
     random: Randomness
     replica_axes: tuple[str, ...]
     persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
+    seats: state.Seats = ()  # of a pipeline: for each mesh what its ranks hold
 
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
@@ -176,14 +179,15 @@ class ParallelModel(nn.Module):
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
         held = self._ready()
-        return state.full_state_dict(held.held, held.parameters, held.saved_buffers, held.groups, rank)
+        return state.full_state_dict(held.held, held.parameters, held.saved_buffers, held.groups, rank, held.seats)
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors or pieces, saved under this plan or another."""
         if self._holding is None:
             return super().load_state_dict(values, strict, assign)
         held = self._holding
-        return state.load_state(values, held.held, held.parameters, held.saved_buffers, held.groups, strict)
+        elsewhere = [key for _, helds in held.seats for one in helds for key in one.keys]
+        return state.load_state(values, held.held, held.parameters, held.saved_buffers, held.groups, strict, elsewhere)
 
     def hold(self, holding: Holding) -> None:
         """Take the pieces in, under the original names."""
@@ -230,14 +234,22 @@ class ParallelModel(nn.Module):
         if self.training and torch.is_grad_enabled():
             holding.random.advance()
             self._count(holding)
+        found = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
+        return entry.unflatten(self._out(entry, found))
+
+    def _forward(self, stage: Stage, holding: Holding, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         with ExitStack() as stack:
             stack.enter_context(torch._C.DisableTorchFunctionSubclass())
             if holding.zero is not None and torch.is_grad_enabled():
                 stack.enter_context(holding.zero.saving())
-            entry.stage.start()
-            found = entry.stage.forward(*tensors)
-            self._write_updates(entry.stage, holding)
-        return entry.unflatten(self._out(entry, found))
+            stage.start()
+            found = stage.forward(*tensors)
+            self._write_updates(stage, holding)
+        return found
+
+    def _pipeline(self, entry: Entry, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert entry.running is not None
+        return entry.running(tensors, self.training)
 
     def _count(self, holding: Holding) -> None:
         self._backwards += 1

@@ -6,7 +6,8 @@ the norm of either is a `ShardNorm`, a local number that still has to be added u
 axes that cut the piece. Only when someone looks at it does it become a plain tensor, and
 `torch.stack`, which `get_total_norm` calls on all norms, settles all of them together,
 with one small collective for each axis that cuts anything. A piece that is the same on
-several ranks counts once, since nothing is summed over the axes it is whole on.
+several ranks counts once, since nothing is summed over the axes it is whole on. In a pipeline
+a stack has the norms of all stages (`stages`).
 
 ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view
 on the rows that this rank owns. At level 1 `shard.grad` is a view on the parameter's
@@ -33,6 +34,7 @@ from shardwright.layout import Layout
 from .faults import told
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .packing import Slot, make_slot
+from .stages import Stages
 from .world import Groups
 
 Untouched = torch._C.DisableTorchFunctionSubclass
@@ -53,6 +55,7 @@ class ShardParameter(torch.nn.Parameter):
     owner: ShardParameter | None
     slot: Slot | None
     cut_state: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
+    stages: Stages | None = None  # of the pipeline that it is a part of
     prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
 
     def __new__(
@@ -87,6 +90,8 @@ class ShardParameter(torch.nn.Parameter):
             memo[id(self)] = copied
             if self.shard is not None:
                 _attach_shard(copied)
+            if self.stages is not None:
+                join(self.stages, [copied])
         return cast(ShardParameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -128,6 +133,14 @@ def _attach_shard(parameter: ShardParameter) -> None:
     parameter.shard, parameter.slot = shard, slot
 
 
+def join(stages: Stages, parameters: Iterable[ShardParameter]) -> None:
+    """Make parameters those of a pipeline, of which other ranks have other stages."""
+    for parameter in parameters:
+        parameter.stages = stages
+        if parameter.shard is not None:
+            parameter.shard.stages = stages
+
+
 # -- gradients ---------------------------------------------------------------------------
 
 
@@ -136,6 +149,8 @@ class ShardGradient(Tensor):
 
     spread: Layout
     groups: Groups | None
+    stages: Stages | None
+    held: Held
     mine: Tensor | None  # level 1: the share whose norm is summed over the zero axis too
     whole: Tensor | None  # of a share at level 1: the gradient that it is a view on
 
@@ -178,7 +193,7 @@ def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | Non
     if gradient is None or isinstance(gradient, ShardGradient):
         return gradient
     split = parameter.groups is not None and cutting_axes(parameter.spread, parameter.groups.mesh)
-    if not split and parameter.shard is None:
+    if not split and parameter.shard is None and parameter.stages is None:
         return gradient
     made = _as_gradient(gradient, parameter)
     if parameter.shard is not None and parameter.slot is not None:
@@ -199,6 +214,7 @@ def _share_of_owner(shard: ShardParameter, owner: ShardParameter) -> Tensor | No
 def _as_gradient(gradient: Tensor, parameter: ShardParameter) -> ShardGradient:
     made = gradient.detach().as_subclass(ShardGradient)
     made.spread, made.groups = parameter.spread, parameter.groups
+    made.stages, made.held = parameter.stages, parameter.held
     made.mine = made.whole = None
     return made
 
@@ -237,6 +253,8 @@ class ShardNorm(Tensor):
     axes: tuple[str, ...]
     groups: Groups
     order: float
+    stages: Stages | None
+    of: str  # the name of the parameter
 
     @classmethod
     def __torch_function__(
@@ -246,7 +264,7 @@ class ShardNorm(Tensor):
             if func is torch.Tensor.to and not kwargs and args[1:] == (args[0].device,):
                 return args[0]
             if func is torch.stack and isinstance(args[0], (list, tuple)):
-                return torch.stack(_settle(args[0]), *args[1:], **(kwargs or {}))
+                return torch.stack(_of_all_stages(args[0], _settle(args[0])), *args[1:], **(kwargs or {}))
             plain = torch.utils._pytree.tree_map_only(ShardNorm, lambda norm: _settle([norm])[0], (args, kwargs or {}))
             return func(*plain[0], **plain[1])
 
@@ -293,10 +311,11 @@ def _lazy(x: Tensor, norm: Tensor, order: float) -> Tensor:
     if groups is None:
         raise RankError("a piece that was unpickled does not know its other ranks, so its norm is unknown")
     axes = cutting_axes(x.spread, groups.mesh)
-    if not axes:
+    if not axes and x.stages is None:
         return norm
     made = norm.as_subclass(ShardNorm)
     made.axes, made.groups, made.order = axes, groups, order
+    made.stages, made.of = x.stages, x.held.name
     return made
 
 
@@ -318,6 +337,18 @@ def _settle(norms: Sequence[Tensor]) -> list[Tensor]:
                 values[cut] = part
     settled = iter(values if most or order == 0 else values.pow(1.0 / order))
     return [next(settled).to(norm.dtype) if isinstance(norm, ShardNorm) else norm for norm in norms]
+
+
+def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[Tensor]:
+    """What is stacked: in a pipeline the norms of all parameters of all ranks, then those of other tensors."""
+    known: dict[Stages, dict[str, Tensor]] = {}
+    found: list[Tensor] = []
+    for norm, value in zip(norms, settled, strict=True):
+        if isinstance(norm, ShardNorm) and norm.stages is not None:
+            known.setdefault(norm.stages, {})[norm.of] = value
+        else:
+            found.append(value)
+    return [*(norm for stages, mine in known.items() for norm in stages.norms(mine)), *found]
 
 
 def _summed(values: Tensor, groups: Groups, axis: str) -> Tensor:

@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,12 +23,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import InputError, LayoutError
-from shardwright.layout import Cut
+from shardwright.layout import Cut, Reduction
 from shardwright.layout import share as share_of
 
 from .experts import experts
 from .random import Randomness
-from .world import Group, Groups
+from .weights import WeightQueue
+from .world import Group, Groups, Moment
 from .zero import Zero3
 
 
@@ -46,8 +48,8 @@ class Branch:
         return self._path
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
-            return list(self)[key]
+        if isinstance(key, slice):  # by number: a segment holds some of the layers only
+            return [self.__dict__[str(number)] for number in range(key.start or 0, key.stop, key.step or 1)]
         return self.__dict__[str(key)]
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,11 +66,32 @@ class Part(Protocol):
     def __call__(self, tensors: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, ...]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """A number that all microbatches need and no parameter goes into, such as the labels that count."""
+
+    name: str  # forward finds it as `self.known.<name>`
+    over: str | None = None  # the attribute of the stage that is the group to reduce over
+    op: Reduction = "sum"  # over microbatches and over the group
+
+
 class Stage:
     """The program of a rank. Generated code fills in `constants` and `forward`."""
 
-    def __init__(self, groups: Groups, wanted: Sequence[str], device: torch.device, random: Randomness) -> None:
+    counts: tuple[Count, ...] = ()  # what `prologue` returns, in order
+
+    def __init__(
+        self,
+        groups: Groups,
+        wanted: Sequence[str],
+        device: torch.device,
+        random: Randomness,
+        moment: Moment | None = None,
+    ) -> None:
         self.device = device
+        self.mb = moment if moment is not None else Moment(1)
+        self.known = SimpleNamespace()
+        self.weights = WeightQueue()
         self.random = random
         self.fixed = SimpleNamespace()
         self.held = Branch("")
@@ -86,6 +109,10 @@ class Stage:
 
     def constants(self) -> None:
         """What is computed once."""
+
+    def prologue(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """This rank's `counts` of the microbatch that runs."""
+        return ()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError

@@ -14,11 +14,12 @@ Optimizer state goes the same way, under the keys of the parameters it belongs t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -167,16 +168,49 @@ def full_state_dict(
     buffers: Mapping[str, Tensor],
     groups: Groups,
     rank: int | None = None,
+    seats: Seats = (),
 ) -> dict[str, Tensor]:
     """Whole tensors under the original keys, on every rank or only on `rank`. All ranks must call it."""
     found: dict[str, Tensor] = {}
     keep = rank is None or here().rank == rank
+    own: dict[str, Tensor] = {}
     for one in held:
         with Untouched():
-            whole = gather(parameters[one.name], one, groups)
-        if keep:
-            found.update(dict.fromkeys(one.keys, whole))
+            whole = gather(parameters[one.name], one, groups).as_subclass(Tensor)
+        if keep or len(seats) > 1:
+            own[one.name] = whole
+    every = [one for _, helds in seats for one in helds] if len(seats) > 1 else held
+    whole_of = spread_out(own, seats)
+    for one in every if keep else ():
+        tensor = whole_of[one.name]
+        assert tensor is not None
+        found.update(dict.fromkeys(one.keys, tensor))
     return {**found, **{key: buffer.detach().clone() for key, buffer in buffers.items()}} if keep else {}
+
+
+Seats = Sequence[tuple[Mesh, Sequence[Held]]]
+"""For each mesh of a pipeline what its ranks hold; () if there is one mesh."""
+
+
+def spread_out(values: Mapping[str, Tensor | None], seats: Seats) -> dict[str, Tensor | None]:
+    """Whole tensors by first key, on all ranks, from the first mesh that holds each. All ranks must call it."""
+    if len(seats) < 2:
+        return dict(values)
+    found: dict[str, Tensor | None] = {}
+    device = here().device
+    for mesh, helds in seats:
+        source = mesh.devices[0]
+        for held in (one for one in helds if one.name not in found):
+            own = values.get(held.name)
+            there = torch.tensor(own is not None, device=device)
+            dist.broadcast(there, source)
+            if bool(there):
+                whole = torch.empty(held.shape, dtype=held.dtype, device=device) if own is None else own.contiguous()
+                dist.broadcast(whole, source)
+                found[held.name] = whole
+            else:
+                found[held.name] = None
+    return found
 
 
 @torch.no_grad()
@@ -187,13 +221,14 @@ def load_state(
     buffers: Mapping[str, Tensor],
     groups: Groups,
     strict: bool = True,
+    elsewhere: Iterable[str] = (),
 ) -> Any:
     """Load whole tensors (each rank cuts its piece) or pieces: of the same layout as they are, else by gathering.
 
     Returns what `nn.Module.load_state_dict` returns: the missing and the unexpected keys.
     """
     held = list(held)
-    known = {key for one in held for key in one.keys} | set(buffers)
+    known = {key for one in held for key in one.keys} | set(buffers) | set(elsewhere)
     missing = [one.name for one in held if not any(key in values for key in one.keys)]
     missing += [key for key in buffers if key not in values]
     unexpected = [key for key in values if key not in known]

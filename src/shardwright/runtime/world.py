@@ -77,6 +77,19 @@ class Group:
     process_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
 
+class Moment(Group):
+    """A place on a time axis: which of `size` microbatches is running. Nobody can be talked to over time."""
+
+    __slots__ = ()
+
+    def __init__(self, size: int, axis: str = "mb") -> None:
+        super().__init__(axes=(axis,), size=size, index=0, ranks=())
+
+    def move(self, index: int) -> None:
+        """Another microbatch runs from here on."""
+        object.__setattr__(self, "index", index)
+
+
 class Groups:
     """The groups of a mesh: `groups["tp"]`, `groups["dp", "tp"]`. Made by all ranks together."""
 
@@ -166,6 +179,26 @@ def _process_group(ranks: tuple[int, ...], apart: bool) -> dist.ProcessGroup | N
         group = dist.new_group(list(ranks), timeout=_timeout(whole), sort_ranks=False)
         made[ranks, apart] = group if dist.get_rank() in ranks else None
     return made[ranks, apart]
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """The process group of some ranks, None on a rank that is not in it. Made by all ranks together."""
+    return _process_group(tuple(ranks), apart=False)
+
+
+def pair_groups(pairs: Iterable[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """For each ordered pair of ranks, the group in which the first sends to the second. Made by all ranks together.
+
+    NCCL runs what is in one group one after the other, so that a send would wait for the receive before it: there
+    each pair has a group of its own. Gloo has one for all.
+    """
+    found: dict[tuple[int, int], dist.ProcessGroup] = {}
+    everyone = tuple(range(here().size))
+    for pair in sorted(set(pairs)):
+        group = _process_group(pair if device.type != "cpu" else everyone, apart=True)
+        if group is not None:
+            found[pair] = group
+    return found
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

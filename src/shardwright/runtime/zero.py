@@ -21,7 +21,7 @@ view on the gathered buffer, and is kept like any other activation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -153,7 +153,7 @@ class Return:
         self.sent.append((row, flat, work, full))
 
     @torch.no_grad()
-    def receive(self) -> None:
+    def receive(self, leaf_of: Callable[[Tensor], Tensor]) -> None:
         """Wait for what was sent, and add it to `.grad`."""
         for row, _, work, full in self.sent:
             if work is not None:
@@ -164,8 +164,9 @@ class Return:
             for number, (_, parameter) in enumerate(self.pairs):
                 if flags[number] > 0:
                     share = self.pack.own(row, number, self.group.index)
-                    old = raw_gradient(parameter)
-                    set_raw_gradient(parameter, share if old is None else old.add_(share))
+                    leaf = leaf_of(parameter)
+                    old = raw_gradient(leaf)
+                    set_raw_gradient(leaf, share if old is None else old.add_(share))
         self.sent.clear()
 
     def drop(self) -> None:
@@ -228,12 +229,20 @@ class Zero3:
         self._again: list[Shards] = []  # gathered again by the backward that runs, oldest first
         self._sent: list[Return] = []
         self._task = -1
+        self._stand_ins: dict[int, Tensor] = {}  # by the parameter
+
+    def stand_in(self, parameter: Tensor, leaf: Tensor) -> None:
+        """From here on give the gradients of a parameter to another leaf, which has its shape."""
+        self._stand_ins[id(parameter)] = leaf
+
+    def _leaf(self, parameter: Tensor) -> Tensor:
+        return self._stand_ins.get(id(parameter), parameter)
 
     def open(self, name: str) -> dict[str, Tensor]:
         """The whole parameters of a unit, by key. Starts the gather of the next unit in the order."""
         found: dict[str, Tensor] = {}
         for held, parameter in self._loose[name]:
-            found.update(dict.fromkeys(held.keys, parameter))
+            found.update(dict.fromkeys(held.keys, self._leaf(parameter)))
         opened = [self._gathered(shards) for shards in self._units[name]]
         if torch._C._current_graph_task_id() == -1:
             self._ahead(name, 1)
@@ -245,7 +254,7 @@ class Zero3:
             pairs = gathered.shards.pairs
             if torch.is_grad_enabled() and gathered.shards.returns:
                 with Untouched():
-                    leaves = [parameter for _, parameter in pairs]
+                    leaves = [self._leaf(parameter) for _, parameter in pairs]
                     whole = cast(tuple[Tensor, ...], Opening.apply(self, gathered, *leaves))  # type: ignore[no-untyped-call]
             else:
                 whole = tuple(gathered.views())
@@ -332,7 +341,7 @@ class Zero3:
             back.send([gradients[number] for number in back.numbers], shards.row)
             self._sent.append(back)
         while len(self._sent) > 2:  # bound the whole gradients in flight
-            self._sent.pop(0).receive()
+            self._sent.pop(0).receive(self._leaf)
 
     def _begin(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -345,7 +354,7 @@ class Zero3:
     @told
     def _end(self) -> None:
         for back in self._sent:
-            back.receive()
+            back.receive(self._leaf)
         self._sent.clear()
         self._again.clear()
         for shards in list(self._ready):

@@ -2,9 +2,11 @@
 
 from .check import check
 from .draw import draw, draw_run
+from .greedy import greedy
 from .kinds import (
     KINDS,
     Kind,
+    eager,
     forward_only,
     gpipe,
     interleaved,
@@ -22,6 +24,6 @@ from .wiring import Edge
 
 __all__ = [
     "KINDS", "STEP_KINDS", "UNIT", "Edge", "Kept", "Kind", "Run", "Schedule", "Step", "StepKind", "Times", "check",
-    "draw", "draw_run", "forward_only", "gpipe", "in_flight", "interleaved", "kind_named", "lower_bound",
-    "one_f_one_b", "simulate", "spread", "with_prologue", "zbv", "zero_bubble",
+    "draw", "draw_run", "eager", "forward_only", "gpipe", "greedy", "in_flight", "interleaved", "kind_named",
+    "lower_bound", "one_f_one_b", "simulate", "spread", "with_prologue", "zbv", "zero_bubble",
 ]  # fmt: skip

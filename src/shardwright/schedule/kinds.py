@@ -6,6 +6,7 @@ devices. An own schedule is a function of the same shape, or a list of steps; `c
                      segments     bubble with F=B=W=1            kept on the fullest seat, in microbatches of a seat
     gpipe            a seat: 1    3(p-1) of 3(m+p-1)             m
     1f1b             1            3(p-1) of 3(m+p-1)             p
+    eager            1            the same; hides messages       2p - 1
     interleaved      chunks v     3(p-1)/v of 3m + 3(p-1)/v      about p + (p-1)/v
     zb (ZB-H1)       1            p-1 of 3m + p-1                p
     zbv (ZB-V)       2            (p-1)/2 of 3m + (p-1)/2        p
@@ -20,6 +21,8 @@ from itertools import pairwise
 from typing import cast
 
 from ..errors import ScheduleError
+from .greedy import greedy
+from .simulate import UNIT
 from .step import Devices, Schedule, Step, StepKind
 
 
@@ -33,6 +36,12 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """A backward as soon as there can be one, so that seat k keeps at most stages - k microbatches."""
     _need(stages=stages, microbatches=microbatches)
     return _straight("1f1b", stages, microbatches, lambda seat: stages - seat - 1)
+
+
+def eager(stages: int, microbatches: int) -> Schedule:
+    """1F1B with twice the forwards ahead: while a message is on its way, there is still something to do."""
+    _need(stages=stages, microbatches=microbatches)
+    return _straight("eager", stages, microbatches, lambda seat: 2 * (stages - seat - 1))
 
 
 def _straight(name: str, stages: int, microbatches: int, ahead: Callable[[int], int]) -> Schedule:
@@ -131,17 +140,15 @@ class _Lane:
 
 
 def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule:
-    """For inference: every device runs the forwards of its segments, microbatch by microbatch.
+    """For inference. Takes the number of stages, or for each segment the devices that hold it.
 
-    Takes the number of stages, or for each segment the devices that hold it.
+    Made as if every segment took the same time and read from the one before: right for all values that cross forward.
     """
-    holders = _round_robin(stages, 1) if isinstance(stages, int) else tuple(tuple(held) for held in stages)
+    holders = _round_robin(stages) if isinstance(stages, int) else tuple(tuple(held) for held in stages)
     _need(stages=len(holders), microbatches=microbatches)
-    rows = [
-        [Step("F", segment, at) for at in range(microbatches) for segment, held in enumerate(holders) if device in held]
-        for device in range(1 + max(device for held in holders for device in held))
-    ]
-    return _schedule("forward", rows, holders, microbatches)
+    return greedy(
+        holders, microbatches, [UNIT] * len(holders), pairwise(range(len(holders))), kinds="F", name="forward"
+    )
 
 
 def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
@@ -149,11 +156,12 @@ def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
     chosen = sorted(set(segments))
     if unknown := [segment for segment in chosen if not 0 <= segment < schedule.segments]:
         raise ScheduleError(f"no prologue for the segments {unknown}: {schedule} has 0 to {schedule.segments - 1}")
-    devices = tuple(
-        (*(Step("P", segment, 0) for segment in chosen if device in schedule.holders[segment]), *steps)
-        for device, steps in enumerate(schedule.devices)
-    )
-    return replace(schedule, devices=devices)
+    rows: dict[tuple[int, tuple[Step, ...]], tuple[Step, ...]] = {}  # devices that shared a row still do
+    devices = []
+    for device, steps in enumerate(schedule.devices):
+        opening = tuple(Step("P", segment, 0) for segment in chosen if device in schedule.holders[segment])
+        devices.append(rows.setdefault((id(steps), opening), opening + steps))
+    return replace(schedule, devices=tuple(devices))
 
 
 def spread(schedule: Schedule, seats: Sequence[Devices]) -> Schedule:
@@ -210,6 +218,7 @@ KINDS = {
     for kind in (
         Kind(name="gpipe", segments=1, make=gpipe, holders=_round_robin),
         Kind(name="1f1b", segments=1, make=one_f_one_b, holders=_round_robin),
+        Kind(name="eager", segments=1, make=eager, holders=_round_robin),
         _interleaved("interleaved", 2),
         Kind(name="zb", segments=1, make=zero_bubble, holders=_round_robin),
         Kind(name="zbv", segments=2, make=zbv, holders=_vee),

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..capture import Captured
 from ..compile import Compiler
-from ..planning import PlanLike
+from ..planning import Batching, PlanLike
 from ..runtime.holding import Held, gather, storage_layout
 from ..runtime.model import Holding, ParallelModel
 from ..runtime.parameters import ShardParameter, raw_gradient
+from ..runtime.state import spread_out
 from ..runtime.world import start
 from .run import Entry, Task, Tensors, first_names, trainable
 
@@ -32,6 +33,7 @@ class Order:
     task: Task
     plan: PlanLike
     directory: Path
+    batching: Batching = field(default_factory=Batching)
     captures: dict[tuple[bool, int], Captured] = field(default_factory=dict)
 
 
@@ -62,7 +64,7 @@ class Compiled:
         world = start()
         compiler = SharingCompiler(
             module, self.optimizer, world, order.plan, "same", order.directory, task.seed,
-            promote=task.promote, exact_random=True,
+            promote=task.promote, exact_random=True, batching=order.batching,
         )  # fmt: skip
         compiler.captures = order.captures
         self.model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
@@ -80,8 +82,10 @@ class Compiled:
         return self.model(*self.task.args, **self.task.kwargs)
 
     def gradients(self) -> Tensors:
-        held = self.holding.held
-        return {self.first[one.name]: self._gradient(one) for one in held if one.trainable}
+        own = {one.name: self._gradient(one) for one in self.holding.held if one.trainable}
+        every = [one for _, helds in self.holding.seats for one in helds]
+        whole = spread_out(own, self.holding.seats)
+        return {self.first[one.name]: whole[one.name] for one in every if one.trainable}
 
     def _gradient(self, held: Held) -> Tensor | None:
         groups = self.holding.groups

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from ..compile import skeleton_of
 from ..errors import InputError, PlanError
 from ..ir import Graph
 from ..plan import Plan, read_request
-from ..planning import PlanLike
+from ..planning import Batching, PlanLike
 from ..runtime.world import here, start
 from . import ranks, rebind
 from .compiled import Compiled, Order
@@ -61,6 +62,7 @@ def verify(
     seed: int = 0,
     timeout: float = 600.0,
     opaque: Literal["marked", "auto"] = "marked",
+    microbatches: int | None = None,
 ) -> Report:
     """Run the original and the compiled program on the same batch and compare all that training sees.
 
@@ -73,7 +75,8 @@ def verify(
                the world if there is one, else threads. Processes need a picklable model.
     size       how many ranks, where the plan does not say it (a policy function).
     directory  where generated code is kept; by default it is thrown away.
-    opaque     as for parallelize.
+    opaque, microbatches
+               as for parallelize.
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
     """
@@ -89,7 +92,7 @@ def verify(
     if method == "world":
         _share(task.module)
     return hold(refer(task), wish, said=_said(plan), count=count, limit=limit, directory=directory, method=method,
-                timeout=timeout)  # fmt: skip
+                timeout=timeout, batching=Batching(microbatches=microbatches))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +115,15 @@ def refer(task: Task) -> Reference:
 
 def hold(
     reference: Reference, plan: PlanLike, *, said: str, count: int, limit: float, method: Where,
-    directory: str | Path | None = None, timeout: float = 600.0,
+    directory: str | Path | None = None, timeout: float = 600.0, batching: Batching | None = None,
 ) -> Report:  # fmt: skip
     """Run the program of a plan on every rank, and compare it with the reference."""
     task = reference.side.task
     with ExitStack() as stack:
         folder = Path(directory) if directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         captures = _captures(reference.side) if method == "threads" else {}
-        order = Order(task=task, plan=plan, directory=folder, captures=captures)
+        asked = batching or Batching()
+        order = Order(task=task, plan=plan, directory=folder, captures=captures, batching=asked)
         if method == "world":
             rows = _agree(_on_rank(here().rank, order, reference.run, limit))
         else:
@@ -181,15 +185,17 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> Plan
 def ranks_of(plan: PlanLike) -> int:
     """How many ranks a plan is for."""
     if isinstance(plan, Plan):
-        return plan.mesh.size
+        return plan.size
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         try:
-            mesh = json.loads(Path(plan).read_text())["mesh"]
-            return int(torch.Size(mesh.values()).numel())
+            data = json.loads(Path(plan).read_text())
+            segments = next(iter(data["entries"].values()), ())
+            devices = {device for held in segments for device in held.get("devices", ())}
+            return len(devices) or math.prod(data["mesh"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{plan} is not a plan file: it has no mesh ({error})") from error
     if isinstance(plan, str):
-        return 1 if plan == "auto" else read_request(plan).mesh.size
+        return 1 if plan == "auto" else read_request(plan).size
     raise InputError("a policy function does not say for how many ranks it is; pass size=2")
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from ..capture import Captured, capture
 from ..compile import skeleton_of
 from ..emit import emit
-from ..lower import Program, lower
+from ..lower import Program, lower, lower_pipeline
 from ..plan import Plan
-from ..planning import PlanLike, make_plan
+from ..planning import Batching, PlanLike, make_plan
 from ..probe import probing
 from ..rules import analyse
 
@@ -23,11 +23,22 @@ class Compilation:
 
     captured: Captured
     plan: Plan
-    program: Program
+    programs: tuple[Program, ...]  # one for each segment
+
+    @property
+    def program(self) -> Program:
+        """The program of a plan without a pipeline."""
+        (found,) = self.programs
+        return found
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The generated files."""
+        return tuple(emit(program).text for program in self.programs)
 
     @property
     def text(self) -> str:
-        """The generated file."""
+        """The generated file of a plan without a pipeline."""
         return emit(self.program).text
 
 
@@ -39,11 +50,16 @@ def compile_program(
     size: int,
     *,
     promote: bool = False,
+    batching: Batching | None = None,
 ) -> Compilation:
     """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta."""
     entry = "train" if module.training else "eval"
     real = (module, args, kwargs)
     captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
     facts = analyse(captured.graph, probing(captured.functions))
-    found = make_plan(captured.graph, facts, plan, size)
-    return Compilation(captured=captured, plan=found, program=lower(captured.graph, found, facts))
+    found = make_plan(captured.graph, facts, plan, size, batching=batching)
+    if found.is_pipeline:
+        programs = lower_pipeline(captured.graph, found, facts).programs
+    else:
+        programs = (lower(captured.graph, found, facts),)
+    return Compilation(captured=captured, plan=found, programs=programs)

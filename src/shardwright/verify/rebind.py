@@ -11,8 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..ir import Graph, Op
-from ..plan import Plan, Segment
+from ..plan import Plan
 from ..plan.file import load
+from ..plan.pipeline import parts_like
+from ..plan.segments import Line
+from ..rules import analyse
 
 CAST = "aten._to_copy.default"
 
@@ -30,9 +33,17 @@ def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
     names = {op.name: op.name for op in new.ops if op.target != CAST and op.name in old.by_name}
     names.update(_match_casts(old, new))
     choices = {name: known.get(before, {}) for name, before in names.items()}
-    recompute = plan.entries[old.entry][0].recompute
-    segment = Segment(mesh=plan.mesh, choices=choices, recompute=recompute)
-    return replace(plan, entries={new.entry: (segment,)}, fingerprints={new.entry: new.fingerprint})
+    held = plan.entries[old.entry]
+    if len(held) == 1:
+        parts: tuple[tuple[str, ...], ...] = (tuple(choices),)
+    else:
+        homes = {name: number for number, segment in enumerate(held) for name in segment.choices}
+        parts = parts_like(Line(analyse(new)), {name: homes[before] for name, before in names.items()}, len(held))
+    segments = tuple(
+        replace(segment, choices={name: choices.get(name, {}) for name in part})
+        for segment, part in zip(held, parts, strict=True)
+    )
+    return replace(plan, entries={new.entry: segments}, fingerprints={new.entry: new.fingerprint})
 
 
 def _match_casts(old: Graph, new: Graph) -> dict[str, str]:

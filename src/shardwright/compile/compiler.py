@@ -8,11 +8,9 @@ with that fixed. Generated files lie in a directory by content, so nothing stale
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
-import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,29 +20,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
-from .emit import emit
-from .errors import InputError, PlanError, ShardwrightError
-from .ir import Graph
-from .layout import Layout, Mesh
-from .lower import Program, lower
-from .plan import Plan, read_request
-from .plan.file import read as read_plan
-from .plan.rows import replica_axes
-from .plan.strings import REPLICAS
-from .planning import PlanLike, Setting, continue_plan, make_plan, only_scalars
-from .probe import probing
-from .rules import Analysis, analyse
-from .runtime.gradients import GradientSync
-from .runtime.holding import Held, coordinates, kept_layout, parse, scatter, wanted_groups
-from .runtime.inputs import Mode, rows_of
-from .runtime.model import Entry, Holding, ParallelModel
-from .runtime.optimizer import adopt
-from .runtime.parameters import ShardParameter, make_parameter
-from .runtime.random import Randomness
-from .runtime.stage import load_file, stage_class
-from .runtime.world import Groups, World
-from .runtime.zero import Zero3
+from ..capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
+from ..emit import emit
+from ..errors import InputError, PlanError, ShardwrightError
+from ..ir import Graph
+from ..layout import Layout, Mesh
+from ..lower import Pipelined, Program, lower, lower_pipeline
+from ..plan import Plan, read_request
+from ..plan.file import read as read_plan
+from ..plan.rows import replica_axes
+from ..plan.strings import REPLICAS
+from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
+from ..probe import probing
+from ..rules import Analysis, analyse
+from ..runtime.inputs import Mode, rows_of
+from ..runtime.model import Entry, ParallelModel
+from ..runtime.optimizer import adopt
+from ..runtime.pipeline import Loop, Running
+from ..runtime.pipeline.loop import Backward
+from ..runtime.random import Randomness
+from ..runtime.stage import Stage, stage_class
+from ..runtime.world import Groups, Moment, World
+from .files import Generated, generate
+from .holding import Holder
+from .pipeline import assemble
+from .seats import find_seats
 
 Outputs = Literal["all", "scalars"]
 
@@ -108,42 +108,52 @@ class Compiler:
         prefix: str = "",
         setting: Setting | None = None,
         outputs: Outputs = "all",
+        batching: Batching | None = None,
+        backward: Backward = "inside",
     ) -> None:
         self.module: nn.Module | None = module
         self.skeleton = skeleton_of(module)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
-        self.outputs = outputs
+        self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
-        self.homes: dict[str, Layout] | None = None
+        self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
         self.programs: list[Program] = []
         self.bodies: dict[str, Body] = {}
         self.looked = False  # whether an opaque part had to be seen running
+        self.loop: Loop | None = None
 
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
-        model.plan, program, text = compile_graph(
-            captured.graph,
-            lambda facts: self._plan(model.plan, captured.graph, facts),
-            homes=self.homes,
-            mode="rows" if self.mode == "rows" else "same",
-            functions=captured.functions,
-        )
-        path = write(text, self.directory, program)
-        name = f"shardwright_generated_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-        module = load_file(path, name)
-        self.programs.append(program)
+        graph, mode = captured.graph, "rows" if self.mode == "rows" else "same"
+        with without_collection():
+            facts = analyse(graph, probing(captured.functions))
+            model.plan = plan = self._plan(model.plan, graph, facts)
+            if plan.is_pipeline:
+                lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
+                programs = lowered.programs
+            else:
+                programs = (lower(graph, plan, facts, homes=self.homes[0] if self.homes else None, mode=mode),)
+            made = [generate(program, self.directory) for program in programs]
+        self.programs.append(programs[0])
         if model._holding is None:
-            self._hold(model, module, program, captured)
-        return self._load(model, module, captured, program, path)
+            self._hold(model, plan, made)
+        seats = find_seats(plan.entries[graph.entry], made)
+        groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
+        if plan.is_pipeline:
+            return self._load_pipeline(model, captured, lowered, made, groups)
+        return self._load(model, captured, made[0], next(iter(groups.values())))
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
         scale = self._replicas() if self.mode == "rows" else 1
+        parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        shown = [_stand_in(leaf, rows, scale) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if rows is not None and rows % parts:
+            raise InputError(f"a batch of {rows} rows does not divide into {parts} microbatches")
+        shown = [_stand_in(leaf, rows, scale, parts) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         given = (args, kwargs)
         args, kwargs = pytree.tree_unflatten(shown, spec)
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
@@ -186,7 +196,7 @@ class Compiler:
     def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
         def make() -> Plan:
             if known is None:
-                return make_plan(graph, facts, self.wish, self.world.size, self.setting)
+                return make_plan(graph, facts, self.wish, self.world.size, self.setting, self.batching)
             return continue_plan(known, graph, facts, self.world.size, self.setting)
 
         if (self.wish if known is None else known.policy) != "auto" or not dist.is_initialized():
@@ -206,92 +216,83 @@ class Compiler:
             raise PlanError(said[1])
         return read_plan(said[0], graph)
 
-    def _hold(self, model: ParallelModel, module: Any, program: Program, captured: Captured) -> None:
+    def _hold(self, model: ParallelModel, plan: Plan, made: Sequence[Generated]) -> None:
         assert self.module is not None
-        mesh = program.mesh
-        used = _use_order(program)
-        keys = [held.key for held in sorted(program.holdings, key=lambda held: used.get(held.value, len(used)))]
-        held = parse(module.PIECES, mesh, keys)
-        groups = Groups(mesh, [*(tuple(name.split("_")) for name in module.GROUPS), *wanted_groups(held, mesh)])
-        old = dict(self.module.named_parameters(remove_duplicate=False))
-        pieces: dict[str, ShardParameter] = {}
-        replaced: dict[nn.Parameter, ShardParameter | None] = {}
-        for one in held:
-            local = self._piece(old[one.name], one, groups)
-            pieces[one.name] = make_parameter(local, one, groups)
-            pieces[one.name].prefix = self.prefix
-            replaced.update({old[key]: pieces[one.name] for key in one.keys})
-        buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
-        pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in held]
-        trained = [(one, p) for one, p in pairs if one.trainable]
-        units: dict[str, list[tuple[Held, nn.Parameter]]] = {}
-        for one, p in pairs:
-            if one.level == 3:
-                units.setdefault(one.unit, []).append((one, p))
-        model.hold(
-            Holding(
-                groups=groups,
-                held=held,
-                parameters=pieces,
-                buffers=buffers,
-                sync=GradientSync(trained, groups) if mesh.size > 1 else None,
-                zero=Zero3(units, groups, [u for u in module.UNITS if u in units]) if units else None,
-                random=self.random,
-                replica_axes=replica_axes(program.mesh),
-                persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
-            )
+        holder = Holder(
+            module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix
         )
-        self.homes = {one.key: one.layout for one in program.holdings}
+        seats = find_seats(plan.segments, made)
+        holding = holder.hold(seats, getattr(made[0].module, "UNITS", ()))
+        model.hold(holding)
+        self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
         if self.optimizer is not None:
-            adopt(self.optimizer, replaced)
+            adopt(self.optimizer, holder.replaced(holding.parameters, seats))
         self.module = None  # from here on the pieces are the truth
 
-    def _piece(self, whole: Tensor, held: Held, groups: Groups) -> Tensor:
-        full = self._shared(whole).to(held.dtype)
-        return scatter(full, held, groups.mesh.sizes, coordinates(groups), kept_layout(held, groups.mesh.sizes))
+    def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
+        program = made.program
+        return Entry(
+            stage=self._stage(model, captured, made, groups),
+            path=made.path,
+            rows=tuple(
+                self.mode == "rows" and name is not None and any(program.layouts[name].cuts) for name in program.outputs
+            ),
+            **self._ways(captured),
+        )
 
-    def _shared(self, tensor: Tensor) -> Tensor:
-        """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""
-        if tensor.is_meta:
-            raise InputError("the model has parameters on meta; materialise and initialise them before parallelize")
-        copied = tensor.detach().to(self.world.device, copy=True).contiguous()
-        if self.promote and copied.is_floating_point():
-            copied = copied.double()
-        if dist.is_initialized() and self.world.size > 1:
-            dist.broadcast(copied, 0)
-        return copied
-
-    def _load(self, model: ParallelModel, module: Any, captured: Captured, program: Program, path: Path) -> Entry:
+    def _load_pipeline(
+        self,
+        model: ParallelModel,
+        captured: Captured,
+        lowered: Pipelined,
+        made: Sequence[Generated],
+        groups: Mapping[Mesh, Groups],
+    ) -> Entry:
         holding = model._ready()
-        mesh = program.mesh
-        held = parse(module.PIECES, mesh, [one.key for one in program.holdings])
-        wanted = [*(tuple(name.split("_")) for name in module.GROUPS), *wanted_groups(held, mesh)]
-        stage = stage_class(module)(Groups(mesh, wanted), module.GROUPS, self.world.device, holding.random)
+        if self.loop is None:
+            self.loop = Loop(holding.sync, self.backward)
+
+        def make(one: Generated, moment: Moment) -> Stage:
+            return self._stage(model, captured, one, groups[holding.groups.mesh], moment)
+
+        pipeline = assemble(lowered, made, captured, holding, self.world, make)
+        here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
+        return Entry(
+            running=Running(pipeline, self.loop),
+            path=here.path,
+            rows=tuple(self.mode == "rows" and held.how == "cat" for held in lowered.exits),
+            **self._ways(captured),
+        )
+
+    def _ways(self, captured: Captured) -> dict[str, Any]:
+        """The way into an entry and out of it."""
+        leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
+        values = captured.graph.values
+        return {
+            "flatten": captured.flatten,
+            "unflatten": captured.unflatten,
+            "literals": tuple(output.value is None for output in captured.graph.outputs),
+            "dtypes": tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
+        }
+
+    def _stage(
+        self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups, moment: Moment | None = None
+    ) -> Stage:
+        holding, module = model._ready(), made.module
+        stage = stage_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
         stage.zero = holding.zero
+        read = {one.key for one in made.program.holdings}  # a loop over layers must find those of its segment
         for one in holding.held:
-            for key in one.keys:
+            for key in one.keys if one.name in read else ():
                 stage.place(key, holding.parameters[one.name])
-        for buffer in captured.graph.buffers:
+        for buffer in made.program.graph.buffers:
             constant = captured.constants.get(buffer.value)
             tensor = holding.buffers[buffer.key] if constant is None else constant.to(self.world.device)
             stage.place(buffer.key, tensor)
         stage.parts = {key: self._part(call) for key, call in captured.opaques.items()}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.device(self.world.device):
             stage.constants()
-        outputs = captured.graph.outputs
-        leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
-        values = captured.graph.values
-        return Entry(
-            stage=stage,
-            path=path,
-            flatten=captured.flatten,
-            unflatten=captured.unflatten,
-            literals=tuple(output.value is None for output in outputs),
-            rows=tuple(
-                self.mode == "rows" and name is not None and any(program.layouts[name].cuts) for name in program.outputs
-            ),
-            dtypes=tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
-        )
+        return stage
 
     def _part(self, call: Opaque) -> OpaquePart:
         """A submodule that stays as it is. All entries share one copy of it, so that what it remembers is one."""
@@ -301,31 +302,10 @@ class Compiler:
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
 
 
-def _stand_in(tensor: Tensor, rows: int | None, scale: int) -> Tensor:
-    """A tensor without memory, at global shape."""
+def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:
+    """A tensor without memory, at global shape, or at that of one of several parts."""
     shape = list(tensor.shape)
-    if scale > 1 and shape and shape[0] == rows:
-        shape[0] *= scale
+    if shape and shape[0] == rows:
+        shape[0] = shape[0] * scale // parts
     made = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _use_order(program: Program) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for number, op in enumerate(program.body):
-        for name in op.inputs:
-            found.setdefault(name.split("@")[0], number)
-    return found
-
-
-def write(text: str, directory: Path, program: Program) -> Path:
-    """Write a generated file under a name that says what it is; the same content has the same name."""
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    folder = directory / f"{program.graph.name}-{program.plan_policy.replace('=', '').replace(',', '-')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{program.graph.entry.replace('-', '_')}_{digest}.py"
-    if not path.exists() or path.read_text() != text:
-        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")  # ranks may be threads
-        draft.write_text(text)
-        draft.replace(path)
-    return path

@@ -1,0 +1,45 @@
+"""`shardwright simulate`: a schedule as a picture, and how long it takes."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from ..errors import InputError
+from ..schedule import Edge, Times, check, draw_run, in_flight, kind_named, simulate
+
+
+def simulate_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Draw a schedule of a pipeline, with the share of time in which devices wait, and what they keep."
+    )
+    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, eager, interleaved, interleaved:3, zb, zbv")
+    parser.add_argument("--stages", type=int, default=4, help="how many")
+    parser.add_argument("--microbatches", type=int, default=8, help="how many")
+    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward, for one microbatch")
+    parser.add_argument("--backward", type=float, default=1.0, help="of its backward, without the weights' gradients")
+    parser.add_argument("--weight", type=float, default=1.0, help="of the weights' gradients")
+    parser.add_argument("--link", type=float, default=0.0, help="of sending a value from one stage to the next")
+    parser.add_argument("--width", type=int, default=120, help="of the picture, in characters")
+    return parser
+
+
+def run_simulate(asked: Namespace, console: Console) -> int:
+    for name in ("stages", "microbatches"):
+        if getattr(asked, name) < 1:
+            raise InputError(f"--{name} {getattr(asked, name)} is none; at least 1")
+    kind = kind_named(asked.schedule)
+    schedule = kind.make(asked.stages, asked.microbatches)
+    share = 1.0 / kind.segments  # a stage of several segments does its work in as many parts
+    times = Times(forward=asked.forward * share, backward=asked.backward * share, weight=asked.weight * share)
+    edges = [Edge(at, at + 1, asked.link, asked.link) for at in range(schedule.segments - 1)]
+    check(schedule, edges)
+    run = simulate(schedule, [times] * schedule.segments, edges)
+    console.print(draw_run(run, asked.width), highlight=False, markup=False, soft_wrap=True)
+    kept = max(in_flight(schedule)) * share
+    console.print(
+        f"{run.total:g} in all; devices wait {100 * run.bubble:.1f} % of the time; at most {kept:g} microbatches are "
+        "kept on a device",
+        highlight=False,
+    )
+    return 0

@@ -1,0 +1,44 @@
+"""Generated files on disk, by content, so that nothing stale is reused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from ..emit import emit
+from ..lower import Program
+from ..runtime.stage import load_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A program, its file, and that file imported."""
+
+    program: Program
+    path: Path
+    module: ModuleType
+
+
+def generate(program: Program, directory: Path, text: str | None = None) -> Generated:
+    """Write the text of a program, and import it."""
+    path = write(emit(program).text if text is None else text, directory, program)
+    name = f"shardwright_generated_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    return Generated(program=program, path=path, module=load_file(path, name))
+
+
+def write(text: str, directory: Path, program: Program) -> Path:
+    """Write a generated file under a name that says what it is; the same content has the same name."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    folder = directory / f"{program.graph.name}-{program.plan_policy.replace('=', '').replace(',', '-')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    what = "_".join(part for part in (program.graph.entry.replace("-", "_"), program.title.replace(" ", "")) if part)
+    path = folder / f"{what}_{digest}.py"
+    if not path.exists() or path.read_text() != text:
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")  # ranks may be threads
+        draft.write_text(text)
+        draft.replace(path)
+    return path

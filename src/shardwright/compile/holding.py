@@ -1,0 +1,95 @@
+"""The pieces that a rank holds, cut from the original, and what keeps them right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import InputError, PlanError
+from ..plan.rows import replica_axes
+from ..runtime.gradients import GradientSync
+from ..runtime.holding import Held, coordinates, kept_layout, scatter
+from ..runtime.model import Holding
+from ..runtime.parameters import ShardParameter, make_parameter
+from ..runtime.random import Randomness
+from ..runtime.world import Groups, World
+from ..runtime.zero import Zero3
+from .seats import Seat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Cuts the parameters of a module. `prefix` is where it is in the user's module, if it is a part of one."""
+
+    module: nn.Module
+    world: World
+    random: Randomness
+    promote: bool = False
+    prefix: str = ""
+
+    def hold(self, seats: Sequence[Seat], units: Sequence[str] = ()) -> Holding:
+        """What this rank holds. All ranks must call it. `units` are those of ZeRO-3, in their order."""
+        every = [seat.groups() for seat in seats]
+        mine = next(number for number, seat in enumerate(seats) if self.world.rank in seat.mesh.devices)
+        seat, groups = seats[mine], every[mine]
+        old = dict(self.module.named_parameters(remove_duplicate=False))
+        pieces: dict[str, ShardParameter] = {}
+        own = {one.name: one for one in seat.held}
+        for key in dict.fromkeys(one.name for held in seats for one in held.held):  # in one order on all ranks
+            full = self._shared(old[key])
+            if key in own:
+                pieces[key] = self._piece(full, own[key], groups)
+        buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
+        pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in seat.held]
+        return Holding(
+            groups=groups,
+            held=list(seat.held),
+            parameters=pieces,
+            buffers=buffers,
+            sync=GradientSync([(one, p) for one, p in pairs if one.trainable], groups) if seat.mesh.size > 1 else None,
+            zero=self._zero3(pairs, groups, units, len(seats) > 1),
+            random=self.random,
+            replica_axes=replica_axes(seat.mesh),
+            persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
+            seats=tuple((seat.mesh, seat.held) for seat in seats),
+        )
+
+    def replaced(
+        self, pieces: Mapping[str, ShardParameter], seats: Sequence[Seat]
+    ) -> dict[nn.Parameter, ShardParameter | None]:
+        """What stands for each parameter of the original on this rank: None if it is held elsewhere."""
+        old = dict(self.module.named_parameters(remove_duplicate=False))
+        held = [one for seat in seats for one in seat.held]
+        return {old[key]: pieces.get(one.name) for one in held for key in one.keys}
+
+    def _zero3(
+        self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str], pipeline: bool
+    ) -> Zero3 | None:
+        units: dict[str, list[tuple[Held, nn.Parameter]]] = {}
+        for one, parameter in pairs:
+            if one.level == 3:
+                units.setdefault(one.unit, []).append((one, parameter))
+        if units and pipeline:
+            raise PlanError("zero3 gathers parameters in every microbatch; in a pipeline use zero1 or zero2")
+        return Zero3(units, groups, [unit for unit in order if unit in units]) if units else None
+
+    def _piece(self, full: Tensor, held: Held, groups: Groups) -> ShardParameter:
+        sizes = groups.mesh.sizes
+        local = scatter(full.to(held.dtype), held, sizes, coordinates(groups), kept_layout(held, sizes))
+        made = make_parameter(local, held, groups)
+        made.prefix = self.prefix
+        return made
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""
+        if tensor.is_meta:
+            raise InputError("the model has parameters on meta; materialise and initialise them before parallelize")
+        copied = tensor.detach().to(self.world.device, copy=True).contiguous()
+        if self.promote and copied.is_floating_point():
+            copied = copied.double()
+        if dist.is_initialized() and self.world.size > 1:
+            dist.broadcast(copied, 0)
+        return copied

@@ -1,0 +1,112 @@
+"""The programs of a pipeline as what runs: each segment in its place, what goes between them, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..capture import Captured
+from ..lower import Exit, Passage, Pipelined
+from ..plan.pipeline import schedule_of
+from ..runtime.model import Holding
+from ..runtime.pipeline import Crossing, Leaving, Pipeline, Placed
+from ..runtime.stage import Stage
+from ..runtime.world import Moment, World
+from ..schedule import check, with_prologue
+from .files import Generated
+
+MakeStage = Callable[[Generated, Moment], Stage]
+
+
+def assemble(
+    lowered: Pipelined,
+    made: Sequence[Generated],
+    captured: Captured,
+    holding: Holding,
+    world: World,
+    make_stage: MakeStage,
+) -> Pipeline:
+    """What a rank runs of a pipeline. `make_stage` gives the stage of a segment that this rank is in."""
+    plan = lowered.plan
+    moment = Moment(lowered.microbatches)
+    numbers = {held.value: number for number, held in enumerate(captured.graph.inputs)}
+    placed = tuple(
+        _placed(number, lowered, one, numbers, holding, world, lambda one=one: make_stage(one, moment))  # type: ignore[misc]
+        for number, one in enumerate(made)
+    )
+    early = [number for number, one in enumerate(made) if one.program.early]
+    schedules = [schedule_of(plan, lowered.microbatches, training=training) for training in (True, False)]
+    training, forward = (with_prologue(schedule, early) for schedule in schedules)
+    for schedule in (training, forward):
+        check(schedule, lowered.edges)
+    return Pipeline(
+        placed=placed,
+        crossings=tuple(_crossing(held) for held in lowered.passages),
+        leaving=tuple(_leaving(held) for held in lowered.exits),
+        schedule=training,
+        forward=forward,
+        moment=moment,
+        buffers=holding.buffers,
+        local=plan.local,
+        rows=_rows(captured) if plan.local and lowered.microbatches > 1 else (),
+    )
+
+
+def _rows(captured: Captured) -> tuple[bool, ...]:
+    """Which inputs have the rows of the batch."""
+    graph = captured.graph
+    shapes = [graph.values[held.value].shape for held in graph.inputs]
+    return tuple(bool(shape) and shape[0] == graph.batch for shape in shapes)
+
+
+def _placed(
+    number: int,
+    lowered: Pipelined,
+    one: Generated,
+    numbers: Mapping[str, int],
+    holding: Holding,
+    world: World,
+    make: Callable[[], Stage],
+) -> Placed:
+    program, mesh = one.program, lowered.plan.entries[lowered.graph.entry][number].mesh
+    here = world.rank in mesh.devices
+    names = {held.value: held.keys for held in program.holdings}
+    parameters = {key: holding.parameters[keys[0]] for keys in names.values() if here for key in keys}
+    return Placed(
+        number=number,
+        mesh=mesh,
+        takes=tuple(numbers.get(held.value, held.value) for held in program.graph.inputs),
+        gives=tuple(held.value for held in program.graph.outputs if held.value is not None),
+        asks=tuple(numbers[held.value] for held in program.asked),
+        updates=tuple(key for key, _ in program.updates),
+        stage=make() if here else None,
+        parameters=parameters,
+    )
+
+
+def _crossing(held: Passage) -> Crossing:
+    return Crossing(
+        value=held.value,
+        giver=held.giver,
+        taker=held.taker,
+        shape=held.shape,
+        dtype=getattr(torch, held.dtype),
+        gradient=held.gradient,
+        given=held.given,
+        taken=held.taken,
+    )
+
+
+def _leaving(held: Exit) -> Leaving:
+    return Leaving(
+        value=held.value,
+        segment=held.segment,
+        how=held.how,
+        shape=held.shape,
+        dtype=getattr(torch, held.dtype),
+        gradient=held.gradient,
+        path=held.path,
+        dim=held.dim,
+        cut=held.cut,
+    )

@@ -1,0 +1,71 @@
+"""Where parameters are held: a seat is the devices that run the same programs, and holds the pieces those read.
+
+A plan without a pipeline has one seat. In a pipeline each stage is one, and a parameter that two stages read is held
+in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import PlanError
+from ..layout import Mesh
+from ..lower import Program
+from ..plan import Segment
+from ..runtime.holding import Held, parse, wanted_groups
+from ..runtime.world import Groups
+from .files import Generated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Devices in a mesh, the segments that they run, and what they hold."""
+
+    mesh: Mesh
+    segments: tuple[int, ...]
+    held: tuple[Held, ...]
+    wanted: tuple[tuple[str, ...], ...]  # the groups that its programs talk over
+
+    def groups(self) -> Groups:
+        """All ranks must make the groups of all seats, in one order."""
+        return Groups(self.mesh, self.wanted)
+
+
+def find_seats(segments: Sequence[Segment], made: Sequence[Generated]) -> tuple[Seat, ...]:
+    """The seats of a plan, in the order of their devices."""
+    meshes = sorted({segment.mesh for segment in segments}, key=lambda mesh: mesh.devices)
+    taken: dict[int, Mesh] = {}
+    for mesh in meshes:
+        for device in mesh.devices:
+            if device in taken:
+                raise PlanError(
+                    f"device {device} is in the meshes {taken[device]} and {mesh}; "
+                    "all segments of a device have one mesh"
+                )
+            taken[device] = mesh
+    return tuple(_seat(mesh, segments, made) for mesh in meshes)
+
+
+def _seat(mesh: Mesh, segments: Sequence[Segment], made: Sequence[Generated]) -> Seat:
+    numbers = tuple(number for number, segment in enumerate(segments) if segment.mesh == mesh)
+    held: dict[str, Held] = {}
+    wanted: dict[tuple[str, ...], None] = {}
+    for number in numbers:
+        program, module = made[number].program, made[number].module
+        wanted |= dict.fromkeys(tuple(name.split("_")) for name in module.GROUPS)
+        for one in parse(module.PIECES, mesh, keys_in_use(program)):
+            if one.name in held and held[one.name] != one:
+                raise PlanError(f"parameter {one.name} is held in two ways by the segments of {mesh}")
+            held[one.name] = one
+    wanted |= dict.fromkeys(sorted(wanted_groups(held.values(), mesh)))
+    return Seat(mesh=mesh, segments=numbers, held=tuple(held.values()), wanted=tuple(wanted))
+
+
+def keys_in_use(program: Program) -> list[str]:
+    """The keys of parameters in the order in which a program first reads them."""
+    used: dict[str, int] = {}
+    for number, op in enumerate(program.body):
+        for name in op.inputs:
+            used.setdefault(name.split("@")[0], number)
+    return [one.key for one in sorted(program.holdings, key=lambda one: used.get(one.value, len(used)))]

@@ -1,0 +1,142 @@
+"""Microbatches: what all of them need is computed before the first, and what they can't have is refused.
+
+No rank can talk over the axis in time. But what depends on the model's inputs alone (how many labels count, the
+sum of a mask) can be computed for every microbatch before the first forward, and reduced. Such ops become
+the program's prologue, and forward reads what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+from ..conversion import SENDS
+from ..errors import LoweringError, raise_all
+from ..ir import Op, Value
+from ..ir.graph import Slot
+from ..layout import Reduction, whole
+from ..plan.pipeline import MB
+from .local import COUNTED
+from .overlap import _from_inputs
+from .program import Early, Program
+
+REDUCTIONS = ("fan_in", "fan_in_out", "reduce")
+
+
+def prologue(program: Program) -> Program:
+    """Counts of labels and reductions over time, of inputs alone, are taken before the first forward."""
+    if MB not in program.mesh.sizes:
+        return program
+    work = _Prologue(program)
+    for op in program.body:
+        rows = op.argument("rows")
+        if op.target in COUNTED and rows and MB in rows and op.argument("reduction", 1) == 1:
+            work.count(op)
+        elif op.target.removeprefix("comm.") in REDUCTIONS and MB in op.argument("axes"):
+            work.reduce(op)
+    return work.done()
+
+
+class _Prologue:
+    """Gathers the ops that go before."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.makers = {name: op for op in program.body for name in op.outputs}
+        self.held = {holding.value for holding in program.holdings} | program.received
+        self.values, self.layouts = dict(program.values), dict(program.layouts)
+        self.first: dict[str, Op] = {}
+        self.early: list[Early] = []
+        self.changed: dict[str, Op | None] = {}
+
+    def count(self, op: Op) -> None:
+        """The mean of a loss divides by the labels that count in all microbatches."""
+        slots = [(key, op.argument(key)) for key in ("target", "weight") if op.argument(key) is not None]
+        sources = [op.inputs[slot.index] for _, slot in slots]
+        if not self._take(sources):
+            return
+        name = f"count@{op.outputs[0]}"
+        arguments = [(key, Slot(at)) for at, (key, _) in enumerate(slots)]
+        arguments += [(key, op.argument(key)) for key in ("ignore_index",) if op.argument(key) is not None]
+        counting = replace(
+            op,
+            name=f"{op.name} count",
+            region=None,
+            target="runtime.count_labels",
+            inputs=tuple(self._early(source) for source in sources),
+            outputs=(f"{name}@early",),
+            arguments=tuple(arguments),
+        )
+        self.first[counting.name] = counting
+        for made in (name, f"{name}@early"):
+            self.values[made], self.layouts[made] = Value(name=made, shape=(), dtype="int64"), whole(0)
+        axes = tuple(axis for axis in op.argument("rows") if axis != MB)
+        self.early.append(Early(value=name, source=f"{name}@early", axes=axes))
+        self.changed[op.name] = replace(op, inputs=(*op.inputs, name)).with_arguments(
+            count=Slot(len(op.inputs)), rows=()
+        )
+
+    def reduce(self, op: Op) -> None:
+        """A sum (or max, or min) over time of what comes from inputs alone."""
+        if not self._take(op.inputs):
+            return
+        axes = tuple(axis for axis in op.argument("axes") if axis != MB)
+        how = cast(Reduction, op.argument("op", "sum"))
+        self.early.append(Early(value=op.outputs[0], source=self._early(op.inputs[0]), how=how, axes=axes))
+        self.changed[op.name] = None
+
+    def _take(self, sources: tuple[str, ...] | list[str]) -> bool:
+        """Have these values made in the prologue, if they come from inputs alone."""
+        chains = [_from_inputs(source, self.makers, self.held) for source in sources]
+        for chain in chains:
+            if chain is None:
+                return False
+        for op in (made for chain in chains for made in chain or ()):
+            again = replace(op, inputs=tuple(map(self._early, op.inputs)), outputs=tuple(map(self._early, op.outputs)))
+            self.first.setdefault(op.name, again)
+            for name in op.outputs:
+                self.values[self._early(name)] = replace(self.values[name], name=self._early(name))
+                self.layouts[self._early(name)] = self.layouts[name]
+        return True
+
+    def _early(self, name: str) -> str:
+        """The prologue's name for a value that an op makes; inputs and buffers have theirs."""
+        return f"{name}@early" if name in self.makers else name
+
+    def done(self) -> Program:
+        body = tuple(self.changed.get(op.name, op) for op in self.program.body)
+        return self.program.with_(
+            prologue=tuple(self.first.values()),
+            early=tuple(self.early),
+            body=tuple(op for op in body if op is not None),
+            values=self.values,
+            layouts=self.layouts,
+        )
+
+
+def check_time(program: Program) -> Program:
+    """Refuse ops that would have to see other microbatches."""
+    if MB in program.mesh.sizes:
+        raise_all(
+            LoweringError,
+            "the batch can't be cut into microbatches, since these need the whole of it (use microbatches=1, or "
+            'microbatch_semantics="local" to train as if each microbatch were a batch of its own):',
+            list(dict.fromkeys(_needing(program))),
+        )
+    return program
+
+
+def _needing(program: Program) -> Iterator[str]:
+    for op in program.body:
+        over = [op.argument(key) for key in ("axes", "rows", "classes", "home")]
+        if not any(MB in axes for axes in over if isinstance(axes, tuple)):
+            continue
+        kind = op.target.removeprefix("comm.")
+        if op.target.startswith("comm."):
+            forward, backward = SENDS[kind]
+            if forward is None and (backward is None or not program.values[op.outputs[0]].gradient):
+                continue
+            yield str(program.graph.by_name.get(op.name.split(" < ")[0], op.name.split(" < ")[0]))
+        elif op.target == "runtime.batch_norm" or op.target in COUNTED:
+            yield str(op)

@@ -1,0 +1,298 @@
+"""The one executor: runs a rank's script, whatever the schedule is.
+
+    F   sets the microbatch, waits for what crosses to the segment, runs its program, sends on
+    B   waits for the gradients of what crossed from it, runs backward, sends gradients on
+    W   the products for weights' gradients that a B put off
+    P   counts that all microbatches need, once
+
+Between an F and its B a segment keeps the leaves it got and where gradients enter, not its
+outputs: autograd keeps what it needs of them itself. What is sent is sent as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardwright.errors import LayoutError
+from shardwright.layout import Reduction
+from shardwright.schedule import Step, StepKind
+
+from .. import comm
+from ..parameters import Untouched
+from ..stage import Stage
+from .parts import Leaving, Pipeline, Placed
+from .routes import Leg
+from .script import Message, Script, Turn
+from .transport import Arrival, Transport
+
+Seed = Callable[[Leaving, int], Tensor | None]
+"""The gradient of an output of the model in a microbatch, or None if none enters there."""
+
+
+class Parcel:
+    """A tensor that is put together here from messages."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+        self.coming: list[tuple[Arrival, Leg, Tensor | None]] = []
+
+    def ask(self, leg: Leg, transport: Transport) -> None:
+        """Begin to receive a part of it."""
+        into = leg.straight(self.out)
+        buffer = self.out.new_empty(leg.elements) if into is None else into
+        self.coming.append((transport.receive(buffer, leg.source), leg, buffer if into is None else None))
+
+    def wait(self) -> Tensor:
+        """It, once all has arrived."""
+        for arrival, leg, aside in self.coming:
+            arrival.wait()
+            if aside is not None:
+                leg.unpack(aside, self.out)
+        self.coming.clear()
+        return self.out
+
+
+class Flight(NamedTuple):
+    """What a segment keeps of a microbatch from F to B."""
+
+    edges: tuple[tuple[str, GradientEdge], ...]  # where the gradients of values enter
+    leaves: dict[str, Tensor]  # what crossed to it, and gets a gradient
+
+
+class Run:
+    """The state of one call: what is under way and what came out."""
+
+    def __init__(self, inputs: Sequence[Tensor], grad: bool) -> None:
+        self.inputs, self.grad = inputs, grad
+        self.parcels: dict[tuple[StepKind, int, int], Parcel] = {}
+        self.flights: dict[tuple[int, int], Flight] = {}
+        self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of what leaves
+        self.input_leaves: dict[tuple[int, int], Tensor] = {}  # (segment, input), of inputs that want a gradient
+        self.updates: dict[str, Tensor] = {}
+        self.seed: Seed = lambda leaving, microbatch: None
+        self.keep = False  # backward may run again
+
+    def input(self, segment: int, number: int) -> Tensor:
+        """An input of the model as a segment sees it."""
+        given = self.inputs[number]
+        if not (self.grad and given.requires_grad):
+            return given.detach()
+        if (segment, number) not in self.input_leaves:
+            self.input_leaves[segment, number] = given.detach().requires_grad_()
+        return self.input_leaves[segment, number]
+
+
+class Executor:
+    """Runs scripts of one pipeline on one rank."""
+
+    def __init__(self, pipeline: Pipeline, rank: int, transport: Transport, device: torch.device) -> None:
+        self.pipeline, self.rank, self.transport, self.device = pipeline, rank, transport, device
+        self._does: dict[StepKind, Callable[[Turn, Run], None]] = {
+            "P": self._prologue, "F": self._forward, "B": self._backward, "W": self._weights,
+        }  # fmt: skip
+        self._leaving: dict[str, list[Leaving]] = {}
+        for out in pipeline.leaving:
+            self._leaving.setdefault(out.value, []).append(out)
+        self._wanted = self._values_with_gradient()
+        self._shapes = self._local_shapes()
+
+    def _values_with_gradient(self) -> frozenset[str]:
+        crossing = {crossing.value for crossing in self.pipeline.crossings if crossing.gradient}
+        return frozenset(crossing | {out.value for out in self.pipeline.leaving if out.gradient})
+
+    def _local_shapes(self) -> dict[tuple[StepKind, int], tuple[int, ...]]:
+        """Of every value that crosses to this rank, and every gradient that comes back to it."""
+        found: dict[tuple[StepKind, int], tuple[int, ...]] = {}
+        for number, crossing in enumerate(self.pipeline.crossings):
+            sides: tuple[tuple[StepKind, int, Any], ...] = (
+                ("F", crossing.taker, crossing.taken),
+                ("B", crossing.giver, crossing.given),
+            )
+            for kind, segment, layout in sides:
+                mesh = self.pipeline.placed[segment].mesh
+                if self.rank in mesh.devices:
+                    shape = layout.local_shape(crossing.shape, mesh.sizes, mesh.coordinates(self.rank))
+                    found[kind, number] = shape
+        return found
+
+    def run(self, script: Script, run: Run) -> None:
+        """Go through a script."""
+        for placed in self.pipeline.placed:
+            if placed.stage is not None:
+                placed.stage.weights.collects = placed.number in script.apart
+                placed.stage.weights.clear()
+        with Untouched():
+            for turn in script.turns:
+                for message in turn.asks:
+                    self._ask(message, run)
+                self._does[turn.step.kind](turn, run)
+        self.transport.flush()
+
+    # -- steps ---------------------------------------------------------------------------
+
+    def _at(self, step: Step) -> tuple[Placed, Stage]:
+        """The segment of a step, with the clock set to its microbatch."""
+        placed = self.pipeline.placed[step.segment]
+        if placed.stage is None:
+            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of segment {step.segment}")
+        self.pipeline.moment.move(step.microbatch)
+        placed.stage.random.microbatch = step.microbatch
+        return placed, placed.stage
+
+    @torch.no_grad()
+    def _prologue(self, turn: Turn, run: Run) -> None:
+        placed, stage = self._at(turn.step)
+        inputs = [run.inputs[number] for number in placed.asks]
+        every: list[tuple[Tensor, ...]] = []
+        for microbatch in range(self.pipeline.microbatches):
+            self._at(turn.step._replace(microbatch=microbatch))
+            every.append(stage.prologue(*inputs))
+        totals = [
+            _JOIN[count.op](torch.stack(found))
+            for count, found in zip(stage.counts, zip(*every, strict=True), strict=True)
+        ]
+        for count, total in zip(stage.counts, totals, strict=True):
+            if count.over is not None:
+                total = comm.reduce(total, getattr(stage, count.over), count.op)
+            setattr(stage.known, count.name, total)
+
+    def _forward(self, turn: Turn, run: Run) -> None:
+        step = turn.step
+        placed, stage = self._at(step)
+        leaves = {}
+        for number in turn.takes:
+            crossing = self.pipeline.crossings[number]
+            leaf = self._take("F", number, step.microbatch, run)
+            leaves[crossing.value] = leaf.requires_grad_() if run.grad and crossing.gradient else leaf
+        args = [self._input(step, take, run) if isinstance(take, int) else leaves[take] for take in placed.takes]
+        outs = self._call(stage, args, run)
+        given = dict(zip(placed.gives, outs, strict=True))
+        for number, legs in turn.sends:
+            tensor = given[self.pipeline.crossings[number].value].detach()
+            self._expect(number, step, tensor)
+            self._send("F", number, step.microbatch, legs, tensor, run)
+        for value in placed.gives:
+            if value in self._leaving:
+                run.outputs[value, step.microbatch] = given[value].detach()
+        if run.grad:
+            edges = [(v, get_gradient_edge(x)) for v, x in given.items() if v in self._wanted and x.requires_grad]
+            kept = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
+            run.flights[placed.number, step.microbatch] = Flight(tuple(edges), kept)
+        self._note_updates(stage, run)
+
+    def _input(self, step: Step, number: int, run: Run) -> Tensor:
+        """An input of the model; the rows of a microbatch where each is a batch of its own."""
+        whole = run.input(step.segment, number)
+        if not self.pipeline.rows or not self.pipeline.rows[number]:
+            return whole
+        size = whole.shape[0] // self.pipeline.microbatches
+        return whole.narrow(0, step.microbatch * size, size)
+
+    def _call(self, stage: Stage, args: Sequence[Tensor], run: Run) -> tuple[Tensor, ...]:
+        stage.start()
+        if not run.grad:
+            with torch.no_grad():
+                return stage.forward(*args)
+        with torch.enable_grad():
+            if stage.zero is None:
+                return stage.forward(*args)
+            with stage.zero.saving():
+                return stage.forward(*args)
+
+    @torch.no_grad()
+    def _note_updates(self, stage: Stage, run: Run) -> None:
+        """Buffers are written at the end; where each microbatch is a batch of its own, at once."""
+        if self.pipeline.local:
+            for key, value in stage.updates.items():
+                self.pipeline.buffers[key].copy_(value)
+        else:
+            run.updates.update(stage.updates)
+        stage.updates.clear()
+
+    def _backward(self, turn: Turn, run: Run) -> None:
+        step = turn.step
+        placed, stage = self._at(step)
+        stage.weights.microbatch = step.microbatch
+        gradients = self._entering(turn, run)
+        key = placed.number, step.microbatch
+        flight = run.flights[key] if run.keep else run.flights.pop(key)
+        edges = [(edge, gradients[value]) for value, edge in flight.edges if value in gradients]
+        if edges:
+            torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], retain_graph=run.keep)
+        for number, legs in turn.sends:
+            value = self.pipeline.crossings[number].value
+            leaf = flight.leaves[value]
+            gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+            self._send("B", number, step.microbatch, legs, gradient, run)
+        for leaf in flight.leaves.values():
+            leaf.grad = None
+
+    def _expect(self, number: int, step: Step, value: Tensor) -> None:
+        """A message has neither shape nor dtype, so a wrong one must not be sent."""
+        crossing = self.pipeline.crossings[number]
+        shape, dtype = self._shapes["B", number], crossing.dtype
+        if value.shape != shape or value.dtype != dtype:
+            raise LayoutError(
+                f"{step} makes {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to segment "
+                f"{crossing.taker} as {dtype} {shape}"
+            )
+
+    def _entering(self, turn: Turn, run: Run) -> dict[str, Tensor]:
+        """The gradients of what the segment gave, those of several takers and of the model's outputs added up."""
+        found: dict[str, Tensor] = {}
+        microbatch = turn.step.microbatch
+        for number in turn.takes:
+            value = self.pipeline.crossings[number].value
+            gradient = self._take("B", number, microbatch, run)
+            found[value] = gradient if value not in found else found[value] + gradient
+        for value in self.pipeline.placed[turn.step.segment].gives:
+            for out in self._leaving.get(value, ()):
+                seed = run.seed(out, microbatch) if out.gradient else None
+                if seed is not None:
+                    found[value] = seed if value not in found else found[value] + seed
+        return found
+
+    def _weights(self, turn: Turn, run: Run) -> None:
+        _, stage = self._at(turn.step)
+        stage.weights.run(turn.step.microbatch)
+
+    # -- messages ------------------------------------------------------------------------
+
+    def _parcel(self, kind: StepKind, number: int, microbatch: int, run: Run) -> Parcel:
+        key = kind, number, microbatch
+        if key not in run.parcels:
+            dtype = self.pipeline.crossings[number].dtype
+            out = torch.empty(self._shapes[kind, number], dtype=dtype, device=self.device)
+            run.parcels[key] = Parcel(out)
+        return run.parcels[key]
+
+    def _ask(self, message: Message, run: Run) -> None:
+        self._parcel(message.kind, message.crossing, message.microbatch, run).ask(message.leg, self.transport)
+
+    def _take(self, kind: StepKind, number: int, microbatch: int, run: Run) -> Tensor:
+        """What has crossed, whole for this rank."""
+        self._parcel(kind, number, microbatch, run)
+        return run.parcels.pop((kind, number, microbatch)).wait()
+
+    def _send(
+        self, kind: StepKind, number: int, microbatch: int, legs: Sequence[Leg], tensor: Tensor, run: Run
+    ) -> None:
+        for leg in legs:
+            if leg.target != self.rank:
+                self.transport.send(leg.pack(tensor), leg.target)
+            elif leg.same:
+                run.parcels[kind, number, microbatch] = Parcel(tensor)
+            else:
+                leg.carry(tensor, self._parcel(kind, number, microbatch, run).out)
+
+
+_JOIN: dict[Reduction, Callable[[Tensor], Tensor]] = {
+    "sum": lambda found: found.sum(0),
+    "max": lambda found: found.amax(0),
+    "min": lambda found: found.amin(0),
+}

@@ -1,0 +1,241 @@
+"""A pipeline in an unmodified loop: a call of the model is one autograd function that runs a schedule.
+
+    backward   model(x)                                    loss.backward()
+    --------   -----------------------------------------   --------------------------------------
+    inside     all steps, F and B, seeded by the loss;     kept gradients times the loss's gradient
+               gradients are kept aside
+    outside    all F                                       all B, seeded by the outputs' gradients
+
+Inside is what keeps no more microbatches than the schedule says. It needs a loss among the
+outputs: the gradients of all others are refused. Outside is for a loss that is computed on
+outputs; every rank must then call backward with the same gradients.
+
+The schedule is seeded with the last gradient that the loss had, so that a loss scaled for
+float16 is scaled within the schedule too; gradients are then multiplied by the new one over
+the old one, which mostly is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import InputError
+
+from ..faults import told
+from ..gradients import GradientSync
+from ..world import here
+from .executor import Executor, Run
+from .outputs import Sharing, share
+from .parts import Leaving, Pipeline
+from .script import Script, pairs_of, write
+from .standins import StandIns, harvest
+from .ties import Ties
+from .transport import usual
+
+Backward = Literal["inside", "outside"]
+"""Whether backward runs within the call of the model, seeded by its loss, or when the user calls it."""
+
+
+class Loop:
+    """What all entries of a model share on a rank: how it talks, and how its gradients become true.
+
+    All ranks make it together, after the groups of all meshes.
+    """
+
+    def __init__(self, sync: GradientSync | None = None, backward: Backward = "inside") -> None:
+        world = here()
+        self.rank, self.device = world.rank, world.device
+        self.sync, self.backward = sync, backward
+        self.transport = usual()
+        if sync is not None and isinstance(sync.ties, Ties):
+            self.transport.connect(sync.ties.pairs)
+            sync.ties.connect(self.transport)
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may hold nothing to train
+        self.scale = torch.ones((), device=self.device, dtype=torch.float64)  # the last gradient of a loss
+
+    def begin_backward(self) -> None:
+        """The user's backward has reached a call of the model."""
+        if self.sync is not None:
+            self.sync.begin()
+
+
+class Running:
+    """One entry, ready to run."""
+
+    def __init__(self, pipeline: Pipeline, loop: Loop) -> None:
+        self.pipeline, self.loop = pipeline, loop
+        loop.transport.connect(pairs_of(pipeline))
+        self.executor = Executor(pipeline, loop.rank, loop.transport, loop.device)
+        self.standins = StandIns(pipeline.placed)
+        self.share = Sharing(pipeline, loop.rank, loop.device)
+        self.loss = loss_of(pipeline.leaving)
+        self._scripts: dict[str, Script] = {}
+
+    def script(self, kinds: str) -> Script:
+        """What this rank does: "" for inference, or the steps of these kinds of a training step."""
+        if kinds not in self._scripts:
+            schedule = self.pipeline.schedule if kinds else self.pipeline.forward
+            self._scripts[kinds] = write(self.pipeline, schedule, self.loop.rank, kinds or "PF")
+        return self._scripts[kinds]
+
+    def __call__(self, tensors: Sequence[Tensor], training: bool = True) -> tuple[Tensor, ...]:
+        """The model's tensor outputs, whole on every rank. `training` as in `model.training`."""
+        if not (torch.is_grad_enabled() and any(out.gradient for out in self.pipeline.leaving)):
+            self.standins.current()
+            return tuple(self.finished(self.run(Run(tensors, grad=False), "")))
+        inside = training and self.loop.backward == "inside" and self.loss is not None
+        call = Call(self, tensors)
+        function = _Inside if inside else _Outside
+        found: tuple[Tensor, ...] = function.apply(call, self.loop.anchor, *call.wanting)  # type: ignore[no-untyped-call]
+        return found
+
+    def run(self, run: Run, kinds: str) -> Run:
+        self.executor.run(self.script(kinds), run)
+        return run
+
+    def finished(self, run: Run) -> list[Tensor]:
+        """The outputs of a run, which every rank gets."""
+        found = self.share(run.outputs, run.updates)
+        run.outputs.clear()
+        return found
+
+
+def loss_of(leaving: Sequence[Leaving]) -> int | None:
+    """Which output is the loss: the one number with a gradient; of several the one called loss, or the first."""
+    numbers = [at for at, out in enumerate(leaving) if out.gradient and not out.shape]
+    named = [at for at in numbers if leaving[at].path == "loss"]
+    return next(iter([*named, *numbers]), None)
+
+
+class Call:
+    """One call of the model whose gradients are wanted."""
+
+    def __init__(self, running: Running, tensors: Sequence[Tensor]) -> None:
+        self.running, self.pipeline, self.loop = running, running.pipeline, running.loop
+        self.leaves = [leaf for leaf in running.standins.current() if leaf.requires_grad]
+        self.inputs = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
+        self.wanting = [*running.standins.trained, *(tensors[at] for at in self.inputs)]
+        self.run = Run(tensors, grad=True)
+        self.gradients: list[Tensor | None] | None = None  # kept aside, in the order of `wanting`
+
+    def backward(self, kinds: str, keep: bool = False) -> list[Tensor | None]:
+        """Run steps, and give the gradients of all that wants one."""
+        harvest(self.leaves)
+        harvest(list(self.run.input_leaves.values()))
+        self.run.keep = keep
+        self.running.run(self.run, kinds)
+        return [*harvest(self.leaves), *(self._input(at) for at in self.inputs)]
+
+    @told
+    def _input(self, number: int) -> Tensor:
+        """The gradient of an input: the sum over the segments that read it, whole on every rank."""
+        total = torch.zeros_like(self.run.inputs[number], requires_grad=False)
+        for (segment, at), leaf in self.run.input_leaves.items():
+            first = self.pipeline.placed[segment].mesh.devices[0] == self.loop.rank
+            if at == number and first and leaf.grad is not None:
+                total += leaf.grad
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total
+
+    def expect_no_graph(self) -> None:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "backward(create_graph=True) reached a pipeline; gradients of gradients do not pass through its "
+                "schedule, leave create_graph out"
+            )
+
+
+class _Inside(torch.autograd.Function):
+    """Forward runs the whole schedule, backward hands out what was kept aside."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *wanting: Tensor) -> tuple[Tensor, ...]:
+        running, loss = call.running, call.running.loss
+        ctx.call, ctx.scale = call, call.loop.scale
+        ctx.set_materialize_grads(False)
+        seeded = call.pipeline.leaving[loss]  # type: ignore[index]
+        seed = ctx.scale.to(seeded.dtype)
+
+        def seeds(out: Leaving, microbatch: int) -> Tensor | None:
+            return share(out, seed, call.pipeline.microbatches, microbatch) if out is seeded else None
+
+        call.run.seed = seeds
+        call.gradients = call.backward("PFBW")
+        outputs = running.finished(call.run)
+        call.run = Run((), grad=False)
+        leaving = zip(outputs, call.pipeline.leaving, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, out in leaving if not out.gradient))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        call.expect_no_graph()
+        for at, (out, gradient) in enumerate(zip(call.pipeline.leaving, gradients, strict=True)):
+            if gradient is not None and at != call.running.loss:
+                raise InputError(
+                    f"backward reached output {out.path or at} of a pipeline, which runs its backward within the call "
+                    f'of the model, by the loss that the model returns; pass backward="outside" to parallelize'
+                )
+        call.loop.begin_backward()
+        gradient = gradients[call.running.loss]  # type: ignore[index]
+        if gradient is None:
+            return (None, None, *(None for _ in call.wanting))
+        return (None, None, *_scaled(call, gradient, ctx.scale))
+
+
+def _scaled(call: Call, gradient: Tensor, seed: Tensor) -> list[Tensor | None]:
+    """The kept gradients for the loss's gradient; they are given away unless backward may come again."""
+    if call.gradients is None:
+        raise InputError("backward came twice through one call of a pipeline; pass retain_graph=True to the first")
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    kept, call.gradients = call.gradients, call.gradients if keep else None
+    now = gradient.detach().double()
+    call.loop.scale = torch.where(torch.isfinite(now) & (now != 0), now, seed)
+    ratio = now / seed
+    if ratio.is_cpu and ratio.item() == 1.0:
+        return list(kept)
+    there = [one for one in kept if one is not None]
+    if keep:
+        there = [one.clone() for one in there]
+    torch._foreach_mul_(there, ratio)
+    scaled = iter(there)
+    return [None if one is None else next(scaled) for one in kept]
+
+
+class _Outside(torch.autograd.Function):
+    """Forward runs all F, backward all B."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *wanting: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.done = call, False
+        ctx.set_materialize_grads(False)
+        call.running.run(call.run, "PF")
+        outputs = call.running.finished(call.run)
+        leaving = zip(outputs, call.pipeline.leaving, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, out in leaving if not out.gradient))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        call.expect_no_graph()
+        if ctx.done:
+            raise InputError("backward came twice through one call of a pipeline; pass retain_graph=True to the first")
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.done = not keep
+        given = {id(out): gradient for out, gradient in zip(call.pipeline.leaving, gradients, strict=True)}
+
+        def seeds(out: Leaving, microbatch: int) -> Tensor | None:
+            gradient = given[id(out)]
+            return None if gradient is None else share(out, gradient, call.pipeline.microbatches, microbatch)
+
+        call.run.seed = seeds
+        call.loop.begin_backward()
+        return (None, None, *call.backward("BW", keep))

@@ -1,0 +1,114 @@
+"""What the model returns: microbatches' values become one, and every rank gets it.
+
+    how     the value is                        its gradient in a microbatch is
+    ----    ---------------------------------   -------------------------------
+    sum     the sum over microbatches           the whole gradient
+    mean    their mean                          the gradient divided by their number
+    cat     joined along a dim                  the microbatch's piece of it
+    same    any of them, since all are equal    the whole gradient in the first, none in the others
+
+Updated buffers travel with the outputs, so that they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.layout import Block, Cut
+
+from .. import blocks
+from ..faults import told
+from .parts import Leaving, Pipeline
+
+ALIGNED = 16  # bytes
+
+
+def combine(out: Leaving, found: Sequence[Tensor]) -> Tensor:
+    """One value from those of all microbatches."""
+    if out.how == "same":
+        return found[0].clone()
+    if out.how == "cat":
+        return blocks.join(found, out.dim, cut_of(out)).contiguous()
+    total = found[0].clone()
+    for one in found[1:]:
+        total += one
+    return total / len(found) if out.how == "mean" else total
+
+
+def share(out: Leaving, gradient: Tensor, microbatches: int, microbatch: int) -> Tensor:
+    """The gradient of a microbatch's value from that of the whole."""
+    if out.how == "cat":
+        return blocks.take(gradient, out.dim, cut_of(out), microbatches, microbatch)
+    if out.how == "mean":
+        return gradient / microbatches
+    return gradient if out.how == "sum" or microbatch == 0 else torch.zeros_like(gradient)
+
+
+def cut_of(out: Leaving) -> Cut:
+    """The cut of an output's dim into microbatches."""
+    return out.cut or Cut(axis="mb", blocks=(Block(1, out.shape[out.dim], 1),))
+
+
+class Sharing:
+    """Brings outputs and updated buffers from the ranks that have them to all."""
+
+    def __init__(self, pipeline: Pipeline, rank: int, device: torch.device) -> None:
+        self.pipeline, self.rank, self.device = pipeline, rank, device
+
+    @torch.no_grad()
+    def __call__(self, found: Mapping[tuple[str, int], Tensor], updates: Mapping[str, Tensor]) -> list[Tensor]:
+        """The model's outputs, in order; buffers are written. `found` are the values of microbatches that are here."""
+        made: dict[int, list[Tensor]] = defaultdict(list)  # by the rank that has them
+        outputs = []
+        for out in self.pipeline.leaving:
+            home = self.pipeline.placed[out.segment].mesh.devices[0]
+            if (out.value, 0) in found:
+                tensor = combine(out, [found[out.value, at] for at in range(self.pipeline.microbatches)])
+            else:
+                tensor = torch.empty(out.shape, dtype=out.dtype, device=self.device)
+            made[home].append(tensor)
+            outputs.append(tensor)
+        for placed in self.pipeline.placed:
+            for key in placed.updates:
+                buffer = self.pipeline.buffers[key]
+                if key in updates:
+                    buffer.copy_(updates[key])
+                made[placed.mesh.devices[0]].append(buffer)
+        for home, tensors in sorted(made.items()):
+            broadcast(tensors, home, self.rank)
+        return outputs
+
+
+@told
+def broadcast(tensors: Sequence[Tensor], home: int, rank: int) -> None:
+    """Fill tensors with what one rank has in them, in one message."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.broadcast(_bytes(tensors[0]), home)
+        return
+    starts, total = [], 0
+    for tensor in tensors:
+        starts.append(total)
+        total += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+    flat = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
+    views = [
+        flat.narrow(0, start, tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
+    if rank == home:
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+    dist.broadcast(flat, home)
+    if rank != home:
+        for view, tensor in zip(views, tensors, strict=True):
+            tensor.copy_(view)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,149 @@
+"""Which rank sends what to whom, when a tensor goes from one mesh and layout to another.
+
+Every rank of the taking mesh gets every element of its piece exactly once, from a rank that
+holds it. Where several ranks hold the same piece, a rank that takes from itself does so,
+and the others are spread over the holders, the first taker to the first holder:
+
+    given: rows cut over tp, on ranks 0 1       taken: whole, on ranks 2 3 4
+    rank 0  a   ──▶ 2, 3, 4                     rank 2  a b
+    rank 1  b   ──▶ 2, 3, 4                     rank 3  a b   ..
+
+A gradient goes the same way with the sides swapped. Nothing is sent here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Layout, Mesh, Piece, piece_of
+
+Spans = tuple[tuple[int, int, int], ...]
+"""Runs along one dim: (start at the sender, start at the taker, length)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of elements: where it starts at the sender and at the taker, and its sizes."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of_source(self, x: Tensor) -> Tensor:
+        return _narrow(x, self.source, self.sizes)
+
+    def of_target(self, x: Tensor) -> Tensor:
+        return _narrow(x, self.target, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What one rank sends to another: one message, its boxes one after the other."""
+
+    source: int
+    target: int
+    boxes: tuple[Box, ...]
+    same: bool  # all that the sender has is all that the taker gets, in the same order
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(box.sizes) for box in self.boxes)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The message, contiguous: the tensor itself where it can be."""
+        if self.same:
+            return x.contiguous()
+        views = [box.of_source(x) for box in self.boxes]
+        return views[0].contiguous() if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
+
+    def straight(self, out: Tensor) -> Tensor | None:
+        """The memory in `out` that the message can be received into, if it can."""
+        if self.same:
+            return out
+        view = self.boxes[0].of_target(out)
+        return view if len(self.boxes) == 1 and view.is_contiguous() else None
+
+    def unpack(self, message: Tensor, out: Tensor) -> None:
+        """Put a message that was received aside where it belongs."""
+        flat, at = message.view(-1), 0
+        for box in self.boxes:
+            size = math.prod(box.sizes)
+            box.of_target(out).copy_(flat.narrow(0, at, size).view(box.sizes))
+            at += size
+
+    def carry(self, x: Tensor, out: Tensor) -> None:
+        """From the sender's tensor to the taker's, where both are here."""
+        for box in self.boxes:
+            box.of_target(out).copy_(box.of_source(x))
+
+
+def _narrow(x: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if x.shape[dim] != size:
+            x = x.narrow(dim, start, size)
+    return x
+
+
+@lru_cache(maxsize=4096)
+def routes(given: Layout, giver: Mesh, taken: Layout, taker: Mesh, shape: tuple[int, ...]) -> tuple[Leg, ...]:
+    """All messages, by taker and then sender; those of a rank to itself are among them, empty ones are not."""
+    legs: list[Leg] = []
+    targets = _pieces(taken, taker, shape)
+    for piece, holders in _pieces(given, giver, shape):
+        takers = sorted(
+            (taker.devices.index(rank), rank, boxes, wanted)
+            for wanted, ranks in targets
+            if (boxes := _overlap(piece, wanted))
+            for rank in ranks
+        )
+        turn = 0
+        for _, rank, boxes, wanted in takers:
+            source = rank if rank in holders else holders[turn % len(holders)]
+            turn += rank not in holders
+            legs.append(Leg(source, rank, boxes, piece.spans == wanted.spans))
+    return tuple(sorted(legs, key=lambda leg: (leg.target, leg.source)))
+
+
+def _pieces(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[Piece, tuple[int, ...]]]:
+    """The different pieces of a tensor, with the ranks that hold each, in the order of the mesh."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    cutting = [axis.name for axis in mesh.axes if layout.cut_of(axis.name) is not None]
+    for rank in mesh.devices:
+        at = mesh.coordinates(rank)
+        found.setdefault(tuple(at[name] for name in cutting), []).append(rank)
+    return [
+        (piece_of(layout, shape, mesh.sizes, dict(zip(cutting, place, strict=True))), tuple(ranks))
+        for place, ranks in found.items()
+    ]
+
+
+def _overlap(piece: Piece, wanted: Piece) -> tuple[Box, ...]:
+    """The boxes of elements that are in both pieces; none if there are no elements."""
+    dims = [_common(a, b) for a, b in zip(piece.spans, wanted.spans, strict=True)]
+    return tuple(
+        Box(tuple(run[0] for run in runs), tuple(run[1] for run in runs), tuple(run[2] for run in runs))
+        for runs in product(*dims)
+    )
+
+
+def _common(mine: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> Spans:
+    """The runs of indices that are in both lists. Runs of a piece are in the order of the whole dim."""
+    found = []
+    i = j = at = other = 0
+    while i < len(mine) and j < len(wanted):
+        (a, length), (b, width) = mine[i], wanted[j]
+        low, high = max(a, b), min(a + length, b + width)
+        if low < high:
+            found.append((at + low - a, other + low - b, high - low))
+        if a + length <= b + width:
+            i, at = i + 1, at + length
+        else:
+            j, other = j + 1, other + width
+    return tuple(found)

@@ -1,0 +1,141 @@
+"""What one rank does in a run: its steps, and with each the messages that it asks for, sends and needs.
+
+Messages have no names: what a rank sends to another is received in the order of the
+sender's steps. So for every rank that sends to this one its steps are gone through once, and
+messages are asked for in that order, those of a step one step ahead of it:
+
+    rank 0 (sends)      F0.0  F0.1  F0.2  B0.0 ..            h.0  h.1  h.2
+    rank 1 (receives)   ask h.0, h.1 | F1.0, ask h.2 | B1.0 ..
+
+A message that is needed late may have to be asked for early, if others follow it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule import Schedule, Step, StepKind
+
+from .parts import Crossing, Pipeline
+from .routes import Leg, routes
+
+AHEAD = 1  # how many steps ahead of its use a message is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message to this rank: of a crossing and a microbatch, the value (F) or its gradient (B)."""
+
+    kind: StepKind
+    crossing: int
+    microbatch: int
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One step of this rank."""
+
+    step: Step
+    asks: tuple[Message, ...]  # to ask for before the step runs
+    sends: tuple[tuple[int, tuple[Leg, ...]], ...]  # (crossing, what goes to whom) when it has run
+    takes: tuple[int, ...]  # the crossings whose value (in an F) or gradient (in a B) it needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """The turns of one rank, in order."""
+
+    rank: int
+    turns: tuple[Turn, ...]
+    apart: frozenset[int]  # the segments whose weights' gradients are steps of their own
+
+
+def legs_of(pipeline: Pipeline, crossing: Crossing, kind: StepKind) -> tuple[Leg, ...]:
+    """How a value goes to its taker (F), or its gradient back (B)."""
+    giver, taker = pipeline.placed[crossing.giver].mesh, pipeline.placed[crossing.taker].mesh
+    if kind == "F":
+        return routes(crossing.given, giver, crossing.taken, taker, crossing.shape)
+    return routes(crossing.taken, taker, crossing.given, giver, crossing.shape)
+
+
+def pairs_of(pipeline: Pipeline) -> set[tuple[int, int]]:
+    """The (sender, receiver) of all messages there may be."""
+    found: set[tuple[int, int]] = set()
+    for crossing in pipeline.crossings:
+        kinds: tuple[StepKind, ...] = ("F", "B") if crossing.gradient else ("F",)
+        for kind in kinds:
+            found.update((leg.source, leg.target) for leg in legs_of(pipeline, crossing, kind))
+    return {(source, target) for source, target in found if source != target}
+
+
+def only(schedule: Schedule, kinds: str) -> Schedule:
+    """The same schedule with steps of some kinds alone: "PF" for the forward half, "BW" for the other."""
+    rows = {id(row): tuple(step for step in row if step.kind in kinds) for row in schedule.devices}
+    return replace(schedule, devices=tuple(rows[id(row)] for row in schedule.devices))
+
+
+def write(pipeline: Pipeline, schedule: Schedule, rank: int, kinds: str = "PFBW") -> Script:
+    """The script of a rank, for steps of some kinds."""
+    row = schedule.devices[rank] if rank < len(schedule.devices) else ()
+    apart = frozenset(step.segment for step in row if step.kind == "W")
+    schedule = only(schedule, kinds)
+    steps = tuple(step for step in row if step.kind in kinds)
+    sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Leg, ...]]]] = defaultdict(list)
+    takes: dict[tuple[StepKind, int], list[int]] = defaultdict(list)
+    for number, crossing, kind, sender, taker in _ways(pipeline):
+        legs = tuple(leg for leg in legs_of(pipeline, crossing, kind) if leg.source == rank)
+        if legs:
+            sends[kind, sender].append((number, legs))
+        takes[kind, taker].append(number)
+    asks = _asks(pipeline, schedule, rank, steps)
+    turns = [
+        Turn(
+            step=step,
+            asks=tuple(asks[at]),
+            sends=tuple(sends.get((step.kind, step.segment), ())),
+            takes=tuple(takes.get((step.kind, step.segment), ())),
+        )
+        for at, step in enumerate(steps)
+    ]
+    return Script(rank=rank, turns=tuple(turns), apart=apart)
+
+
+def _ways(pipeline: Pipeline) -> Iterator[tuple[int, Crossing, StepKind, int, int]]:
+    """(number, crossing, kind, the segment that sends, the segment that takes) for values and their gradients."""
+    for number, crossing in enumerate(pipeline.crossings):
+        yield number, crossing, "F", crossing.giver, crossing.taker
+        if crossing.gradient:
+            yield number, crossing, "B", crossing.taker, crossing.giver
+
+
+def _asks(pipeline: Pipeline, schedule: Schedule, rank: int, steps: tuple[Step, ...]) -> list[list[Message]]:
+    """For each step the messages to ask for before it."""
+    at = {step: place for place, step in enumerate(steps)}
+    arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Leg, int]]]] = defaultdict(lambda: defaultdict(list))
+    for number, crossing, kind, sender, taker in _ways(pipeline):
+        for leg in legs_of(pipeline, crossing, kind):
+            if leg.target == rank != leg.source:
+                arriving[leg.source][kind, sender].append((number, leg, taker))
+    found: list[list[Message]] = [[] for _ in steps]
+    for source in sorted(arriving):
+        latest = []  # for each message in the order of the sender, the place of the step that needs it
+        messages = []
+        for step in schedule.devices[source]:
+            for number, leg, taker in arriving[source].get((step.kind, step.segment), ()):
+                needed = at.get(Step(step.kind, taker, step.microbatch))
+                if needed is None:
+                    raise ScheduleError(
+                        f"{schedule.name}: rank {source} sends {pipeline.crossings[number].value} after {step}, and "
+                        f"rank {rank} has no step {step.kind}{taker}.{step.microbatch} that takes it"
+                    )
+                latest.append(needed)
+                messages.append(Message(step.kind, number, step.microbatch, leg))
+        for place in range(len(latest) - 2, -1, -1):  # all before a message are asked for before it
+            latest[place] = min(latest[place], latest[place + 1])
+        for needed, message in zip(latest, messages, strict=True):
+            found[max(0, needed - AHEAD)].append(message)
+    return found

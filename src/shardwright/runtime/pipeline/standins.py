@@ -1,0 +1,71 @@
+"""Leaves that the stages of a pipeline compute with, in the place of the model's parameters.
+
+A schedule runs many backwards, and the sum of their gradients belongs to the user's one. So
+stages do not use the parameters themselves, whose hooks would sync and count each of them,
+but leaves that share their memory. Their `.grad` adds up over microbatches, is taken away
+when the schedule is through, and is handed to the parameters in the user's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..parameters import ShardParameter, Untouched
+from ..stage import Stage
+from .parts import Placed
+
+
+class StandIns:
+    """A leaf for each parameter that a rank holds, in all places where its stages look for it."""
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self._places: dict[int, list[tuple[Stage, str]]] = {}
+        found: dict[int, ShardParameter] = {}
+        for one in placed:
+            if one.stage is not None:
+                for key, parameter in one.parameters.items():
+                    found[id(parameter)] = parameter
+                    self._places.setdefault(id(parameter), []).append((one.stage, key))
+        self.parameters = list(found.values())
+        self._leaves: list[Tensor | None] = [None] * len(self.parameters)
+
+    def current(self) -> list[Tensor]:
+        """The leaves, in the order of `parameters`; made again where a parameter has got other memory."""
+        found = []
+        with Untouched():
+            for number, parameter in enumerate(self.parameters):
+                leaf = self._leaves[number]
+                if leaf is None or not _same(leaf, parameter):
+                    leaf = self._leaves[number] = parameter.detach().requires_grad_(parameter.requires_grad)
+                    for stage, key in self._places[id(parameter)]:
+                        stage.place(key, leaf)
+                        if stage.zero is not None:
+                            stage.zero.stand_in(parameter, leaf)
+                found.append(leaf)
+        return found
+
+    @property
+    def trained(self) -> list[ShardParameter]:
+        """The parameters that want a gradient."""
+        with Untouched():
+            return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+def _same(leaf: Tensor, parameter: Tensor) -> bool:
+    return (
+        leaf.data_ptr() == parameter.data_ptr()
+        and leaf.requires_grad == parameter.requires_grad
+        and leaf.dtype == parameter.dtype
+        and leaf.shape == parameter.shape
+        and leaf.stride() == parameter.stride()
+    )
+
+
+def harvest(leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of leaves, taken away from them."""
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return found

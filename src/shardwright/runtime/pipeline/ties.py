@@ -1,0 +1,154 @@
+"""A parameter that several stages hold has one gradient: the sum of those of all stages, the same to the last bit.
+
+Each stage sums its own over its mesh first, as it does with all gradients. Then every stage
+sends it to the others, point to point and in their layouts, and all add up in the order of
+the stages:
+
+    stage 0    dW0 ──┐ ┌──▶ dW0 + dW1
+    stage 1    dW1 ──┴─┴──▶ dW0 + dW1
+
+With the same gradient and the same optimizer the copies stay equal. A flag goes with each
+message: a parameter that no stage used keeps the `.grad` it had. This happens at the end of a
+sync (`GradientSync`), so that it is put off with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout, Mesh
+
+from ..buckets import Entry, TiedBucket
+from ..holding import Held, zero_axes
+from ..parameters import ShardParameter, raw_gradient, set_raw_gradient
+from ..world import here
+from .routes import Leg, routes
+from .transport import Arrival, Transport
+
+Coming = tuple[int, Leg, Tensor, Arrival]
+"""What comes from a stage: the stage, what it is, where it is put."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """One parameter, on the ranks of several meshes, seen from one of them."""
+
+    shape: tuple[int, ...]  # of the piece that is here
+    stages: int
+    own: int  # which of the stages this is
+    sends: tuple[Leg, ...]
+    takes: tuple[tuple[int, Leg], ...]  # (stage, what comes from it)
+
+
+class Ties:
+    """The parameters that this rank holds together with other stages, by name."""
+
+    def __init__(self, seats: Sequence[tuple[Mesh, Sequence[Held]]]) -> None:
+        self.rank = here().rank
+        self.pairs: set[tuple[int, int]] = set()
+        self._ties: dict[str, Tie] = {}
+        self._transport: Transport | None = None
+        sides: dict[str, list[tuple[Mesh, Held]]] = {}
+        for mesh, helds in seats:
+            for held in helds:
+                sides.setdefault(held.name, []).append((mesh, held))
+        for name, found in sorted(sides.items()):
+            if len(found) > 1 and found[0][1].trainable:
+                self._tie(name, found)
+
+    def _tie(self, name: str, sides: Sequence[tuple[Mesh, Held]]) -> None:
+        here = [at for at, (mesh, _) in enumerate(sides) if self.rank in mesh.devices]
+        if len(here) > 1:
+            raise LayoutError(f"parameter {name} is held twice on rank {self.rank}; its segments there can share it")
+        if any(held.level == 3 for _, held in sides):
+            raise LayoutError(
+                f"parameter {name} is held by several stages and stored split; use ZeRO level 1 or 2 for it"
+            )
+        sends: list[Leg] = []
+        takes: list[tuple[int, Leg]] = []
+        for at, (giver, given) in enumerate(sides):
+            for to, (taker, taken) in enumerate(sides):
+                if at != to:
+                    legs = routes(_cuts(given), giver, _cuts(taken), taker, given.shape)
+                    self.pairs |= {(leg.source, leg.target) for leg in legs}
+                    sends += [leg for leg in legs if leg.source == self.rank]
+                    takes += [(at, leg) for leg in legs if leg.target == self.rank]
+        if here:
+            mesh, held = sides[here[0]]
+            shape = held.layout.local_shape(held.shape, mesh.sizes, mesh.coordinates(self.rank))
+            self._ties[name] = Tie(shape=shape, stages=len(sides), own=here[0], sends=tuple(sends), takes=tuple(takes))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._ties
+
+    def connect(self, transport: Transport) -> None:
+        """How to reach the others, once that is known."""
+        self._transport = transport
+
+    @torch.no_grad()
+    def finish(self, buckets: Sequence[TiedBucket]) -> None:
+        """Exchange the sums of this stage, and hand out those of all. All ranks that hold any must call it."""
+        if self._transport is None:
+            raise LayoutError("parameters are held by several stages, and nobody has said how to reach those")
+        found = {entry.held.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
+        coming = {name: self._exchange(self._ties[name], *found[name], self._transport) for name in sorted(found)}
+        for name, (entry, own) in sorted(found.items()):
+            total = _added(self._ties[name], own, coming[name])
+            if total is not None:
+                _hand_out(entry, total)
+        self._transport.flush()
+
+    @staticmethod
+    def _exchange(tie: Tie, entry: Entry, own: Tensor | None, transport: Transport) -> list[Coming]:
+        """Send the own sum, and ask for those of the others."""
+        like = entry.parameter.detach().as_subclass(Tensor)
+        mine = torch.zeros_like(like) if own is None else own
+        flag = like.new_full((1,), float(own is not None))
+        for leg in tie.sends:
+            transport.send(torch.cat([leg.pack(mine).view(-1), flag]), leg.target)
+        coming = []
+        for stage, leg in tie.takes:
+            buffer = like.new_empty(leg.elements + 1)
+            coming.append((stage, leg, buffer, transport.receive(buffer, leg.source)))
+        return coming
+
+
+def _added(tie: Tie, own: Tensor | None, coming: Sequence[Coming]) -> Tensor | None:
+    """The sum over all stages, or None if none had a gradient."""
+    parts: dict[int, Tensor] = {} if own is None else {tie.own: own}
+    for stage, leg, buffer, arrival in coming:
+        arrival.wait()
+        if buffer[-1].item():
+            if stage not in parts:
+                parts[stage] = buffer.new_empty(tie.shape)
+            leg.unpack(buffer[:-1], parts[stage])
+    total: Tensor | None = None
+    for stage in sorted(parts):
+        total = parts[stage].clone() if total is None else total.add_(parts[stage])
+    return total
+
+
+def _hand_out(entry: Entry, total: Tensor) -> None:
+    """Make `.grad` true; at ZeRO level 2 only the share that this rank owns is kept."""
+    if not entry.seen:
+        entry.set_aside()
+    parameter = entry.parameter
+    shard = parameter.shard if isinstance(parameter, ShardParameter) and entry.held.level == 2 else None
+    if shard is None or shard.slot is None or shard.groups is None:
+        entry.hand_out(total)
+        return
+    place = shard.groups[zero_axes(entry.held, shard.groups.mesh.sizes)].index
+    share, old = shard.slot.owned(total, place), raw_gradient(shard)
+    set_raw_gradient(shard, share.clone() if old is None else old.add_(share))
+    set_raw_gradient(parameter, None)
+    entry.seen, entry.true = False, None
+
+
+def _cuts(held: Held) -> Layout:
+    """How a summed gradient lies: as the parameter, and whole on the axes that it is summed over."""
+    return Layout(cuts=held.layout.cuts)

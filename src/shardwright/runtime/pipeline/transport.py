@@ -1,0 +1,223 @@
+"""How tensors go from rank to rank: asynchronous, and in order between any two ranks.
+
+`send` and `receive` return at once. What one rank sends to another arrives in the order in
+which it was sent, and is received in that order; nothing else is promised, and no message
+has a name. Both sides know the order, since both know the schedule.
+
+`TorchTransport` is torch.distributed in earnest, `QueueTransport` threads of one process in
+tests. A sent tensor must not be written to afterwards. It is kept until it has arrived:
+gloo would read freed memory, and says that a send is done only to somebody who waits for
+it, so a thread of the transport does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import RankError
+
+from ..faults import told
+from ..world import here, pair_groups
+
+Pairs = Iterable[tuple[int, int]]
+
+
+class Arrival(Protocol):
+    """A tensor on its way here."""
+
+    def wait(self) -> None:
+        """Return once the buffer is filled."""
+
+
+class Transport(Protocol):
+    """A rank's way to the others."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Begin to send a contiguous tensor."""
+
+    def receive(self, buffer: Tensor, source: int) -> Arrival:
+        """Begin to fill a contiguous buffer with the next message of a rank."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived: a rank must not go before that."""
+
+
+class TorchTransport:
+    """Messages by torch.distributed."""
+
+    def __init__(self) -> None:
+        world = here()
+        self._rank, self._device = world.rank, world.device
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._kept: deque[tuple[dist.Work, Tensor]] = deque()
+        self._keeper = Keeper() if world.device.type == "cpu" else None
+
+    def connect(self, pairs: Pairs) -> None:
+        """Make it possible that the first of a pair sends to the second. All ranks do it together, with equal pairs."""
+        self._groups.update(pair_groups(pairs, self._device))
+
+    @told
+    def send(self, tensor: Tensor, to: int) -> None:
+        work = dist.isend(_bytes(tensor), to, group=self._groups[self._rank, to])
+        assert work is not None
+        if self._keeper is not None:
+            self._keeper.keep(work, tensor)
+            return
+        self._kept.append((work, tensor))
+        while self._kept[0][0].is_completed():
+            self._kept.popleft()
+            if not self._kept:
+                return
+
+    @told
+    def receive(self, buffer: Tensor, source: int) -> Arrival:
+        work = dist.irecv(_bytes(buffer), source, group=self._groups[source, self._rank])
+        assert work is not None
+        return _Arrival(work)
+
+    @told
+    def flush(self) -> None:
+        if self._keeper is not None:
+            self._keeper.flush()
+
+
+class _Arrival:
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    @told
+    def wait(self) -> None:
+        self._work.wait()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Backends do not know all dtypes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class Keeper:
+    """Keeps sent tensors until they have arrived. What goes wrong with one is raised at the next call."""
+
+    def __init__(self) -> None:
+        self._sent: queue.SimpleQueue[tuple[dist.Work, Tensor] | threading.Lock] = queue.SimpleQueue()
+        self._error: RuntimeError | None = None
+        self._thread: threading.Thread | None = None
+
+    def keep(self, work: dist.Work, tensor: Tensor) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="shardwright-sends", daemon=True)
+            self._thread.start()
+        self._sent.put((work, tensor))
+
+    def flush(self) -> None:
+        """Wait until all has arrived."""
+        if self._thread is not None:
+            gate = threading.Lock()
+            gate.acquire()
+            self._sent.put(gate)
+            gate.acquire()  # here, not in `threading`: who watches this rank must see that it waits for others
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            sent = self._sent.get()
+            if isinstance(sent, tuple):
+                self._wait(sent[0])
+            else:
+                sent.release()
+            del sent  # before the next one is awaited
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._error is None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = error
+
+
+def usual() -> TorchTransport | QueueTransport:
+    """How the ranks of this run talk: by torch.distributed, or by queues where they are threads. All must call it."""
+    if not dist.is_initialized() or dist.get_backend() != "threaded":
+        return TorchTransport()
+    token = torch.tensor(0)
+    if dist.get_rank() == 0:
+        made = QueueTransport.between(dist.get_world_size())
+        token.fill_(id(made))
+        _BETWEEN[int(token)] = made
+    dist.broadcast(token, 0)
+    return _BETWEEN[int(token)][dist.get_rank()]
+
+
+# -- ranks that are threads ------------------------------------------------------------------
+
+
+class QueueTransport:
+    """Messages between threads: one queue for each ordered pair of ranks. `between` makes one for each rank."""
+
+    def __init__(self, rank: int, queues: Mapping[tuple[int, int], queue.SimpleQueue[Tensor]], timeout: float) -> None:
+        self._rank, self._queues, self._timeout = rank, queues, timeout
+        self._asked: dict[int, deque[_Asked]] = defaultdict(deque)
+
+    @staticmethod
+    def between(ranks: int, timeout: float = 30.0) -> list[QueueTransport]:
+        """One for each rank."""
+        pairs = [(a, b) for a in range(ranks) for b in range(ranks)]
+        queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
+        return [QueueTransport(rank, queues, timeout) for rank in range(ranks)]
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """All are connected."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        self._queues[self._rank, to].put(tensor.detach())
+
+    def receive(self, buffer: Tensor, source: int) -> Arrival:
+        asked = _Asked(self, buffer, source)
+        self._asked[source].append(asked)
+        return asked
+
+    def flush(self) -> None:
+        """What is in a queue stays there."""
+
+    def fill(self, source: int) -> None:
+        """Wait for the next message of a rank, and put it where it was asked for."""
+        try:
+            found = self._queues[source, self._rank].get(timeout=self._timeout)
+        except queue.Empty:
+            raise RankError(
+                f"rank {self._rank} waited {self._timeout:g} s for a message of rank {source}, and none came"
+            ) from None
+        asked = self._asked[source].popleft()
+        if found.shape != asked.buffer.shape or found.dtype != asked.buffer.dtype:
+            raise RankError(
+                f"a message of rank {source} to rank {self._rank} is {tuple(found.shape)} {found.dtype}, and "
+                f"{tuple(asked.buffer.shape)} {asked.buffer.dtype} was expected"
+            )
+        asked.buffer.copy_(found)
+        asked.there = True
+
+
+class _Asked:
+    """A message that was asked for. Those of a pair are filled in the order in which they were."""
+
+    def __init__(self, transport: QueueTransport, buffer: Tensor, source: int) -> None:
+        self.buffer, self.there = buffer, False
+        self._transport, self._source = transport, source
+
+    def wait(self) -> None:
+        while not self.there:
+            self._transport.fill(self._source)
+
+
+_BETWEEN: dict[int, list[QueueTransport]] = {}  # of all threaded worlds of this process

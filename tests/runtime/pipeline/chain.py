@@ -1,0 +1,295 @@
+"""A little model in four parts, written by hand as the compiler would write it, and its single-device twin.
+
+    h, mask = first(x)             mask is an integer that crosses
+    y       = second(h)
+    z       = third(y, h, mask)    h skips a part, and goes to two takers
+    loss .. = last(z, h, target)   the mean over the labels that count
+
+Any neighbouring parts make a segment. Rows are cut into microbatches, and those over the axis dp of the segment's mesh.
+Tied, the last part has the weight of the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwright.layout import FANNED, Axis, Layout, Mesh, make_layout, plain_cut
+from shardwright.runtime import comm
+from shardwright.runtime.gradients import GradientSync
+from shardwright.runtime.holding import Held, coordinates, scatter
+from shardwright.runtime.parameters import join, make_parameter
+from shardwright.runtime.pipeline import Crossing, Leaving, Loop, Pipeline, Placed, Running, Ties
+from shardwright.runtime.random import Randomness
+from shardwright.runtime.stage import Count, Stage, recompute
+from shardwright.runtime.stages import Stages
+from shardwright.runtime.world import Groups, Moment
+
+ROWS, WIDTH = 24, 6
+SHAPES = {"w0": (WIDTH, WIDTH), "b0": (WIDTH,), "w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH), "w3": (WIDTH, WIDTH)}
+
+
+def values(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        key: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for key, shape in SHAPES.items()
+    }
+
+
+def batch(step=0, rows=ROWS, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    target = torch.randint(WIDTH, (rows,), generator=generator)
+    target[: rows // 3] = -100  # microbatches have different numbers of labels that count
+    return x, target
+
+
+# -- the parts: functions of a thing that has parameters and values ------------------------
+
+
+def first(p, x):
+    return F.gelu(p.linear(x, p.w0, p.b0)), (x.sum(1) > 0).long()
+
+
+def second(p, h):
+    return (torch.tanh(p.linear(h, p.w1)),)
+
+
+def third(p, y, h, mask):
+    return (p.again(lambda y, h: (y + h) * mask[:, None] + p.linear(y, p.w2), y, h),)
+
+
+def last(p, z, h, target):
+    logits = p.linear(z, p.w3) + h
+    loss = p.share(F.cross_entropy(logits, target, reduction="sum", ignore_index=-100), target)
+    hits = (logits.argmax(1) == target).sum()
+    return p.whole(logits), p.added(loss), p.added(hits), p.once(p.w1_or(p.w3).square().sum())
+
+
+PARTS = (
+    (first, ("x",), ("h", "mask"), ("w0", "b0")),
+    (second, ("h",), ("y",), ("w1",)),
+    (third, ("y", "h", "mask"), ("z",), ("w2",)),
+    (last, ("z", "h", "target"), ("logits", "loss", "hits", "decay"), ("w3",)),
+)
+INPUTS = ("x", "target")
+
+
+class Single(torch.nn.Module):
+    """The original."""
+
+    def __init__(self, dtype=torch.float64, tied=False):
+        super().__init__()
+        for key, value in values(dtype).items():
+            setattr(self, key, torch.nn.Parameter(value))
+        if tied:
+            self.w3 = self.w0
+        self.linear, self.again = F.linear, lambda f, *args: f(*args)
+        self.added = self.whole = self.once = self.w1_or = lambda x: x
+
+    def share(self, total, target):
+        return total / (target != -100).sum()
+
+    def forward(self, x, target):
+        known = {"x": x, "target": target}
+        for function, takes, gives, _ in PARTS:
+            known.update(zip(gives, function(self, *(known[name] for name in takes)), strict=True))
+        return known["loss"], known["logits"], known["hits"], known["decay"]
+
+
+class Segment(Stage):
+    """Some parts, on the rows of a microbatch and a rank."""
+
+    counts = ()
+
+    def __init__(self, parts, takes, gives, rows, moment, recomputed, *rest):
+        super().__init__(*rest, moment)
+        self.parts_run, self.takes, self.gives, self.rows = parts, takes, gives, rows
+        self.recomputed = recomputed
+        self.counts = (Count(name="count", over="dp"),) if parts[-1][0] is last else ()
+        self.mine = rows // self.mb.size
+        self.calls = 0
+
+    @property
+    def cut(self):
+        return plain_cut(Axis(name="dp", size=self.dp.size), self.mine)
+
+    def local(self, x):
+        return comm.take(comm.take_pad(x, 0, self.mb), 0, self.dp, self.cut)
+
+    def prologue(self, target):
+        return ((self.local(target) != -100).sum(),)
+
+    def forward(self, *args):
+        self.calls += 1
+        known = dict(zip(self.takes, args, strict=True))
+        known.update({name: self.local(known[name]) for name in INPUTS if name in known})
+        for function, takes, gives, _ in self.parts_run:
+            known.update(zip(gives, function(self, *(known[name] for name in takes)), strict=True))
+        return tuple(known[name] for name in self.gives)
+
+    def linear(self, x, w, b=None):
+        return self.weights.linear(x, w, b)
+
+    def again(self, function, *args):
+        if not self.recomputed:
+            return function(*args)
+        self.function = function
+        return recompute(self.run_function, function, *args)
+
+    def run_function(self, function, *args):
+        return function(*args)
+
+    def share(self, total, target):
+        return total / self.known.count
+
+    def whole(self, x):
+        return comm.gather(x, 0, self.dp, self.cut)
+
+    def added(self, x):
+        return comm.fan_in(x, self.dp)
+
+    def once(self, x):
+        return x
+
+    def w1_or(self, w):
+        """The parameter's gradient is summed over dp, and this one is whole there."""
+        return comm.gradient_on_first(w, self.dp)
+
+
+# -- segments on meshes --------------------------------------------------------------------
+
+
+@dataclass
+class Built:
+    """What a rank has."""
+
+    pipeline: Pipeline
+    running: Running | None
+    parameters: dict[str, Any]
+    sync: GradientSync
+
+
+def mesh_of(devices):
+    return Mesh(axes=(Axis(name="dp", size=len(devices)),), devices=tuple(devices))
+
+
+def layout_of(mesh, rows):
+    return make_layout([[plain_cut(mesh.axes[0], rows)] if mesh.size > 1 else [], []])
+
+
+def parts_of(segments):
+    """(parts, takes, gives) for each segment, when segment k has `segments[k]` parts."""
+    found, at = [], 0
+    for many in segments:
+        parts = PARTS[at : at + many]
+        inner = [name for part in parts for name in part[2]]
+        takes = dict.fromkeys(name for part in parts for name in part[1] if name not in inner)
+        later = {name for part in PARTS[at + many :] for name in part[1]} | {"logits", "loss", "hits", "decay"}
+        found.append((parts, tuple(takes), tuple(name for name in inner if name in later)))
+        at += many
+    return found
+
+
+def crossings_of(cut, meshes, rows, dtype):
+    home = {name: number for number, (_, _, gives) in enumerate(cut) for name in gives}
+    found = []
+    for taker, (_, takes, _) in enumerate(cut):
+        for name in takes:
+            if name not in INPUTS:
+                shape = (rows,) if name == "mask" else (rows, WIDTH)
+                sides = [meshes[home[name]], meshes[taker]]
+                given, taken = (Layout(cuts=layout_of(mesh, rows).cuts[: len(shape)]) for mesh in sides)
+                found.append(
+                    Crossing(
+                        value=name,
+                        giver=home[name],
+                        taker=taker,
+                        shape=shape,
+                        dtype=torch.int64 if name == "mask" else dtype,
+                        gradient=name != "mask",
+                        given=given,
+                        taken=taken,
+                    )
+                )
+    return tuple(found)
+
+
+def leaving_of(last_segment, rows, dtype):
+    def out(value, how, shape, gradient=True, kind=dtype):
+        return Leaving(
+            value=value, segment=last_segment, how=how, shape=shape, dtype=kind, gradient=gradient, path=value
+        )
+
+    return (
+        out("loss", "sum", ()),
+        out("logits", "cat", (rows, WIDTH)),
+        out("hits", "sum", (), False, torch.int64),
+        out("decay", "same", ()),
+    )
+
+
+def held_of(key, mesh, dtype, tied):
+    sums = {"dp": FANNED} if mesh.size > 1 else {}
+    keys = ("w0", "w3") if tied and key in ("w0", "w3") else (key,)
+    return Held(keys=keys, shape=SHAPES[key], dtype=dtype, layout=make_layout([[]] * len(SHAPES[key]), sums))
+
+
+def build(
+    rank,
+    schedule,
+    forward,
+    segments,
+    *,
+    rows=ROWS,
+    backward="inside",
+    dtype=torch.float64,
+    recomputed=False,
+    tied=False,
+):
+    """The pipeline on one rank. All ranks must call it."""
+    meshes = [mesh_of(devices) for devices in schedule.holders]
+    cut = parts_of(segments)
+    moment, random, full = Moment(schedule.microbatches), Randomness(), values(dtype)
+    seats = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
+    placed, parameters = [], {}
+    for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, cut, strict=True)):
+        groups = Groups(mesh)
+        keys = {key: held_of(key, mesh, dtype, tied) for part in parts for key in part[3]}
+        seats[mesh].update({held.name: held for held in keys.values()})
+        stage, own = None, {}
+        if rank in mesh.devices:
+            rest = (groups, ("dp",), torch.device("cpu"), random)
+            stage = Segment(parts, takes, gives, rows, moment, recomputed, *rest)
+            for key, held in keys.items():
+                if held.name not in parameters:
+                    local = scatter(full[held.name], held, mesh.sizes, coordinates(groups))
+                    parameters[held.name] = make_parameter(local, held, groups)
+                own[key] = parameters[held.name]
+        placed.append(
+            Placed(
+                number=number,
+                mesh=mesh,
+                takes=tuple(INPUTS.index(name) if name in INPUTS else name for name in takes),
+                gives=gives,
+                asks=(1,) if parts[-1][0] is last else (),
+                stage=stage,
+                parameters=own,
+            )
+        )
+    pipeline = Pipeline(
+        placed=tuple(placed),
+        crossings=crossings_of(cut, meshes, rows // schedule.microbatches, dtype),
+        leaving=leaving_of(len(segments) - 1, rows, dtype),
+        schedule=schedule,
+        forward=forward,
+        moment=moment,
+    )
+    held = [(mesh, tuple(found.values())) for mesh, found in seats.items()]
+    join(Stages(held), parameters.values())
+    sync = GradientSync([(p.held, p) for p in parameters.values()], ties=Ties(held))
+    running = Running(pipeline, Loop(sync, backward))
+    return Built(pipeline, running, parameters, sync)
