@@ -8,7 +8,7 @@ One microbatch of a segment is a walk through its steps (`peak.Timeline`). A ran
     one microbatch         what comes and goes while it runs; a receive buffer is filled meanwhile
     inputs                 the whole batch, on every rank
 
-After the schedule the activations are gone, and there are two copies of the gradients: aside, and as .grad.
+After the schedule the activations are gone, and what is aside is summed, or becomes .grad.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def walk_segment(
     line.update()
     trained = [one for one in held if one.trainable]
     synced = [one for one in trained if set(one.sums) - {time} and one.level < 3]
-    received = sum(
-        program.tensors[number].bytes for number in _received(facts, program.tensors, borders)
-    )  # fmt: skip
+    received = sum(program.tensors[number].bytes for number in _received(facts, borders))
     return Walked(
         parameters=sum(one.kept for one in held),
         optimizer=training.states() * sum(one.share for one in trained),
@@ -101,7 +99,7 @@ def walk_segment(
     )
 
 
-def _received(facts: Analysis, tensors: Sequence[object], borders: Mapping[str, Layout]) -> list[int]:
+def _received(facts: Analysis, borders: Mapping[str, Layout]) -> list[int]:
     """The first tensors of a program are its inputs, in order."""
     names = [held.value for held in facts.graph.inputs]
     return [number for number, name in enumerate(names) if name in borders]
@@ -122,7 +120,7 @@ def rank_memory(schedule: Schedule, device: int, segments: Mapping[int, Walked])
     received = max(held.received for held in every)
     base = parameters + optimizer + inputs
     running = base + aside + summed + flying + most.over + received
-    leaving = aside + max(aside, summed)
+    leaving = aside + summed
     update = base + leaving + max(held.update for held in every)
     during = running >= update
     return Memory(

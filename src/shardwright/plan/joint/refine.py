@@ -18,7 +18,7 @@ from .blocks import Where
 from .front import Front, Way
 from .stage import Stage, stage_of
 
-AIM = 0.003
+AIM = 0.01
 """The relative gap at which a stage is solved well enough."""
 
 
@@ -38,6 +38,7 @@ class Refiner:
     def __init__(self, where: dict[bool, Where], stop: Callable[[], bool]) -> None:
         self.where, self.stop = where, stop
         self._anchors: dict[int, Way | None] = {}
+        self._known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     def solve(self, front: Front, begin: int, end: int, flight: float, room: float) -> Solved | None:
         """The fastest way for a run of blocks that keeps within `room` bytes; None if none was found."""
@@ -59,14 +60,22 @@ class Refiner:
         where = self.where[bool(tables.skeleton.layers)]
         entries = where.entries(begin, end)
         held = where.outside(begin, end)
-        variables = np.unique(np.concatenate([where.rows[entry, : where.counts[entry]] for entry in entries]))
-        problem = self._problem(front, tables, where, entries, variables, held, anchor, flight, room)
-        found = solve(problem, stop=self.stop, aim=AIM)
-        if found.states is None:
+        rows = where.rows[entries]
+        real = np.arange(rows.shape[1])[None, :] < where.counts[entries][:, None]
+        variables = np.unique(rows[real])
+        at_anchor = np.where(held[variables], anchor.states[variables], -1)
+        relative = np.where(real, np.searchsorted(variables, rows), -1)
+        alike = (where.tables[entries].tobytes(), relative.tobytes(), at_anchor.tobytes())
+        key = (id(tables), alike, flight, round(room / 2**20))
+        if key not in self._known:
+            problem = self._problem(front, tables, where, entries, variables, held, anchor, flight, room)
+            self._known[key] = solve(problem, stop=self.stop, aim=AIM).states
+        found = self._known[key]
+        if found is None:
             return None
         states = anchor.states.copy()
         free = ~held[variables]
-        states[variables[free]] = np.array(found.states)[free]
+        states[variables[free]] = np.array(found)[free]
         way = front._way(tables, states)
         return Solved(stage=stage_of(way.between(begin, end), front.overlap), way=way, begin=begin, end=end)
 

@@ -1,6 +1,6 @@
 """The search over pipelines: stages, the devices and the mesh of each, microbatches, the schedule, cuts, recomputation.
 
-    for every row of seats, number of microbatches and schedule    bound a step from below (`_Search.bounded`)
+    for every row of seats, number of microbatches and schedule    bound a step from below (`Search.bounded`)
     the most promising first                                       cut the line (`cuts`), each stage with the ways that
                                                                    fit its memory (`front`, `stage`), and simulate it
     until no bound is lower                                        than the best that was found
@@ -20,6 +20,7 @@ import numpy as np
 from ...cluster import Cluster
 from ...cost import Training
 from ...rules import Analysis
+from ...schedule import kind_named
 from ..limits import Limits
 from ..segments import Line
 from .blocks import Blocks, Where
@@ -27,9 +28,9 @@ from .cuts import cut_line
 from .front import Front, Way
 from .seats import Seat, rows_of_seats, seated
 from .solver import Solver
-from .stage import Choice, Sums, sums_of
+from .stage import Choice, Stage, Sums, sums_of
 from .timed import NEVER, Timed, fault_of_time
-from .trial import Trial, flights, link_seconds, run_of
+from .trial import Mix, Trial, flights, link_seconds, run_of
 
 SCHEDULES = {"1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6}
 """The schedules that are looked at, and the part of a microbatch's time in all stages but one that is bubble, at best."""
@@ -93,7 +94,7 @@ class _Candidate:
     schedule: str
 
 
-class _Search:
+class Search:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.facts, self.cluster = setup, setup.facts, setup.cluster
         self.line = Line(setup.facts)
@@ -104,6 +105,7 @@ class _Search:
         self.batch = setup.facts.graph.batch or 1
         self.fault = fault_of_time(setup.facts)
         self.began = time.monotonic()
+        self.flights = flights
         self.best: Trial | None = None
         self.trials: list[Trial] = []
         self.reserve = 0.0
@@ -111,7 +113,7 @@ class _Search:
         self._fronts: dict[tuple[object, ...], Front | None] = {}
         self._quick: dict[tuple[object, ...], float] = {}
         self._kinds: dict[Seat, tuple[object, ...]] = {}
-        self._where: dict[bool, Where] = {}
+        self.where: dict[bool, Where] = {}
         self._sums: dict[tuple[int, int], Sums] = {}
 
     @property
@@ -224,18 +226,16 @@ class _Search:
             else:
                 frame = self.timed.frame
                 for skeleton in (frame.plain, frame.recomputing):
-                    if bool(skeleton.layers) not in self._where:
-                        self._where[bool(skeleton.layers)] = Where(skeleton, self.blocks)
+                    if bool(skeleton.layers) not in self.where:
+                        self.where[bool(skeleton.layers)] = Where(skeleton, self.blocks)
                 self._fronts[key] = Front(
-                    plain, lambda: self.timed.tables(seat, microbatches, again=True), self._where, self.solver, microbatches
+                    plain, lambda: self.timed.tables(seat, microbatches, again=True), self.where, self.solver, microbatches
                 )
         return self._fronts[key]
 
     def tried(self, candidate: _Candidate) -> Trial | None:
         """The best cuts of a candidate, simulated; None if nothing fits, or if it can't be the best."""
         seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
-        from ...schedule import kind_named
-
         kind = kind_named(schedule)
         holders = [seat for (seat,) in kind.holders(len(seats))]
         flight = flights(schedule, len(seats), microbatches)
@@ -317,35 +317,35 @@ class _Search:
         ])  # fmt: skip
 
     def simulated(self, candidate: _Candidate, choices: Sequence[Choice], bounds: tuple[int, ...]) -> Trial:
-        seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
-        from ...schedule import kind_named
+        picked = [choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)]
+        stages, mixes = [stage for stage, _ in picked], tuple(mix for _, mix in picked)
+        return self.timed_trial(candidate.seats, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
 
-        kind = kind_named(schedule)
-        holders = [seat for (seat,) in kind.holders(len(seats))]
-        picked = [
-            choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)
-        ]
-        parts = tuple(stage for stage, _ in picked)
+    def timed_trial(
+        self, seats: tuple[Seat, ...], microbatches: int, schedule: str, stages: Sequence[Stage],
+        mixes: tuple[Mix, ...], bounds: tuple[int, ...],
+    ) -> Trial:  # fmt: skip
+        """A pipeline of these stages, with the time that it takes."""
+        holders = [seat for (seat,) in kind_named(schedule).holders(len(seats))]
         links = tuple(
-            link_seconds(self.cluster, self.blocks, microbatches, seats[holders[at]], seats[holders[at + 1]], bounds[at + 1])
-            for at in range(len(holders) - 1)
+            link_seconds(self.cluster, self.blocks, microbatches, seats[giver], seats[taker], bound)
+            for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
         )
-        run, total = run_of(schedule, len(seats), microbatches, parts, links)
+        _, total = run_of(schedule, len(seats), microbatches, stages, links)
         once = max(
-            sum(part.once for part, held in zip(parts, holders, strict=True) if held == seat)
+            sum(part.once for part, held in zip(stages, holders, strict=True) if held == seat)
             for seat in range(len(seats))
         )
-        busy = sum(part.forward + part.backward for part in parts) * microbatches / len(seats)
-        accumulate = self.setup.training.accumulate
+        busy = sum(part.forward + part.backward for part in stages) * microbatches / len(seats)
         return Trial(
             seats=seats,
             microbatches=microbatches,
             schedule=schedule,
-            parts=parts,
-            mixes=tuple(mix for _, mix in picked),
+            parts=tuple(stages),
+            mixes=mixes,
             bounds=bounds,
             links=links,
-            seconds=accumulate * total + once,
+            seconds=self.setup.training.accumulate * total + once,
             once=once,
             bubble=1.0 - busy / total if total else 0.0,
         )
@@ -353,7 +353,7 @@ class _Search:
 
 def search_pipelines(setup: Setup) -> Piped:
     """The best pipeline for a graph on a cluster."""
-    return _Search(setup).run()
+    return Search(setup).run()
 
 
 __all__ = ["Asked", "NEVER", "Piped", "Setup", "replace", "search_pipelines"]

@@ -13,6 +13,9 @@ from .front import Way
 from .seats import Seat
 from .stage import Stage
 
+Mix = tuple[tuple[Way, float], ...]
+"""Ways, and the part of each."""
+
 LONG = 6
 """Microbatches a segment that are simulated; each of the rest takes as long as the slowest seat needs for one."""
 
@@ -30,7 +33,7 @@ class Trial:
     microbatches: int
     schedule: str
     parts: tuple[Stage, ...]
-    mixes: tuple[tuple[tuple[Way, float], ...], ...]
+    mixes: tuple[Mix, ...]
     bounds: tuple[int, ...]
     links: tuple[float, ...]
     seconds: float
