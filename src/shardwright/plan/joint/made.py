@@ -19,6 +19,7 @@ from ..pipeline import MB, timed
 from ..plan import Plan, Segment
 from ..segments import Cut, Line, cut_graph
 from .refine import Solved
+from .seats import Seat
 from .trial import Trial
 
 Choices = Mapping[str, Mapping[str, str]]
@@ -50,13 +51,29 @@ class Made:
     def names(self) -> dict[str, str]:
         """What the axes of seats are called in the plan."""
         data, inner = self.trial.seats[0].names
-        every = {name: held for solved, part in zip(self.solved, self.parts, strict=True)
-                 for name, held in solved.way.tables.choices(solved.way.states).items() if name in set(part)}  # fmt: skip
-        mesh = Mesh(axes=(Axis(name=data, size=2), Axis(name=inner, size=2)))
-        return axis_names(self.facts, mesh, every)
+        every: dict[str, Mapping[str, str]] = {}
+        for solved, part in zip(self.solved, self.parts, strict=True):
+            held = solved.way.tables.choices(solved.way.states)
+            every |= {name: held[name] for name in part if name in held}
+        used = {data: any(s.data > 1 for s in self.trial.seats), inner: any(s.inner > 1 for s in self.trial.seats)}
+        mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name, there in used.items() if there))
+        found = axis_names(self.facts, mesh, every)
+        return {data: data, inner: inner, **found}
 
     def choices(self, number: int) -> Choices:
         """What each op of a segment does on its axes, that of time included."""
+        return self._choices[number]
+
+    @cached_property
+    def _choices(self) -> list[Choices]:
+        return [self._chosen(number) for number in range(len(self.solved))]
+
+    @cached_property
+    def _every(self) -> dict[str, Mapping[str, str]]:
+        """The choices of all ops, each in its own segment."""
+        return {name: held for choices in self._choices for name, held in choices.items()}
+
+    def _chosen(self, number: int) -> Choices:
         solved, seat = self.solved[number], self.seat(number)
         data, inner = seat.names
         found: dict[str, dict[str, str]] = {name: {} for name in self.parts[number]}
@@ -71,7 +88,7 @@ class Made:
                 found[name][self.names[inner]] = choice[inner]
         return found
 
-    def seat(self, number: int):  # type: ignore[no-untyped-def]
+    def seat(self, number: int) -> Seat:
         return self.trial.seats[self.trial.holders[number]]
 
     def mesh(self, number: int) -> Mesh:
@@ -145,12 +162,8 @@ class Made:
     def _choices_inside(self, number: int) -> Choices:
         """The choices of all ops that a segment runs, also of those that it runs beside another."""
         axes = {*self.mesh(number).names, MB}
-        every: dict[str, Mapping[str, str]] = {}
-        for other in range(len(self.solved)):
-            every |= self.choices(other) if other != number else {}
-        every |= self.choices(number)
         return {
-            op.name: {axis: role for axis, role in every[op.name].items() if axis in axes}
+            op.name: {axis: role for axis, role in self._every[op.name].items() if axis in axes}
             for op in self.cut.graphs[number].ops
         }
 

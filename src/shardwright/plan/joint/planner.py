@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...cluster import Cluster
 from ...cost import Memory, Training
@@ -39,6 +39,10 @@ class Pipeline:
     made: Made
     memory: tuple[Memory, ...]  # of each seat
     piped: Piped
+    rooms: tuple[float, ...]  # bytes that a device of each seat may use
+
+    def room(self, seat: int) -> float:
+        return self.rooms[seat]
 
     @property
     def trial(self) -> Trial:
@@ -83,7 +87,7 @@ class Planner:
     def solved(self, trial: Trial, piped: Piped) -> Pipeline | None:
         """A trial solved so that a walk through it fits; None if that was not found."""
         refiner = self.refiner
-        over = [0.0] * len(trial.seats)
+        over = [self.search.reserve] * len(trial.seats)
         for _ in range(ATTEMPTS):
             stages = self._stages(trial, refiner, over)
             if stages is None:
@@ -96,7 +100,8 @@ class Planner:
             memory = made.memory(self.setup.cluster, self.setup.training)
             more = [held.peak - self.setup.room(seat) for held, seat in zip(memory, trial.seats, strict=True)]
             if max(more) <= 0:
-                return Pipeline(made=made, memory=memory, piped=piped)
+                rooms = tuple(self.setup.room(seat) for seat in trial.seats)
+                return Pipeline(made=made, memory=memory, piped=piped, rooms=rooms)
             over = [
                 max(old, held.peak - again.memory(seat)) * 1.01 if more[seat] > 0 else old
                 for seat, (old, held) in enumerate(zip(over, memory, strict=True))
@@ -176,4 +181,4 @@ def _room(cluster: Cluster, training: Training, wishes: Wishes, memory: float) -
     return room
 
 
-__all__ = ["Outcome", "Pipeline", "find", "replace"]
+__all__ = ["Outcome", "Pipeline", "find"]

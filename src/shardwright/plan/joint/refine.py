@@ -69,7 +69,7 @@ class Refiner:
         key = (id(tables), alike, flight, round(room / 2**20))
         if key not in self._known:
             problem = self._problem(front, tables, where, entries, variables, held, anchor, flight, room)
-            self._known[key] = solve(problem, stop=self.stop, aim=AIM).states
+            self._known[key] = solve(problem, stop=self.stop, aim=AIM, exact=False).states
         found = self._known[key]
         if found is None:
             return None

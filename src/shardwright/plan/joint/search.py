@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ...cluster import Cluster
-from ...cost import Training
+from ...cost import Training, strides_of
 from ...rules import Analysis
 from ...schedule import kind_named
 from ..limits import Limits
@@ -63,7 +63,7 @@ class Setup:
     size: int
     room: Callable[[Seat], float]  # bytes that a device of a seat may use
     recompute: bool = True
-    names: tuple[str, str] = ("dp", "y")
+    names: tuple[str, str] = ("x", "y")
     asked: Asked = field(default_factory=Asked)
     slack: float = 0.005
     upper: float = math.inf  # seconds that a pipeline has to stay below
@@ -108,7 +108,7 @@ class Search:
         self.flights = flights
         self.best: Trial | None = None
         self.trials: list[Trial] = []
-        self.reserve = 0.0
+        self.reserve = standing_bytes(setup.facts)
         self.solver = Solver()
         self._fronts: dict[tuple[object, ...], Front | None] = {}
         self._quick: dict[tuple[object, ...], float] = {}
@@ -349,6 +349,15 @@ class Search:
             once=once,
             bubble=1.0 - busy / total if total else 0.0,
         )
+
+
+def standing_bytes(facts: Analysis) -> float:
+    """Bytes of the batch as it is passed, of buffers and of constants, which every rank has whole."""
+    graph, views = facts.graph, strides_of(facts.graph).views
+    given = sum(graph.values[held.value].bytes for held in (*graph.inputs, *graph.buffers))
+    made = [op for op in graph.ops if facts.is_constant(op) and op.name not in views]
+    read = [name for op in made for name in op.outputs if any(not facts.is_constant(user) for user, _ in graph.users[name])]
+    return float(given + sum(graph.values[name].bytes for name in read))
 
 
 def search_pipelines(setup: Setup) -> Piped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,12 +73,18 @@ class Trial:
         return sum(part.stored + flight / len(own) * part.kept for part in own)
 
     def __str__(self) -> str:
+        return self.said({})
+
+    def said(self, names: Mapping[str, str]) -> str:
+        """In words, with axes under these names."""
         first = self.seats[0]
-        inside = " x ".join(f"{n}={s}" for n, s in zip(first.names, (first.data, first.inner), strict=True) if s > 1)
-        sizes = [len(seat.devices) for seat in self.seats]
-        alike = f"of {sizes[0]}" if len(set(sizes)) == 1 else f"of {'+'.join(map(str, sizes))}"
+        sizes = zip(first.names, (first.data, first.inner), strict=True)
+        inside = " x ".join(f"{names.get(name, name)}={size}" for name, size in sizes if size > 1)
+        counts = [len(seat.devices) for seat in self.seats]
+        alike = f"of {counts[0]}" if len(set(counts)) == 1 else f"of {'+'.join(map(str, counts))}"
         stages = f"{len(self.seats)} stages {alike}" if len(self.seats) > 1 else "one stage"
-        return f"{stages}{f' ({inside})' if inside else ''}, {self.microbatches} microbatches, {self.schedule}"
+        parts = f"{self.microbatches} microbatches" if self.microbatches > 1 else "no microbatches"
+        return f"{stages}{f' ({inside})' if inside else ''}, {parts}, {self.schedule}"
 
 
 @lru_cache(maxsize=4096)
