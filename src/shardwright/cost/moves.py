@@ -18,7 +18,7 @@ from itertools import permutations
 
 import numpy as np
 
-from ..cluster import Cluster, Collective, Span, collective_time
+from ..cluster import Cluster, Collective, Device, Span, collective_time
 from ..conversion import SENDS, reordered
 from ..layout import WHOLE, Layout, Mesh, Partial
 from .resources import COUNT
@@ -48,6 +48,13 @@ def place_on(layout: Layout, axis: str) -> Place:
     return ("W" if placement == WHOLE else "F"), -1, None
 
 
+def slowest_device(cluster: Cluster, ranks: Sequence[int]) -> Device:
+    """The one that the others wait for."""
+    if len(cluster.devices) == 1:
+        return cluster.devices[0]
+    return min({cluster.device(rank) for rank in ranks}, key=lambda held: max(peak for _, peak in held.flops))
+
+
 class Moves:
     """Prices on one mesh of one cluster. Answers are kept.
 
@@ -56,7 +63,7 @@ class Moves:
 
     def __init__(self, mesh: Mesh, cluster: Cluster, placed: Mesh | None = None) -> None:
         self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
-        self.device = cluster.device(self.placed.devices[0])
+        self.device = slowest_device(cluster, self.placed.devices)
         self._tables: dict[tuple[str, float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {

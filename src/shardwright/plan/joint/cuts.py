@@ -1,7 +1,7 @@
 """Where to cut a line into stages, so that a pipeline takes the least.
 
     stages      stage s, from bound i to bound i + 1 + w, takes stages[s][i, w] for a microbatch; infinity: it can't be
-    entering    what comes on top where a stage other than the first begins at bound i: values that cross
+    entering    what comes on top where stage s begins at bound i, entering[s][i]: values that cross to it
     time        rounds * (the slowest stage) + fill * (the sum of all stages and of what enters)          Cutting.seconds
 
 For a cap on the slowest stage the least sum is a walk from the end of the line (`_least_sum`). The lowest cap that allows
@@ -32,7 +32,7 @@ class Cutting(NamedTuple):
     seconds: float
 
 
-def cut_line(stages: Sequence[Floats], entering: Floats, rounds: float, fill: float = 1.0) -> Cutting | None:
+def cut_line(stages: Sequence[Floats], entering: Sequence[Floats], rounds: float, fill: float = 1.0) -> Cutting | None:
     """The best cutting, or None if there is none."""
     ends = _ends(stages[0])
     low = _lowest_cap(stages, ends)
@@ -74,7 +74,7 @@ def _padded(values: Floats) -> Floats:
     return np.append(values, (np.inf, np.inf))
 
 
-def _least_sum(stages: Sequence[Floats], ends: NDArray[np.intp], entering: Floats, cap: float) -> tuple[int, ...]:
+def _least_sum(stages: Sequence[Floats], ends: NDArray[np.intp], entering: Sequence[Floats], cap: float) -> tuple[int, ...]:
     """The bounds with the least sum, no stage slower than the cap."""
     after = _at_the_end(len(stages[0]))
     picks: list[NDArray[np.intp]] = []
@@ -82,7 +82,7 @@ def _least_sum(stages: Sequence[Floats], ends: NDArray[np.intp], entering: Float
         sums = np.where(stages[number] <= cap, stages[number], np.inf) + after[ends]
         pick = sums.argmin(axis=1)
         least = sums[np.arange(len(sums)), pick]
-        after = _padded(least + entering[: len(sums)] if number else least)
+        after = _padded(least + entering[number][: len(sums)] if number else least)
         picks.append(pick)
     bounds = [0]
     for pick in reversed(picks):
@@ -90,10 +90,10 @@ def _least_sum(stages: Sequence[Floats], ends: NDArray[np.intp], entering: Float
     return tuple(bounds)
 
 
-def _score(stages: Sequence[Floats], bounds: tuple[int, ...], entering: Floats, rounds: float, fill: float) -> Cutting:
+def _score(stages: Sequence[Floats], bounds: tuple[int, ...], entering: Sequence[Floats], rounds: float, fill: float) -> Cutting:
     pairs = zip(stages, bounds, bounds[1:], strict=False)
     each = [float(stage[begin, end - begin - 1]) for stage, begin, end in pairs]
-    total = sum(each) + float(sum(entering[begin] for begin in bounds[1:-1]))
+    total = sum(each) + float(sum(more[begin] for more, begin in zip(entering[1:], bounds[1:-1], strict=True)))
     return Cutting(bounds, max(each), total, rounds * max(each) + fill * total)
 
 

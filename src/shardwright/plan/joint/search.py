@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...cluster import Cluster
+from ...cluster import Cluster, collective_time
 from ...cost import Training, strides_of
 from ...rules import Analysis
 from ...schedule import kind_named
@@ -30,7 +30,7 @@ from .seats import Seat, rows_of_seats, seated
 from .solver import Solver
 from .stage import Choice, Stage, Sums, sums_of
 from .timed import NEVER, Timed, fault_of_time
-from .trial import Mix, Trial, flights, link_seconds, run_of
+from .trial import Mix, Trial, flights, run_of
 
 SCHEDULES = {"1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6}
 """The schedules that are looked at, and the part of a microbatch's time in all stages but one that is bubble, at best."""
@@ -114,6 +114,7 @@ class Search:
         self._quick: dict[tuple[object, ...], float] = {}
         self._kinds: dict[Seat, tuple[object, ...]] = {}
         self.where: dict[bool, Where] = {}
+        self._entering: dict[tuple[object, ...], np.ndarray] = {}
         self._sums: dict[tuple[int, int], Sums] = {}
 
     @property
@@ -163,8 +164,9 @@ class Search:
             for seats in seated(runs, self.cluster, self.setup.names):
                 for microbatches in self.counts(seats):
                     quick = self.quick(seats, microbatches)
+                    equal = len({len(seat.devices) for seat in seats}) == 1 and len(self.cluster.devices) == 1
                     for schedule in self.schedules(stages, microbatches):
-                        fill = SCHEDULES.get(schedule, 1.0)
+                        fill = SCHEDULES.get(schedule, 1.0) if equal else 0.0
                         yield _Candidate(quick * (microbatches + fill * (stages - 1)), seats, microbatches, schedule)
             if self.setup.stop():
                 return
@@ -252,10 +254,12 @@ class Search:
                     return None
                 known[key] = made
             choices.append(known[key])
-        entering = self.entering(seats, microbatches)
+        pairs = [(seats[a], seats[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
+        entering = [self.entering(giver, taker, microbatches) for giver, taker in pairs]
+        stages = self.stages(choices, entering)
+        both = [2.0 * more for more in entering]
         fill = SCHEDULES.get(schedule, 1.0)
-        stages = [self.pivoted(choice.seconds) for choice in choices]
-        found = cut_line(stages, 2 * entering, (microbatches - 1) * kind.segments, fill)
+        found = cut_line(stages, both, (microbatches - 1) * kind.segments, fill)
         if found is None or found.seconds >= self.upper:
             return None
         return self.simulated(candidate, choices, found.bounds)
@@ -271,13 +275,21 @@ class Search:
         fill = SCHEDULES.get(candidate.schedule, 1.0)
         return least * (microbatches / len(seats) + fill * (1 - 1 / len(seats)))
 
-    def pivoted(self, seconds: np.ndarray) -> np.ndarray:
-        """Without the runs that go on beyond a bound at which there has to be a cut."""
-        for bound in self.setup.asked.pivots:
-            first = np.arange(seconds.shape[0])[:, None]
-            last = first + 1 + np.arange(seconds.shape[1])[None, :]
-            seconds = np.where((first < bound) & (bound < last), np.inf, seconds)
-        return seconds
+    def stages(self, choices: Sequence[Choice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Seconds of each stage: what it computes, or what its link is busy. Without the runs that are not allowed."""
+        known: dict[tuple[int, int], np.ndarray] = {}
+        found = []
+        for choice, more in zip(choices, entering, strict=True):
+            key = (id(choice), id(more))
+            if key not in known:
+                seconds = np.maximum(choice.seconds, more[: len(choice.seconds), None])
+                for bound in self.setup.asked.pivots:
+                    first = np.arange(seconds.shape[0])[:, None]
+                    last = first + 1 + np.arange(seconds.shape[1])[None, :]
+                    seconds = np.where((first < bound) & (bound < last), np.inf, seconds)
+                known[key] = seconds
+            found.append(known[key])
+        return found
 
     def width(self, segments: int) -> int:
         """How many blocks a segment may have: all that are within some times its share of the work."""
@@ -307,14 +319,20 @@ class Search:
             self._sums[key] = sums_of(front, way, width)
         return self._sums[key]
 
-    def entering(self, seats: Sequence[Seat], microbatches: int) -> np.ndarray:
-        """Seconds of what crosses each bound, between the first two seats."""
-        if len(seats) == 1:
-            return np.zeros(self.blocks.count + 1)
-        return np.array([
-            link_seconds(self.cluster, self.blocks, microbatches, seats[0], seats[1], bound)
-            for bound in range(self.blocks.count + 1)
-        ])  # fmt: skip
+    def entering(self, giver: Seat, taker: Seat, microbatches: int) -> np.ndarray:
+        """Seconds that the values of a microbatch take from one seat to another, for each bound."""
+        ends = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
+        spans = tuple(self.cluster.span(pair) for pair in ends) if giver.devices != taker.devices else ()
+        key = (spans, microbatches, min(giver.data, taker.data))
+        if key not in self._entering:
+            rows, rest = self.blocks.crossing
+            bytes = rows / microbatches / min(giver.data, taker.data) + rest
+            measured = self.cluster.measured
+            self._entering[key] = np.array([
+                max((collective_time("send", held, span, measured) for span in spans), default=0.0)
+                for held in bytes.tolist()
+            ])  # fmt: skip
+        return self._entering[key]
 
     def simulated(self, candidate: _Candidate, choices: Sequence[Choice], bounds: tuple[int, ...]) -> Trial:
         picked = [choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)]
@@ -328,7 +346,7 @@ class Search:
         """A pipeline of these stages, with the time that it takes."""
         holders = [seat for (seat,) in kind_named(schedule).holders(len(seats))]
         links = tuple(
-            link_seconds(self.cluster, self.blocks, microbatches, seats[giver], seats[taker], bound)
+            float(self.entering(seats[giver], seats[taker], microbatches)[bound])
             for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
         )
         _, total = run_of(schedule, len(seats), microbatches, stages, links)

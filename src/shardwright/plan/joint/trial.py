@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...cluster import Cluster, collective_time
 from ...schedule import Edge, Kind, Run, Times, in_flight, kind_named, simulate
-from .blocks import Blocks
 from .front import Way
 from .seats import Seat
 from .stage import Stage
@@ -96,18 +94,6 @@ def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
     if kind.name == "1f1b":
         return tuple(float(min(microbatches, seats - seat)) for seat in range(seats))
     return in_flight(kind.make(seats, min(microbatches, 3 * seats)))
-
-
-def link_seconds(
-    cluster: Cluster, blocks: Blocks, microbatches: int, giver: Seat, taker: Seat, bound: int
-) -> float:
-    """Seconds that the values of a microbatch take from one seat to another, where the line is cut at a bound."""
-    if giver.devices == taker.devices:
-        return 0.0
-    rows, rest = (float(held[bound]) for held in blocks.crossing)
-    bytes = rows / microbatches / min(giver.data, taker.data) + rest
-    pairs = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
-    return max(collective_time("send", bytes, cluster.span(pair), cluster.measured) for pair in pairs)
 
 
 def run_of(schedule: str, seats: int, microbatches: int, parts: Sequence[Stage], links: Sequence[float]) -> tuple[Run, float]:
