@@ -67,7 +67,9 @@ def make_plan(
     elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
         plan = load_plan(wish, graph)
     elif wish == "auto":
-        return find_plan(facts, world, setting or Setting(cluster=cluster_of(world))).plan
+        given = setting or Setting(cluster=cluster_of(world))
+        wishes = replace(given.wishes, microbatches=asked.microbatches, local=asked.local)
+        return find_plan(facts, world, replace(given, wishes=wishes)).plan
     elif isinstance(wish, str):
         plan = _drawn(graph, facts, read_request(wish, world), asked, str(setting.cluster) if setting else "")
     else:

@@ -6,7 +6,7 @@ about a layer; if there are still too many, the lightest crossing of each of `MO
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -33,23 +33,37 @@ class Blocks:
     crossing    bytes of a whole batch that cross each bound: of what has rows, and of what every microbatch sends again
     """
 
-    def __init__(self, line: Line, training: Training, *, kept: Mapping[str, str] | None = None) -> None:
-        """`kept`: for some ops the name of the group that is not cut."""
+    def __init__(
+        self, line: Line, training: Training, *, pivots: Sequence[Op] = (), uncut: Iterable[Sequence[Op]] = ()
+    ) -> None:
+        """`pivots`: ops before which there is a bound. `uncut`: ops between which there is none."""
         self.line, self.training = line, training
         self.graph, self.facts = line.graph, line.facts
         self.weights = np.array([flops(self.facts.signatures[op.name]) for op in line.ops])
-        allowed = [at for at in line.places if not self._parts(at, kept or {})]
-        self.places: tuple[int, ...] = (0, *self._picked(allowed), len(line.ops))
+        whole = [self._span(ops) for ops in uncut]
+        asked = {self._place(op): op for op in pivots}
+        allowed = [at for at in line.places if not any(first < at <= last for first, last in whole)]
+        self.places: tuple[int, ...] = (0, *sorted({*self._picked(allowed), *asked} - {0}), len(line.ops))
+        self.pivots = tuple(self.places.index(at) for at in asked if at > 0)
 
     @property
     def count(self) -> int:
         """How many blocks there are."""
         return len(self.places) - 1
 
-    def _parts(self, at: int, kept: Mapping[str, str]) -> bool:
-        """Whether a cut there would part what is to stay together."""
-        before = kept.get(self.line.ops[at - 1].name)
-        return before is not None and before == kept.get(self.line.ops[at].name)
+    def _span(self, ops: Sequence[Op]) -> tuple[int, int]:
+        """The first and the last place of some ops on the line."""
+        places = [self.line.place[op.name] for op in ops if op.name in self.line.place]
+        return (min(places), max(places)) if places else (0, 0)
+
+    def _place(self, pivot: Op) -> int:
+        """The place before a module, by the first op of it that is on the line."""
+        after = self.graph.ops[self.graph.ops.index(pivot) :]
+        at = next((self.line.place[op.name] for op in after if op.name in self.line.place), 0)
+        ops = self.line.ops
+        if at and ops[at].region is not None and ops[at].region == ops[at - 1].region:
+            raise PlanError(f"a stage can't begin before {pivot}: it is inside of a checkpointed region")
+        return at
 
     def _picked(self, allowed: Sequence[int]) -> list[int]:
         if len(allowed) <= FEW:
@@ -100,13 +114,6 @@ class Blocks:
             held[last + 1] -= value.elements * self.training.item(value)
         at = list(self.places)
         return np.maximum(np.cumsum(rows)[at], 0.0), np.maximum(np.cumsum(rest)[at], 0.0)
-
-    def place_before(self, op: Op) -> int:
-        """The bound at an op, for a cut that somebody asks for."""
-        at = self.line.place.get(op.name)
-        if at is None or at not in self.places:
-            raise PlanError(f"the line can't be cut before {op}")
-        return self.places.index(at)
 
 
 class Where:

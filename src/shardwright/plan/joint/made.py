@@ -33,6 +33,12 @@ class Made:
     solved: tuple[Solved, ...]
     line: Line
     places: tuple[int, ...]  # bounds of blocks on the line
+    local: bool = False  # the graph is that of one microbatch
+
+    @property
+    def times(self) -> int:
+        """Into how many microbatches the graph is cut."""
+        return 1 if self.local else self.trial.microbatches
 
     @property
     def facts(self) -> Analysis:
@@ -80,7 +86,7 @@ class Made:
         held = solved.way.tables.choices(solved.way.states)
         for name in found:
             choice = held.get(name, {})
-            if data in choice and self.trial.microbatches > 1:
+            if data in choice and self.times > 1:
                 found[name][MB] = choice[data]
             if data in choice and seat.data > 1:
                 found[name][self.names[data]] = choice[data]
@@ -130,6 +136,7 @@ class Made:
             storage=every if any(every.values()) else {},
             microbatches=trial.microbatches,
             schedule=trial.schedule,
+            local=self.local,
             notes=tuple(dict.fromkeys((*base.notes, *notes))),
         )
 
@@ -149,7 +156,7 @@ class Made:
         graph = self.cut.graphs[number]
         signatures = {op.name: self.facts.signatures[op.name] for op in graph.ops}
         facts = replace(self.facts, graph=graph, signatures=signatures)
-        mesh = timed(replace(self.mesh(number), devices=()), self.trial.microbatches)
+        mesh = timed(replace(self.mesh(number), devices=()), self.times)
         choices = self._choices_inside(number)
         crossing = {held.value for held in self.cut.crossings if number in (held.giver, held.taker)}
         borders = {value: self._border(facts, value, choices, mesh) for value in crossing}

@@ -21,12 +21,18 @@ from ..limits import bind
 from ..plan import Plan
 from .made import Made
 from .refine import Refiner, Solved
+from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
 from .search import Piped, Search, Setup
 from .seats import Seat
 from .trial import Trial
 
 ATTEMPTS = 4
 """How often a pipeline is solved until it fits: what comes and goes is known only when there is one."""
+
+LEFT_OUT = (
+    "the search: in a pipeline the outer axis of a stage splits the batch and nothing else, and the inner one lies "
+    "inside of a node",
+)
 
 MOST_SOLVED = 4
 """Trials that are solved, the most promising first."""
@@ -57,7 +63,6 @@ class Outcome:
     flat: Found | None
     pipeline: Pipeline | None
     piped: Piped | None
-    chosen: str  # "flat" or "pipeline"
 
 
 class Planner:
@@ -96,7 +101,10 @@ class Planner:
                 trial.seats, trial.microbatches, trial.schedule, [held.stage for held in stages], trial.mixes,
                 trial.bounds,
             )  # fmt: skip
-            made = Made(trial=again, solved=tuple(stages), line=self.search.line, places=self.search.blocks.places)
+            made = Made(
+                trial=again, solved=tuple(stages), line=self.search.line, places=self.search.blocks.places,
+                local=self.setup.local,
+            )
             memory = made.memory(self.setup.cluster, self.setup.training)
             more = [held.peak - self.setup.room(seat) for held, seat in zip(memory, trial.seats, strict=True)]
             if max(more) <= 0:
@@ -136,21 +144,23 @@ def find(
 ) -> Outcome:
     """The best plan for a graph on a cluster, flat or as a pipeline."""
     began, told = time.monotonic(), progress or (lambda what, best: None)
+    limits = bind(wishes.constraints, facts)
+    asked = asked_of(limits, wishes)
+    only = needs_pipeline(asked, limits)
     flat, fault = None, None
     try:
-        flat = search(facts, cluster, training, wishes, size=size, progress=progress)
+        flat = None if only else search(facts, cluster, training, wishes, size=size, progress=progress)
     except PlanError as error:
         fault = error
-    if not facts.graph.entry.startswith("train") or wishes.data_only or not wishes.pipelines:
-        if flat is None:
-            raise fault  # type: ignore[misc]
-        return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=None, chosen="flat")
+    trained = facts.graph.entry.startswith("train")
+    if not trained or wishes.data_only or not wishes.pipelines or (asked.stages == 1 and asked.microbatches == 1):
+        return _flat(flat, None, fault)
 
     def late() -> bool:
-        asked = wishes.stop is not None and wishes.stop()
-        return asked or time.monotonic() - began > wishes.seconds
+        said = wishes.stop is not None and wishes.stop()
+        return said or time.monotonic() - began > wishes.seconds
 
-    limits = bind(wishes.constraints, facts)
+    upper = math.inf if flat is None else flat.best.time
     setup = Setup(
         facts=facts,
         cluster=cluster,
@@ -159,18 +169,28 @@ def find(
         size=size or cluster.size,
         room=_room(cluster, training, wishes, limits.memory),
         recompute=wishes.recompute,
+        local=wishes.local,
+        names=axes_of(limits),
+        asked=asked,
         slack=wishes.slack,
-        upper=math.inf if flat is None else flat.best.time,
+        upper=upper,
         stop=late,
-        progress=lambda what, best: told(what, min(best, math.inf if flat is None else flat.best.time)),
+        progress=lambda what, best: told(what, min(best, upper)),
     )
     planner = Planner(setup)
+    check_asked(planner.search)
     found = planner.run()
-    if found is not None:
-        return Outcome(plan=found.made.plan(cluster), flat=flat, pipeline=found, piped=planner.piped, chosen="pipeline")
+    if found is None:
+        return _flat(flat, planner.piped, fault or nothing_found(planner.search))
+    notes = [f"keeps to {item.said}" for item in wishes.constraints.items]
+    plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
+    return Outcome(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
+
+
+def _flat(flat: Found | None, piped: Piped | None, fault: PlanError | None) -> Outcome:
     if flat is None:
-        raise fault  # type: ignore[misc]
-    return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=planner.piped, chosen="flat")
+        raise fault or PlanError("there is no plan without a pipeline that was looked for, and none with one")
+    return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
 
 
 def _room(cluster: Cluster, training: Training, wishes: Wishes, memory: float) -> Callable[[Seat], float]:

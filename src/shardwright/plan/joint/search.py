@@ -49,7 +49,6 @@ class Asked:
     stages: int | None = None
     microbatches: int | None = None
     schedule: str | None = None
-    pivots: tuple[int, ...] = ()  # bounds at which the line has to be cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +62,7 @@ class Setup:
     size: int
     room: Callable[[Seat], float]  # bytes that a device of a seat may use
     recompute: bool = True
+    local: bool = False  # the graph is that of one microbatch
     names: tuple[str, str] = ("x", "y")
     asked: Asked = field(default_factory=Asked)
     slack: float = 0.005
@@ -98,10 +98,12 @@ class Search:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.facts, self.cluster = setup, setup.facts, setup.cluster
         self.line = Line(setup.facts)
-        self.blocks = Blocks(self.line, setup.training)
+        limits = setup.limits
+        self.blocks = Blocks(self.line, setup.training, pivots=limits.pivots, uncut=limits.uncut.values())
         self.timed = Timed(
-            setup.facts, setup.cluster, setup.training, setup.limits, setup.names, recompute=setup.recompute
-        )
+            setup.facts, setup.cluster, setup.training, limits, setup.names,
+            recompute=setup.recompute, local=setup.local,
+        )  # fmt: skip
         self.batch = setup.facts.graph.batch or 1
         self.fault = fault_of_time(setup.facts)
         self.began = time.monotonic()
@@ -152,6 +154,10 @@ class Search:
             seconds=time.monotonic() - self.began,
         )
 
+    def any_seat(self) -> Seat:
+        """A seat of one device."""
+        return Seat(devices=(0,), data=1, inner=1, names=self.setup.names)
+
     # -- candidates ------------------------------------------------------------------------
 
     def bounded(self) -> Iterator[_Candidate]:
@@ -162,6 +168,8 @@ class Search:
             if stages > self.blocks.count or asked.stages not in (None, stages):
                 continue
             for seats in seated(runs, self.cluster, self.setup.names):
+                if not all(self.has_axes(seat) for seat in seats):
+                    continue
                 for microbatches in self.counts(seats):
                     quick = self.quick(seats, microbatches)
                     equal = len({len(seat.devices) for seat in seats}) == 1 and len(self.cluster.devices) == 1
@@ -170,6 +178,14 @@ class Search:
                         yield _Candidate(quick * (microbatches + fill * (stages - 1)), seats, microbatches, schedule)
             if self.setup.stop():
                 return
+
+    def has_axes(self, seat: Seat) -> bool:
+        """Whether a seat has the axes that people name, in their sizes."""
+        sizes = dict(zip(seat.names, (seat.data, seat.inner), strict=True))
+        return all(
+            sizes.get(name, 1) > 1 and all(one.size in (None, sizes[name]) for one in asked)
+            for name, asked in self.setup.limits.axes.items()
+        )
 
     def schedules(self, stages: int, microbatches: int) -> Iterator[str]:
         asked = self.setup.asked.schedule
@@ -188,10 +204,12 @@ class Search:
         rows = math.gcd(*(self.batch // seat.data for seat in seats))
         fitting = [count for count in range(1, rows + 1) if rows % count == 0]
         asked = self.setup.asked.microbatches
-        if asked is not None:
-            return [count for count in fitting if count == asked]
+        if self.setup.local:
+            return [asked or 1]
         if self.fault is not None:
             fitting = [1]
+        if asked is not None:
+            return [count for count in fitting if count == asked]
         if len(seats) == 1:
             fitting = fitting[1:]  # a flat plan is looked at elsewhere
         if len(fitting) <= MOST_COUNTS:
@@ -210,7 +228,7 @@ class Search:
         speed = 0.0
         for seat in seats:
             device = self.cluster.device(seat.devices[0])
-            key = (device, seat.data * microbatches, seat.inner)
+            key = (device, seat.data * (1 if self.setup.local else microbatches), seat.inner)
             if key not in self._quick:
                 front = self.front(seat, microbatches)
                 self._quick[key] = math.inf if front is None else front.least
@@ -283,7 +301,7 @@ class Search:
             key = (id(choice), id(more))
             if key not in known:
                 seconds = np.maximum(choice.seconds, more[: len(choice.seconds), None])
-                for bound in self.setup.asked.pivots:
+                for bound in self.blocks.pivots:
                     first = np.arange(seconds.shape[0])[:, None]
                     last = first + 1 + np.arange(seconds.shape[1])[None, :]
                     seconds = np.where((first < bound) & (bound < last), np.inf, seconds)
@@ -326,7 +344,8 @@ class Search:
         key = (spans, microbatches, min(giver.data, taker.data))
         if key not in self._entering:
             rows, rest = self.blocks.crossing
-            bytes = rows / microbatches / min(giver.data, taker.data) + rest
+            parts = 1 if self.setup.local else microbatches
+            bytes = rows / parts / min(giver.data, taker.data) + rest
             measured = self.cluster.measured
             self._entering[key] = np.array([
                 max((collective_time("send", held, span, measured) for span in spans), default=0.0)

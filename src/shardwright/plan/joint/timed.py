@@ -10,7 +10,7 @@ time. So ops and conversions cost what they cost for one microbatch. What else d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -77,8 +77,8 @@ class TimedMoves(Moves):
 class TimedStoring(Storing):
     """Homes of parameters in a pipeline."""
 
-    def __init__(self, spaces: Spaces, seat: Seat, microbatches: int, **more: object) -> None:
-        super().__init__(spaces, **more)  # type: ignore[arg-type]
+    def __init__(self, spaces: Spaces, microbatches: int, most: Mapping[str, int]) -> None:
+        super().__init__(spaces, most=most)
         self.microbatches = microbatches
         self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
 
@@ -91,7 +91,7 @@ class TimedStoring(Storing):
         for sent in super().sends(parameter, layout, held, unit):
             if all(sizes[axis] == 1 for axis in sent.axes):
                 continue
-            yield sent if level == 3 else replace_resource(sent, Resource.UPDATE)
+            yield sent if level == 3 else sent._replace(resource=Resource.UPDATE)
 
     def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
         found = super()._used(parameter, layout, held, unit)
@@ -106,10 +106,6 @@ class TimedStoring(Storing):
                 adding = self.moves.device.op_time(0.0, 3.0 * aside, "pointwise", "")
                 found[Resource.COMPUTE_BACKWARD] += adding
         return found
-
-
-def replace_resource(sent: Sent, resource: Resource) -> Sent:
-    return Sent(resource, sent.collective, sent.axes, sent.seconds)
 
 
 def over_time(facts: Analysis, name: str) -> dict[str, str]:
@@ -141,8 +137,10 @@ class Timed:
 
     def __init__(
         self, facts: Analysis, cluster: Cluster, training: Training, limits: Limits, names: tuple[str, str],
-        *, recompute: bool = True,
+        *, recompute: bool = True, local: bool = False,
     ) -> None:  # fmt: skip
+        """`local`: the graph is that of one microbatch."""
+        self.local = local
         self.facts, self.cluster, self.training, self.names = facts, cluster, training, names
         self.picks = over_time(facts, names[0])
         demands = dict(limits.demands)
@@ -164,11 +162,10 @@ class Timed:
         if again:
             like = self.tables(seat, microbatches)
             return Tables(skeleton, like.spaces, like.storing, like.rows, like) if like is not None else None
-        found = self._plain(skeleton, seat, microbatches)
-        return found
+        return self._plain(skeleton, seat, microbatches)
 
     def _plain(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Tables | None:
-        moves = TimedMoves(seat, self.cluster, microbatches)
+        moves = TimedMoves(seat, self.cluster, 1 if self.local else microbatches)
         demands = self.limits.demands
         if self.names[0] not in moves.mesh.names:
             demands = {op: tuple(d for d in held if d.axis != self.names[0]) for op, held in demands.items()}
@@ -182,4 +179,4 @@ class Timed:
                 return None
         except PlanError:
             return None
-        return Tables(skeleton, spaces, TimedStoring(spaces, seat, microbatches, most=self.limits.most))
+        return Tables(skeleton, spaces, TimedStoring(spaces, microbatches, self.limits.most))
