@@ -13,8 +13,11 @@ from ..plan.rows import replica_axes
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter
 from ..runtime.model import Holding
-from ..runtime.parameters import ShardParameter, make_parameter
+from ..runtime.parameters import ShardParameter, join, make_parameter
+from ..runtime.pipeline import Ties
 from ..runtime.random import Randomness
+from ..runtime.stages import Stages
+from ..runtime.state import Seats
 from ..runtime.world import Groups, World
 from ..runtime.zero import Zero3
 from .seats import Seat
@@ -44,17 +47,20 @@ class Holder:
                 pieces[key] = self._piece(full, own[key], groups)
         buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
         pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in seat.held]
+        plain = tuple((seat.mesh, seat.held) for seat in seats)
+        if len(seats) > 1:
+            join(Stages(plain), pieces.values())
         return Holding(
             groups=groups,
             held=list(seat.held),
             parameters=pieces,
             buffers=buffers,
-            sync=GradientSync([(one, p) for one, p in pairs if one.trainable], groups) if seat.mesh.size > 1 else None,
+            sync=_sync(pairs, groups, plain),
             zero=self._zero3(pairs, groups, units, len(seats) > 1),
             random=self.random,
             replica_axes=replica_axes(seat.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
-            seats=tuple((seat.mesh, seat.held) for seat in seats),
+            seats=plain,
         )
 
     def replaced(
@@ -93,3 +99,11 @@ class Holder:
         if dist.is_initialized() and self.world.size > 1:
             dist.broadcast(copied, 0)
         return copied
+
+
+def _sync(pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, seats: Seats) -> GradientSync | None:
+    """What makes gradients true; in a pipeline other stages may have parts of them too."""
+    if len(seats) == 1 and groups.mesh.size == 1:
+        return None
+    trained = [(one, parameter) for one, parameter in pairs if one.trainable]
+    return GradientSync(trained, groups, ties=Ties(seats) if len(seats) > 1 else None)
