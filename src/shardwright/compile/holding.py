@@ -46,21 +46,21 @@ class Holder:
             if key in own:
                 pieces[key] = self._piece(full, own[key], groups)
         buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
-        pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in seat.held]
-        plain = tuple((seat.mesh, seat.held) for seat in seats)
+        every_held = tuple((seat.mesh, seat.held) for seat in seats)
         if len(seats) > 1:
-            join(Stages(plain), pieces.values())
+            join(Stages(every_held), pieces.values())
+        pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in seat.held]
         return Holding(
             groups=groups,
             held=list(seat.held),
             parameters=pieces,
             buffers=buffers,
-            sync=_sync(pairs, groups, plain),
+            sync=self._sync([(one, p) for one, p in pairs if one.trainable], groups, every_held),
             zero=self._zero3(pairs, groups, units, len(seats) > 1),
             random=self.random,
             replica_axes=replica_axes(seat.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
-            seats=plain,
+            seats=every_held,
         )
 
     def replaced(
@@ -70,6 +70,10 @@ class Holder:
         old = dict(self.module.named_parameters(remove_duplicate=False))
         held = [one for seat in seats for one in seat.held]
         return {old[key]: pieces.get(one.name) for one in held for key in one.keys}
+
+    def _sync(self, trained: Sequence[tuple[Held, nn.Parameter]], groups: Groups, seats: Seats) -> GradientSync | None:
+        ties = Ties(seats) if len(seats) > 1 else None
+        return GradientSync(trained, groups, ties=ties) if ties is not None or groups.mesh.size > 1 else None
 
     def _zero3(
         self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str], pipeline: bool
@@ -99,11 +103,3 @@ class Holder:
         if dist.is_initialized() and self.world.size > 1:
             dist.broadcast(copied, 0)
         return copied
-
-
-def _sync(pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, seats: Seats) -> GradientSync | None:
-    """What makes gradients true; in a pipeline other stages may have parts of them too."""
-    if len(seats) == 1 and groups.mesh.size == 1:
-        return None
-    trained = [(one, parameter) for one, parameter in pairs if one.trainable]
-    return GradientSync(trained, groups, ties=Ties(seats) if len(seats) > 1 else None)
