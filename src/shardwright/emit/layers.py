@@ -240,6 +240,8 @@ class Folder:
             return self.sizes.text(value)
         if isinstance(value, tuple):
             return tuple(self._argument("", held, run) for held in value)
+        if isinstance(value, dict):
+            return tuple((key, self._argument("", held, run)) for key, held in value.items())
         return value
 
     def _follows(self, a: _Run, b: _Run) -> bool:
