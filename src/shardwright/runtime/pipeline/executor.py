@@ -258,7 +258,7 @@ class Executor:
             value = self.pipeline.crossings[number].value
             gradient = self._take("B", number, microbatch, run)
             found[value] = gradient if value not in found else found[value] + gradient
-        for value in self.pipeline.placed[turn.step.segment].gives:
+        for value in dict.fromkeys(self.pipeline.placed[turn.step.segment].gives):
             for out in self._leaving.get(value, ()):
                 seed = run.seed(out, microbatch) if out.gradient else None
                 if seed is not None:
