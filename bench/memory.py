@@ -35,8 +35,9 @@ from torch.profiler import ProfilerActivity
 
 import shardwright as sw
 from shardwright.capture import capture
-from shardwright.compile import make_plan, skeleton_of
+from shardwright.compile import skeleton_of
 from shardwright.cost import Memory, Training, peak
+from shardwright.planning import make_plan
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
 from shardwright.verify.ranks import run_processes

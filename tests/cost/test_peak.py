@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.compile import make_plan
+from shardwright.planning import make_plan
 from shardwright.cost import ON_CPU, ON_GPU, Memory, Training, peak
 from shardwright.cost.fusing import fuse
 from shardwright.cost.heap import ACTIVATION

@@ -31,6 +31,24 @@ def test_the_others_stop_with_the_error_of_the_rank_that_raised(pools, tmp_path,
     assert "failing.py:" in str(other[0])
 
 
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_raises_stops_the_other(pools, tmp_path, when, rank):
+    answers = fail(pools[2], {"rank": rank, when: "raise"}, "pp=2", tmp_path)
+    failed, other = answers[rank], answers[1 - rank]
+    assert isinstance(failed[0], ValueError)
+    assert isinstance(other[0], RankError)
+    assert f"rank {rank} raised ValueError: the data went bad in {when}, at " in str(other[0])
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_stage_that_is_killed_stops_all(pools, tmp_path, when):
+    answers = fail(pools[4], {"rank": 2, when: "kill"}, "pp=2,dp=2", tmp_path)
+    for rank in (0, 1, 3):
+        assert isinstance(answers[rank][0], RankError), answers[rank][1]
+        assert "rank 2 was lost" in str(answers[rank][0])
+
+
 @pytest.mark.parametrize(("when", "policy"), [("forward", "tp=2"), ("backward", "dp=2"), ("backward", "zero3=2")])
 def test_the_others_name_a_rank_that_was_killed(pools, tmp_path, when, policy):
     other, killed = fail(pools[2], {"rank": 1, when: "kill"}, policy, tmp_path)
@@ -46,8 +64,9 @@ def test_all_of_four_name_the_one_that_was_killed(pools, tmp_path):
         assert "rank 2 was lost" in str(answers[rank][0])
 
 
-def test_scripts_of_their_own_end_with_the_error_even_if_the_failed_one_lives_on(tmp_path):
-    other, failed = launch(2, {"rank": 1, "forward": "raise", "stay": 25}, "tp=2", tmp_path, LIMIT)
+@pytest.mark.parametrize("policy", ["tp=2", "pp=2"])
+def test_scripts_of_their_own_end_with_the_error_even_if_the_failed_one_lives_on(tmp_path, policy):
+    other, failed = launch(2, {"rank": 1, "forward": "raise", "stay": 25}, policy, tmp_path, LIMIT)
     assert other[0] == 1
     assert "RankError: rank 1 raised ValueError: the data went bad in forward" in other[1]
     assert failed[0] == 1

@@ -14,7 +14,7 @@ from shardwright.runtime.model import ParallelModel
 
 from .looped import both, gradients, parameters
 
-PLANS = ("dp=2", "tp=2", "zero3=2")
+PLANS = ("dp=2", "tp=2", "zero3=2", "pp=2")
 
 
 def train(model, optimizer, case, steps=3):
@@ -41,7 +41,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("plan", ["tp=2", "zero1=2", "zero3=2"])
+@pytest.mark.parametrize("plan", ["tp=2", "zero1=2", "zero3=2", "pp=2"])
 def test_optimizers(plan, optimizer):
     both("mlp", plan, train, OPTIMIZERS[optimizer], tolerance=1e-9)
 
@@ -110,7 +110,7 @@ def test_every_backward_leaves_true_gradients(plan):
     both("mlp", plan, accumulated)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 def test_accumulate_syncs_at_the_second_backward_only(plan):
     both("mlp", plan, accumulated, accumulate=2)
 
@@ -204,7 +204,7 @@ def test_parts_are_what_they_were_but_can_not_be_called_on_their_own():
     both("gpt", "tp=2", loop)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 def test_another_batch_size_and_a_smaller_last_batch(plan):
     def loop(model, optimizer, case):
         seen = []
@@ -229,7 +229,7 @@ def test_without_gradients_nothing_is_kept():
 
 
 @pytest.mark.parametrize("name", ["lora", "custom_backward", "checkpointed_gpt", "regularized", "gqa_fused", "rotary"])
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 def test_other_models(name, plan):
     both(name, plan, train)
 

@@ -9,7 +9,6 @@ design, section 11), and returns what both sides found, for what a test wants to
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
+from shardwright.plan import read_request
 from shardwright.runtime import comm, gradients
 from shardwright.runtime.holding import gather, kept_layout
 from shardwright.runtime.model import ParallelModel
@@ -58,7 +58,7 @@ class Compared:
 
 
 def world_of(plan: str) -> int:
-    return math.prod(int(part.split("=")[1]) for part in plan.split(","))
+    return read_request(plan).size
 
 
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:

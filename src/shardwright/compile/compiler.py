@@ -256,11 +256,12 @@ class Compiler:
             return self._stage(model, captured, one, groups[holding.groups.mesh], moment)
 
         pipeline = assemble(lowered, made, captured, holding, self.world, make)
+        joined = {held.value for held in lowered.exits if held.how == "cat"}
         here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
         return Entry(
             running=Running(pipeline, self.loop),
             path=here.path,
-            rows=tuple(self.mode == "rows" and held.how == "cat" for held in lowered.exits),
+            rows=tuple(self.mode == "rows" and output.value in joined for output in captured.graph.outputs),
             **self._ways(captured),
         )
 

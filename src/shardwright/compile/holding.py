@@ -13,8 +13,11 @@ from ..plan.rows import replica_axes
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter
 from ..runtime.model import Holding
-from ..runtime.parameters import ShardParameter, make_parameter
+from ..runtime.parameters import ShardParameter, join, make_parameter
+from ..runtime.pipeline import Ties
 from ..runtime.random import Randomness
+from ..runtime.stages import Stages
+from ..runtime.state import Seats
 from ..runtime.world import Groups, World
 from ..runtime.zero import Zero3
 from .seats import Seat
@@ -43,18 +46,21 @@ class Holder:
             if key in own:
                 pieces[key] = self._piece(full, own[key], groups)
         buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
+        every_held = tuple((seat.mesh, seat.held) for seat in seats)
+        if len(seats) > 1:
+            join(Stages(every_held), pieces.values())
         pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in seat.held]
         return Holding(
             groups=groups,
             held=list(seat.held),
             parameters=pieces,
             buffers=buffers,
-            sync=GradientSync([(one, p) for one, p in pairs if one.trainable], groups) if seat.mesh.size > 1 else None,
+            sync=self._sync([(one, p) for one, p in pairs if one.trainable], groups, every_held),
             zero=self._zero3(pairs, groups, units, len(seats) > 1),
             random=self.random,
             replica_axes=replica_axes(seat.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
-            seats=tuple((seat.mesh, seat.held) for seat in seats),
+            seats=every_held,
         )
 
     def replaced(
@@ -64,6 +70,10 @@ class Holder:
         old = dict(self.module.named_parameters(remove_duplicate=False))
         held = [one for seat in seats for one in seat.held]
         return {old[key]: pieces.get(one.name) for one in held for key in one.keys}
+
+    def _sync(self, trained: Sequence[tuple[Held, nn.Parameter]], groups: Groups, seats: Seats) -> GradientSync | None:
+        ties = Ties(seats) if len(seats) > 1 else None
+        return GradientSync(trained, groups, ties=ties) if ties is not None or groups.mesh.size > 1 else None
 
     def _zero3(
         self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str], pipeline: bool

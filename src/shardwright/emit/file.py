@@ -105,6 +105,7 @@ class Writer:
         if MB in self.parts:
             yield f"time       {self.parts[MB]} microbatches; {MB} is the one that runs"
         yield f"plan       {program.plan_policy}"
+        yield from program.said
         yield f"holds      {held / 2**20:.1f} MiB of parameters a rank"
         yield '"""'
         yield ""

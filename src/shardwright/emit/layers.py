@@ -29,7 +29,7 @@ from .sizes import SizeNames
 
 RESERVED = frozenset(
     "fixed held random device updates zero open close update place sizes constants forward opaque experts parts "
-    "at_key start region".split()
+    "at_key start region mb known weights counts prologue".split()
 )
 """What a stage has of its own; a model with a part of such a name is reached through `self.held`."""
 
@@ -240,6 +240,8 @@ class Folder:
             return self.sizes.text(value)
         if isinstance(value, tuple):
             return tuple(self._argument("", held, run) for held in value)
+        if isinstance(value, dict):
+            return tuple((key, self._argument("", held, run)) for key, held in value.items())
         return value
 
     def _follows(self, a: _Run, b: _Run) -> bool:

@@ -6,7 +6,7 @@ can be sent in pieces, and its gradient back. If the meshes are alike, it is giv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,6 +100,7 @@ def lower_pipeline(
             plan_name=plan.name,
             plan_policy=plan.policy,
             title=f"segment {number} of {len(segments)}" if len(segments) > 1 else "",
+            said=tuple(_said(plan, number, cut.crossings)),
             stepped=True,
             puts_off=puts_off,
         )
@@ -113,6 +114,17 @@ def lower_pipeline(
     ordered = tuple(programs[number] for number in range(len(segments)))
     exits = tuple(_exits(graph, count if plan.local else 0, ordered, cut.outputs))
     return Pipelined(plan=plan, graph=graph, microbatches=count, programs=ordered, passages=passages, exits=exits)
+
+
+def _said(plan: Plan, number: int, crossings: Sequence[Crossing]) -> Iterator[str]:
+    """Lines for the head of a file: the schedule, and what comes and goes."""
+    yield f"schedule   {plan.schedule}"
+    for held in crossings:
+        if held.taker == number:
+            yield f"takes      {held.value} from segment {held.giver}"
+    for held in crossings:
+        if held.giver == number:
+            yield f"gives      {held.value} to segment {held.taker}"
 
 
 def _with_others(segments: Sequence[Segment], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:

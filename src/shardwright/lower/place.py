@@ -35,7 +35,7 @@ class Task:
     mode        "rows" if each data-parallel group passes its own rows
     entering    values that come from other segments, as they lie in time
     leaving     values that go to other segments, as those want them; None: as they are made
-    title       what it is, for the head of the file: "stage 0 of 2"
+    title       what it is, for the head of the file: "segment 0 of 2"; `said` are more lines for it
     stepped     whether it runs by a schedule; `puts_off` if that has backward in two steps
     """
 
@@ -52,6 +52,7 @@ class Task:
     plan_name: str = ""
     plan_policy: str = ""
     title: str = ""
+    said: tuple[str, ...] = ()
     stepped: bool = False
     puts_off: bool = False
 
@@ -156,6 +157,7 @@ class Placer:
             stepped=self.task.stepped,
             puts_off=self.task.puts_off,
             title=self.task.title,
+            said=self.task.said,
             received=frozenset(self.task.entering),
         )
 

@@ -95,7 +95,8 @@ class Program:
     updates: tuple[tuple[str, str], ...] = ()  # (buffer key, value)
     mode: str = "same"
     choices: Mapping[str, Any] | None = None
-    title: str = ""  # what it is of a pipeline
+    title: str = ""  # what it is of a pipeline,
+    said: tuple[str, ...] = ()  # and what else the head of its file says
     stepped: bool = False  # run by a schedule, several times in a training step
     puts_off: bool = False  # backward is in two steps, and weights' gradients are for the second
     received: frozenset[str] = frozenset()  # the inputs that come from other segments

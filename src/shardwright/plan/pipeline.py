@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..cost import flops
 from ..errors import PlanError
-from ..ir import Graph
+from ..ir import Graph, Op
 from ..layout import Axis, Mesh
 from ..rules import Analysis, analyse
 from ..schedule import Schedule, forward_only, kind_named, spread
@@ -114,12 +114,42 @@ def _drawn(facts: Analysis, request: Request, size: int, microbatches: int) -> _
     mesh = Mesh(axes=tuple(axis for _, axis in parts))
     draft = Draft(facts.graph, timed(mesh, microbatches), facts)
     if microbatches > 1:
-        dp(draft, Axis(name=MB, size=microbatches))
+        cut_in_time(draft, Axis(name=MB, size=microbatches))
     for policy, axis in parts:
         POLICIES[policy](draft, axis)
     if request.recompute:
         draft.recompute_layers()
     return _Drawn(draft, mesh)
+
+
+def cut_in_time(draft: Draft, axis: Axis) -> None:
+    """The policy of microbatches: data parallel, where nobody can be asked.
+
+    What depends on inputs alone and is wanted whole is computed whole; every rank has the inputs.
+    """
+    dp(draft, axis)
+    graph, facts = draft.graph, draft.facts
+    given = {held.value for held in graph.inputs} | {held.value for held in graph.buffers} | facts.constants
+    early = []
+    for op in draft.ops:
+        if all(name in given for name in op.inputs) and not any(graph.values[name].gradient for name in op.outputs):
+            given.update(op.outputs)
+            early.append(op)
+    for op in reversed(early):
+        if draft.chosen(op, axis) is not None and any(_wanted_whole(draft, axis, op, name) for name in op.outputs):
+            del draft.choices[op.name][axis.name]
+
+
+def _wanted_whole(draft: Draft, axis: Axis, op: Op, value: str) -> bool:
+    """Whether a value that an axis cuts is read by an op that does not take it cut."""
+    if draft.output_layout(op, value).cut_of(axis.name) is None:
+        return False
+    for user, index in draft.graph.users[value]:
+        choice = draft.choices.get(user.name, {})
+        inputs, _ = draft.signature(user).layouts({k: v for k, v in choice.items() if k == axis.name}, draft.mesh)
+        if inputs[index].cut_of(axis.name) is None:
+            return True
+    return False
 
 
 def _recomputed(line: Line, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
@@ -208,7 +238,7 @@ def _again(plan: Plan, facts: Analysis, mesh: Mesh, microbatches: int) -> Mappin
     """What ops do on a mesh, by what those of the same names do on it."""
     draft = Draft(facts.graph, timed(mesh, microbatches), facts)
     if microbatches > 1:
-        dp(draft, Axis(name=MB, size=microbatches))
+        cut_in_time(draft, Axis(name=MB, size=microbatches))
     for segment in plan.segments:
         for name, held in segment.choices.items() if segment.mesh == mesh else ():
             op = facts.graph.by_name.get(name)

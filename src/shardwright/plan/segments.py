@@ -243,6 +243,8 @@ def _subgraph(
         for buffer in graph.buffers
         if buffer.value in read or buffer.update in made
     )
+    if number == 0:  # what no op reads is held too
+        read |= {held.value for held in graph.parameters if not graph.users[held.value]}
     inputs = tuple(held for held in graph.inputs if held.value in read)
     inputs += tuple(Input(value=value, path=value) for value in takes)
     parameters = tuple(held for held in graph.parameters if held.value in read)

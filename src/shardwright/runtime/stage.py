@@ -261,6 +261,8 @@ def _shown(original: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Mod
         nn.Module.__init__(made)
         own = {key: held for key, held in vars(original).items() if key not in vars(made) or key == "training"}
         vars(made).update(own, forward=partial(_refuse, name))
+        made._parameters.update(dict.fromkeys(original._parameters))  # None for those that are held elsewhere
+        made._buffers.update(dict.fromkeys(original._buffers))
         for key, child in original._modules.items():
             inner = key if name == "the model" else f"{name}.{key}"
             made._modules[key] = None if child is None else _shown(child, inner, memo)

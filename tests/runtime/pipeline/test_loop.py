@@ -308,3 +308,76 @@ def test_no_sync_puts_the_sums_off():
     for step in range(3):
         model(*chain.batch(step))[0].backward()
     assert_near(merged(run_processes(3, put_off)), gradients(dict(model.named_parameters())))
+
+
+# -- loss scaling ----------------------------------------------------------------------------
+
+
+def overflowing(rank, backward, seats):
+    """A gradient of the last stage overflows in the second of four steps."""
+    built = ready(rank, "1f1b", seats, 4, backward=backward)
+    optimizer = torch.optim.SGD(built.parameters.values(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 1 and "w3" in built.parameters:
+            handle = built.parameters["w3"].register_hook(lambda gradient: gradient * float("inf"))
+        scaler.scale(built.running(chain.batch(step))[0]).backward()
+        if step == 1 and "w3" in built.parameters:
+            handle.remove()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        values = {key: p.detach().as_subclass(torch.Tensor).clone() for key, p in built.parameters.items()}
+        found.append((values, scaler.get_scale()))
+    return found
+
+
+@pytest.mark.parametrize(("backward", "seats"), [("inside", "2"), ("outside", "1+2")])
+def test_an_overflow_on_one_stage_is_seen_by_all(backward, seats):
+    model = chain.Single()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for step in range(4):
+        if step != 1:
+            optimizer.zero_grad()
+            model(*chain.batch(step))[0].backward()
+            optimizer.step()
+        wanted.append({key: p.detach().clone() for key, p in model.named_parameters()})
+    results = run_processes(sum(map(len, SEATS[seats])), overflowing, backward, seats)
+    for step, case in enumerate(zip(*results, strict=True)):
+        assert_near(merged([values for values, _ in case]), wanted[step], f"step {step}")
+        assert [scale for _, scale in case] == [(1024.0, 512.0, 512.0, 1024.0)[step]] * len(case)
+
+
+SCALE = 2.0**12
+
+
+def tiny_batch():
+    x, target = chain.batch(dtype=torch.float16)
+    return x * 1e-5, target
+
+
+def underflowing(rank):
+    """The gradient of the first weight is too small for float16 unless the loss is scaled."""
+    built = ready(rank, "1f1b", "2", 2, dtype=torch.float16)
+    found = []
+    for _ in range(2):
+        for parameter in built.parameters.values():
+            parameter.grad = None
+        (built.running(tiny_batch())[0] * SCALE).backward()
+        found.append({key: g.double() / SCALE for key, g in gradients(built.parameters).items()})
+    return found
+
+
+def test_the_schedule_is_seeded_with_the_last_scale():
+    model = chain.Single()
+    x, target = tiny_batch()
+    model(x.double(), target)[0].backward()
+    first, second = zip(*run_processes(2, underflowing), strict=True)
+
+    def error(found):
+        return ((found["w0"] - model.w0.grad).norm() / model.w0.grad.norm()).item()
+
+    assert error(merged(second)) < 0.02 < error(merged(first))

@@ -18,6 +18,7 @@ the old one, which mostly is 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,8 +29,10 @@ from shardwright.errors import InputError
 
 from ..faults import told
 from ..gradients import GradientSync
+from ..parameters import ShardParameter
 from ..world import here
 from .executor import Executor, Run
+from .nonfinite import show_everywhere
 from .outputs import Sharing, share
 from .parts import Leaving, Pipeline
 from .script import Script, pairs_of, write
@@ -57,11 +60,18 @@ class Loop:
             sync.ties.connect(self.transport)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may hold nothing to train
         self.scale = torch.ones((), device=self.device, dtype=torch.float64)  # the last gradient of a loss
+        self._task = -1  # the backward that was begun, as autograd numbers them
 
-    def begin_backward(self) -> None:
-        """The user's backward has reached a call of the model."""
+    def begin_backward(self, parameters: Sequence[ShardParameter], scaled: bool) -> None:
+        """The user's backward has reached a call of the model. A scaled loss has a scaler that all must agree with."""
         if self.sync is not None:
             self.sync.begin()
+            scaled = scaled and self.sync.enabled
+        task = torch._C._current_graph_task_id()
+        if scaled and task != self._task:
+            self._task = task
+            end = partial(show_everywhere, list(parameters), self.device)
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # after that of the sync
 
 
 class Running:
@@ -119,7 +129,8 @@ class Call:
         self.running, self.pipeline, self.loop = running, running.pipeline, running.loop
         self.leaves = [leaf for leaf in running.standins.current() if leaf.requires_grad]
         self.inputs = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
-        self.wanting = [*running.standins.trained, *(tensors[at] for at in self.inputs)]
+        self.trained = running.standins.trained
+        self.wanting = [*self.trained, *(tensors[at] for at in self.inputs)]
         self.run = Run(tensors, grad=True)
         self.gradients: list[Tensor | None] | None = None  # kept aside, in the order of `wanting`
 
@@ -183,8 +194,8 @@ class _Inside(torch.autograd.Function):
                     f"backward reached output {out.path or at} of a pipeline, which runs its backward within the call "
                     f'of the model, by the loss that the model returns; pass backward="outside" to parallelize'
                 )
-        call.loop.begin_backward()
         gradient = gradients[call.running.loss]  # type: ignore[index]
+        call.loop.begin_backward(call.trained, scaled=gradient is not None and gradient.item() != 1.0)
         if gradient is None:
             return (None, None, *(None for _ in call.wanting))
         return (None, None, *_scaled(call, gradient, ctx.scale))
@@ -237,5 +248,5 @@ class _Outside(torch.autograd.Function):
             return None if gradient is None else share(out, gradient, call.pipeline.microbatches, microbatch)
 
         call.run.seed = seeds
-        call.loop.begin_backward()
+        call.loop.begin_backward(call.trained, scaled=True)
         return (None, None, *call.backward("BW", keep))

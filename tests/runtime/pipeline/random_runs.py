@@ -1,0 +1,235 @@
+"""Random pipelines of tiny segments under random schedules, each with the answer of one device.
+
+A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks, cut or
+whole. A value that no later segment reads leaves as a sum. Some values have no gradient.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwright.layout import Axis, Mesh, make_layout, plain_cut, whole
+from shardwright.runtime.pipeline import Crossing, Leaving, Pipeline, Placed
+from shardwright.runtime.pipeline.executor import Executor, Run
+from shardwright.runtime.pipeline.script import write
+from shardwright.runtime.random import Randomness
+from shardwright.runtime.stage import Stage
+from shardwright.runtime.world import Moment
+from shardwright.schedule import Edge, Schedule, Step
+
+ROWS, WIDTH = 3, 2  # of a microbatch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and a schedule of it."""
+
+    schedule: Schedule
+    sources: tuple[tuple[int, ...], ...]  # for each segment those that it reads
+    cut: tuple[bool, ...]  # whether a segment's ranks have different rows
+    smooth: tuple[bool, ...]  # whether a segment's value has a gradient
+
+    @property
+    def edges(self):
+        return [
+            Edge(source, target, 0.0, 0.0 if self.smooth[source] else None)
+            for target, found in enumerate(self.sources)
+            for source in found
+        ]
+
+    @property
+    def sinks(self):
+        read = {source for found in self.sources for source in found}
+        return [segment for segment in range(len(self.sources)) if segment not in read]
+
+
+def random_case(seed: int) -> Case:
+    chance = random.Random(seed)
+    segments, microbatches, ranks = chance.randint(1, 5), chance.randint(1, 5), chance.randint(1, 4)
+    sources = tuple(
+        tuple(sorted(chance.sample(range(target), min(target, chance.randint(1, 2))))) for target in range(segments)
+    )
+    holders = tuple(
+        tuple(sorted(chance.sample(range(ranks), min(ranks, chance.choice([1, 1, 2, 3]))))) for _ in sources
+    )
+    case = Case(
+        schedule=Schedule(devices=((),) * ranks, holders=holders, microbatches=microbatches, name=f"seed {seed}"),
+        sources=sources,
+        cut=tuple(chance.random() < 0.5 for _ in sources),
+        smooth=tuple(chance.random() < 0.8 for _ in sources),
+    )
+    return replace(case, schedule=replace(case.schedule, devices=random_steps(case, chance)))
+
+
+def random_steps(case: Case, chance: random.Random) -> tuple[tuple[Step, ...], ...]:
+    """Some order in which every step comes after what it needs."""
+    microbatches = range(case.schedule.microbatches)
+    apart = {segment for segment in range(len(case.sources)) if chance.random() < 0.4}
+    needs: dict[Step, set[Step]] = {}
+    for segment, found in enumerate(case.sources):
+        for at in microbatches:
+            needs[Step("F", segment, at)] = {Step("F", source, at) for source in found}
+            needs[Step("B", segment, at)] = {Step("F", segment, at)} | {
+                Step("B", target, at)
+                for target, read in enumerate(case.sources)
+                if segment in read and case.smooth[segment]
+            }
+            if segment in apart:
+                needs[Step("W", segment, at)] = {Step("B", segment, at)}
+    rows: list[list[Step]] = [[] for _ in case.schedule.devices]
+    eager = chance.choice([None, "F", "B"])
+    while needs:
+        free = sorted(step for step, wanted in needs.items() if not wanted)
+        liked = [step for step in free if step.kind == eager] or free
+        step = chance.choice(liked)
+        del needs[step]
+        for wanted in needs.values():
+            wanted.discard(step)
+        for device in case.schedule.holders[step.segment]:
+            rows[device].append(step)
+    return tuple(map(tuple, rows))
+
+
+def mutated(case: Case, seed: int) -> Case:
+    """The same with a few neighbours swapped: it may or may not run."""
+    chance = random.Random(seed)
+    rows = [list(row) for row in case.schedule.devices]
+    for _ in range(chance.randint(1, 4)):
+        row = chance.choice(rows)
+        if len(row) > 1:
+            at = chance.randrange(len(row) - 1)
+            step, other = row[at], row[at + 1]
+            together = [held for held in rows if step in held and other in held]
+            for held in together if chance.random() < 0.7 else [row]:
+                i, j = held.index(step), held.index(other)
+                held[i], held[j] = held[j], held[i]
+    return replace(case, schedule=replace(case.schedule, devices=tuple(map(tuple, rows))))
+
+
+class Tiny(Stage):
+    def __init__(self, number, sources, sink, cut, place, ranks, weight, moment):
+        super().__init__(None, (), torch.device("cpu"), Randomness(), moment)
+        self.number, self.sources, self.sink, self.weight = number, sources, sink, weight
+        axis = Axis(name="d", size=ranks)
+        self.rows = plain_cut(axis, ROWS).spans(ranks, place) if cut else [(0, ROWS)]
+
+    def local(self, x):
+        start, length = self.rows[0] if self.rows else (0, 0)
+        return x[self.mb.index * ROWS + start :][:length]
+
+    def forward(self, x, *crossed):
+        total = self.local(x)
+        for value in crossed:
+            total = total + value
+        value = torch.tanh(self.weights.linear(total, self.weight))
+        return (value, value.sum()) if self.sink else (value,)
+
+
+def weights(case):
+    return [torch.full((WIDTH, WIDTH), 0.1 * (number + 1), dtype=torch.float64) for number in range(len(case.sources))]
+
+
+def batch(case):
+    rows = ROWS * case.schedule.microbatches
+    return torch.linspace(-1, 1, rows * WIDTH, dtype=torch.float64).view(rows, WIDTH)
+
+
+def layout_of(case, segment, mesh):
+    if not case.cut[segment] or mesh.size == 1:
+        return whole(2)
+    return make_layout([[plain_cut(mesh.axes[0], ROWS)], []])
+
+
+def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor]]:
+    moment = Moment(case.schedule.microbatches)
+    meshes = [Mesh(axes=(Axis(name="d", size=len(held)),), devices=held) for held in case.schedule.holders]
+    placed, leaves = [], {}
+    for number, (mesh, found) in enumerate(zip(meshes, case.sources, strict=True)):
+        stage = None
+        sink = number in case.sinks
+        if rank in mesh.devices:
+            leaves[number] = weights(case)[number].requires_grad_()
+            place = mesh.devices.index(rank)
+            stage = Tiny(number, found, sink, case.cut[number], place, mesh.size, leaves[number], moment)
+        placed.append(
+            Placed(
+                number=number,
+                mesh=mesh,
+                takes=(0, *(f"v{source}" for source in found)),
+                gives=(f"v{number}", f"sum{number}") if sink else (f"v{number}",),
+                stage=stage,
+            )
+        )
+    crossings = tuple(
+        Crossing(
+            value=f"v{source}",
+            giver=source,
+            taker=target,
+            shape=(ROWS, WIDTH),
+            dtype=torch.float64,
+            gradient=case.smooth[source],
+            given=layout_of(case, source, meshes[source]),
+            taken=layout_of(case, target, meshes[target]),
+        )
+        for target, found in enumerate(case.sources)
+        for source in found
+    )
+    leaving = tuple(
+        Leaving(value=f"sum{sink}", segment=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
+        for sink in case.sinks
+    )
+    pipeline = Pipeline(
+        placed=tuple(placed),
+        crossings=crossings,
+        leaving=leaving,
+        schedule=case.schedule,
+        forward=case.schedule,
+        moment=moment,
+    )
+    return pipeline, leaves
+
+
+def run_rank(case: Case, rank: int, transport) -> tuple[dict, dict]:
+    """The sums and the weights' gradients that a rank has, by segment."""
+    pipeline, leaves = pipeline_of(case, rank)
+    executor = Executor(pipeline, rank, transport, torch.device("cpu"))
+    run = Run((batch(case),), grad=True)
+    run.seed = lambda out, microbatch: torch.ones((), dtype=torch.float64)
+    executor.run(write(pipeline, case.schedule, rank), run)
+    assert not run.flights
+    assert not run.parcels
+    sums = {}
+    for (value, _), tensor in run.outputs.items():
+        number = int(value.removeprefix("sum"))
+        sums[number] = sums.get(number, 0.0) + tensor.item()
+    return sums, {number: leaf.grad for number, leaf in leaves.items()}
+
+
+def on_one_device(case: Case) -> tuple[dict, dict]:
+    leaves = [weight.requires_grad_() for weight in weights(case)]
+    x, values = batch(case), []
+    for weight, found in zip(leaves, case.sources, strict=True):
+        crossed = [values[source] if case.smooth[source] else values[source].detach() for source in found]
+        values.append(torch.tanh((x + sum(crossed)) @ weight.t()))
+    sums = {sink: values[sink].sum() for sink in case.sinks}
+    sum(sums.values()).backward()
+    return {sink: total.item() for sink, total in sums.items()}, {at: leaf.grad for at, leaf in enumerate(leaves)}
+
+
+def compare(case: Case, results: list[tuple[dict, dict]]) -> None:
+    """Results of cut segments add up, those of whole ones are the same everywhere."""
+    sums, gradients = on_one_device(case)
+    for number, held in enumerate(case.schedule.holders):
+        found = [results[rank] for rank in held]
+        if number in sums:
+            mine = [one[0][number] for one in found]
+            total = sum(mine) if case.cut[number] else mine[0]
+            assert abs(total - sums[number]) < 1e-10, (case, number)
+        none = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)  # what crosses and leads nowhere has a gradient of zeros
+        grads = [none if one[1][number] is None else one[1][number] for one in found]
+        total = sum(grads) if case.cut[number] else grads[0]
+        wanted = none if gradients[number] is None else gradients[number]
+        torch.testing.assert_close(total, wanted, rtol=0, atol=1e-10)

@@ -1,0 +1,80 @@
+"""Stages that only sleep, so that a schedule's time is known and no core is needed for it."""
+
+import time
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from shardwright.layout import Mesh, whole
+from shardwright.runtime.pipeline import Crossing, Leaving, Loop, Pipeline, Placed, Running
+from shardwright.runtime.random import Randomness
+from shardwright.runtime.stage import Stage
+from shardwright.runtime.world import Groups, Moment, here
+from shardwright.schedule import forward_only
+
+
+class Sleep(torch.autograd.Function):
+    """Takes its time forward and backward; the weights' part later, if the schedule has a step for it."""
+
+    @staticmethod
+    def forward(ctx, x, stage):
+        ctx.stage = stage
+        time.sleep(stage.times.forward)
+        return x + 1.0
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        times, weights = ctx.stage.times, ctx.stage.weights
+        time.sleep(times.backward)
+        if weights.collects:
+            weights.put(lambda: time.sleep(times.weight))
+        else:
+            time.sleep(times.weight)
+        return gradient, None
+
+
+class Sleeper(Stage):
+    """One segment of a chain. The last gives a loss."""
+
+    def __init__(self, times, last, *rest):
+        super().__init__(*rest)
+        self.times, self.is_last = times, last
+
+    def forward(self, x):
+        y = Sleep.apply(x, self)
+        return (y.sum(),) if self.is_last else (y,)
+
+
+def running(schedule, times):
+    """This rank's part of a chain of sleeping segments."""
+    rank, moment = here().rank, Moment(schedule.microbatches)
+    count = schedule.segments
+    groups = {held: Groups(Mesh(axes=(), devices=held)) for held in sorted(set(schedule.holders))}
+    placed = tuple(
+        Placed(
+            number=number,
+            mesh=Mesh(axes=(), devices=held),
+            takes=(0,) if number == 0 else (f"x{number - 1}",),
+            gives=("loss",) if number == count - 1 else (f"x{number}",),
+            stage=Sleeper(
+                times[number], number == count - 1, groups[held], (), torch.device("cpu"), Randomness(), moment
+            )
+            if rank in held
+            else None,
+        )
+        for number, held in enumerate(schedule.holders)
+    )
+    crossings = tuple(
+        Crossing(
+            value=f"x{number}", giver=number, taker=number + 1, shape=(4,), dtype=torch.float32, gradient=True,
+            given=whole(1), taken=whole(1),
+        )
+        for number in range(count - 1)
+    )  # fmt: skip
+    leaving = Leaving(value="loss", segment=count - 1, how="sum", shape=(), dtype=torch.float32, gradient=True)
+    pipeline = Pipeline(
+        placed=placed, crossings=crossings, leaving=(leaving,), schedule=schedule,
+        forward=forward_only(schedule.holders, schedule.microbatches), moment=moment,
+    )  # fmt: skip
+    return Running(pipeline, Loop(None, "inside"))

@@ -1,0 +1,69 @@
+"""The simulation of a schedule against the executor, with stages that sleep for a known time."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.runtime.pipeline.executor import Run
+from shardwright.schedule import Times, interleaved, kind_named, simulate
+from tests.runtime.ranks import run_processes
+
+from .sleeping import running
+
+UNIT = 0.015  # seconds
+RANKS, MICROBATCHES, TRIES = 4, 6, 2
+KINDS = ("gpipe", "1f1b", "eager", "interleaved", "interleaved:3", "zb", "zbv")
+
+
+def times_of(schedule):
+    """Stages that are not alike: every third takes half as long again."""
+    return [Times(UNIT * (1.5 if at % 3 == 1 else 1.0), UNIT, UNIT) for at in range(schedule.segments)]
+
+
+def schedules():
+    made = {kind: kind_named(kind).make(RANKS, MICROBATCHES) for kind in KINDS}
+    return {**made, "few": interleaved(RANKS, 4)}
+
+
+def measure(rank=0):
+    """For each schedule, when the ranks were done: the quickest of a few tries, since noise only adds."""
+    found = {}
+    for name, schedule in schedules().items():
+        model = running(schedule, times_of(schedule))
+        ends = []
+        x = torch.zeros(4, requires_grad=True)
+        for _ in range(TRIES):
+            dist.barrier()
+            begun = time.perf_counter()
+            call = Run([x], grad=True)
+            call.seed = lambda out, microbatch: torch.ones(())
+            model.run(call, "PFBW")
+            mine = torch.tensor(time.perf_counter() - begun)
+            every = [torch.zeros(()) for _ in range(RANKS)]
+            dist.all_gather(every, mine)
+            ends.append([float(end) for end in every])
+        found[name] = min(ends, key=max)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return run_processes(RANKS, measure, timeout=120.0)[0]
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_a_schedule_takes_as_long_as_the_simulation_says(measured, name):
+    schedule = schedules()[name]
+    times = times_of(schedule)
+    run = simulate(schedule, times, [(at, at + 1) for at in range(schedule.segments - 1)])
+    ends = measured[name]
+    assert max(ends) == pytest.approx(run.total, rel=0.1)
+    bubble = 1.0 - sum(run.busy) / (RANKS * max(ends))
+    assert bubble == pytest.approx(run.bubble, abs=0.1)
+    said = [max(row) for row in run.ends]
+    for a in range(RANKS):
+        for b in range(RANKS):
+            if said[a] + UNIT / 2 < said[b]:
+                assert ends[a] < ends[b], f"rank {a} should be done before rank {b}"
