@@ -3,7 +3,7 @@
 One microbatch of a segment is a walk through its steps (`peak.Timeline`). A rank has, at its worst moment:
 
     parameters, states     those of its segments
-    gradients              a copy aside, to which microbatches add, and the buckets in which they are summed over devices
+    gradients              a copy aside, to which microbatches add, and the buckets in which devices sum them
     activations            what autograd keeps of each microbatch in flight, and what was received for it
     one microbatch         what comes and goes while it runs; a receive buffer is filled meanwhile
     inputs                 the whole batch, on every rank
@@ -80,6 +80,7 @@ def walk_segment(
     line.forward()
     kept = heap.now[ACTIVATION]
     line.backward()
+    at = heap.where
     line.update()
     trained = [one for one in held if one.trainable]
     synced = [one for one in trained if set(one.sums) - {time} and one.level < 3]
@@ -95,7 +96,7 @@ def walk_segment(
         queued=min(queued, kept),
         over=max(heap.peaks["forward"], heap.peaks["backward"]) - start - kept,
         update=max(0.0, heap.peaks["update"] - start),
-        at=heap.where,
+        at=at,
     )
 
 

@@ -46,7 +46,9 @@ def test_stages_begin_where_people_say():
 
 
 def test_modules_stay_whole():
-    plan = found({"stages": 2}, {"schedule": "1f1b"}, {"module": [f"layers.{n}" for n in range(8)], "cut": "never"}).plan
+    plan = found(
+        {"stages": 2}, {"schedule": "1f1b"}, {"module": [f"layers.{n}" for n in range(8)], "cut": "never"}
+    ).plan
     names = [{name.partition(" / ")[0].rpartition(".")[0] for name in segment.choices} for segment in plan.segments]
     assert not names[0] & names[1] - {""}
 

@@ -1,5 +1,6 @@
 """Pipelines are chosen where they pay, and cut, filled and recomputed as memory and devices ask for."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,7 +12,8 @@ from shardwright.errors import PlanError
 from shardwright.plan.auto import Wishes
 from shardwright.plan.joint import find as find_joint
 from shardwright.plan.joint import note_of, predicted
-from shardwright.plan.joint.search import Asked, Search, Setup
+from shardwright.plan.joint.search import Search
+from shardwright.plan.joint.setup import Asked, Setup
 from shardwright.plan.limits import Limits
 
 from .models import chain, language
@@ -40,7 +42,7 @@ def layers(trial, search):
 
 
 def pairs(bounds):
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 def test_equal_layers_are_cut_evenly():
@@ -61,12 +63,12 @@ def test_a_faster_group_of_devices_gets_more_layers():
 @pytest.mark.parametrize("size", [3, 4])
 def test_every_number_of_stages_is_looked_at(size):
     search = Search(setup(chain(), find(f"{size}xA100-80GB")))
-    assert {len(candidate.seats) for candidate in search.bounded()} == set(range(1, size + 1))
+    assert {len(candidate.seats) for candidate in search.candidates} == set(range(1, size + 1))
 
 
 def test_bounds_are_below_what_they_bound():
     search = Search(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
-    for candidate in search.bounded():
+    for candidate in search.candidates:
         trial = search.tried(candidate)
         if trial is not None:
             assert candidate.bound <= trial.seconds * (1 + 1e-9)
@@ -97,7 +99,7 @@ def test_short_memory_is_met_by_recomputing_or_more_stages():
         assert max(held.peak for held in found.pipeline.memory) <= short
     tight = Search(setup(facts, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4, room=short))
     again = tight.run().best
-    assert again is None or again.seconds > wide.seconds and max(again.memory(seat) for seat in range(2)) <= short
+    assert again is None or (again.seconds > wide.seconds and max(again.memory(seat) for seat in range(2)) <= short)
 
 
 def test_a_plan_of_a_pipeline_names_every_op_once_and_says_what_it_costs():
@@ -120,5 +122,7 @@ def test_nothing_that_fits_is_an_error():
 
 def test_the_search_ends_when_it_is_told():
     calls = []
-    find_joint(language(layers=4), find("4xA100-80GB"), MIXED, Wishes(seconds=0.0), progress=lambda *held: calls.append(held))
+    find_joint(
+        language(layers=4), find("4xA100-80GB"), MIXED, Wishes(seconds=0.0), progress=lambda *held: calls.append(held)
+    )
     assert calls

@@ -8,7 +8,8 @@ from ..clash import size_of
 from ..limits import Limits
 from ..pipeline import check_microbatches
 from ..rows import is_replica
-from .search import Asked, Search
+from .search import Search
+from .setup import Asked
 
 
 def asked_of(limits: Limits, wishes: Wishes) -> Asked:
@@ -45,17 +46,21 @@ def check_asked(search: Search) -> None:
     graph = setup.facts.graph
     least = len(blocks.pivots) + 1
     if asked.stages is not None and asked.stages > setup.size:
-        raise PlanError(f"{asked.stages} stages are asked for, and there are {setup.size} devices; use {setup.size} at most")
+        raise PlanError(
+            f"{asked.stages} stages are asked for, and there are {setup.size} devices; use {setup.size} at most"
+        )
     if asked.stages is not None and asked.stages > blocks.count:
         most = f"in {blocks.count} at most; use fewer" if blocks.count > 1 else "nowhere; use 1"
         raise PlanError(f"{asked.stages} stages are asked for, and {graph.name} can be cut {most}")
     if asked.stages is not None and asked.stages < least and asked.schedule is None:
-        raise PlanError(f"{asked.stages} stages are asked for, and {least - 1} modules that a stage begins with; ask for {least}")
+        raise PlanError(
+            f"{asked.stages} stages are asked for, and {least - 1} modules that a stage begins with; ask for {least}"
+        )
     count = asked.microbatches or 1
     if count > 1 and not setup.local:
         if search.fault is not None:
             raise PlanError(
-                f"{count} microbatches are asked for, but {search.fault}; use 1, or microbatch_semantics=\"local\", "
+                f'{count} microbatches are asked for, but {search.fault}; use 1, or microbatch_semantics="local", '
                 "which makes each of them a batch of its own"
             )
         check_microbatches(graph, count, 1, False)
@@ -64,7 +69,9 @@ def check_asked(search: Search) -> None:
 def nothing_found(search: Search) -> PlanError:
     """Nothing that keeps to what is asked fits."""
     asked, setup = search.setup.asked, search.setup
-    words = [f"{value} {name}" for name, value in (("stages", asked.stages), ("microbatches", asked.microbatches)) if value]
+    words = [
+        f"{value} {name}" for name, value in (("stages", asked.stages), ("microbatches", asked.microbatches)) if value
+    ]
     words += [f"the schedule {asked.schedule}"] if asked.schedule else []
     what = f" with {' and '.join(words)}" if words else ""
     rooms = size_of(setup.room(search.any_seat()))

@@ -1,7 +1,7 @@
 """The line of a graph in blocks: the runs between places where a search over cuts may cut.
 
-A line has more places than anybody wants to look at. Those are left at which least crosses among their neighbours, within
-about a layer; if there are still too many, the lightest crossing of each of `MOST` equal parts of the work.
+A line has more places than anybody wants to look at. Those are left at which least crosses among their neighbours,
+within about a layer; if there are still too many, the lightest crossing of each of `MOST` equal parts of the work.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Where to cut a line into stages, so that a pipeline takes the least.
 
-    stages      stage s, from bound i to bound i + 1 + w, takes stages[s][i, w] for a microbatch; infinity: it can't be
+    stages      stage s, from bound i to bound i + 1 + w, takes stages[s][i, w] for a microbatch (infinity: never)
     entering    what comes on top where stage s begins at bound i, entering[s][i]: values that cross to it
-    time        rounds * (the slowest stage) + fill * (the sum of all stages and of what enters)          Cutting.seconds
+    time        rounds * (the slowest stage) + fill * (the sum of all stages and of what enters)      Cutting.seconds
 
-For a cap on the slowest stage the least sum is a walk from the end of the line (`_least_sum`). The lowest cap that allows
-anything comes first (`_lowest_cap`); higher ones are worth a look while they save more of the sum than they cost.
+For a cap on the slowest stage the least sum is a walk from the end of the line (`_least_sum`). The lowest cap that
+allows anything comes first (`_lowest_cap`); higher ones are worth a look while they save more of the sum than they
+cost.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def cut_line(stages: Sequence[Floats], entering: Sequence[Floats], rounds: float
 def _ends(stage: Floats) -> NDArray[np.intp]:
     """For each cell of a stage its last bound; what would be beyond the line is one further."""
     starts, widths = stage.shape
-    return np.minimum(np.arange(starts)[:, None] + 1 + np.arange(widths)[None, :], starts + 1)
+    found: NDArray[np.intp] = np.minimum(np.arange(starts)[:, None] + 1 + np.arange(widths)[None, :], starts + 1)
+    return found
 
 
 def _lowest_cap(stages: Sequence[Floats], ends: NDArray[np.intp]) -> float:
@@ -74,7 +76,9 @@ def _padded(values: Floats) -> Floats:
     return np.append(values, (np.inf, np.inf))
 
 
-def _least_sum(stages: Sequence[Floats], ends: NDArray[np.intp], entering: Sequence[Floats], cap: float) -> tuple[int, ...]:
+def _least_sum(
+    stages: Sequence[Floats], ends: NDArray[np.intp], entering: Sequence[Floats], cap: float
+) -> tuple[int, ...]:
     """The bounds with the least sum, no stage slower than the cap."""
     after = _at_the_end(len(stages[0]))
     picks: list[NDArray[np.intp]] = []
@@ -90,7 +94,9 @@ def _least_sum(stages: Sequence[Floats], ends: NDArray[np.intp], entering: Seque
     return tuple(bounds)
 
 
-def _score(stages: Sequence[Floats], bounds: tuple[int, ...], entering: Sequence[Floats], rounds: float, fill: float) -> Cutting:
+def _score(
+    stages: Sequence[Floats], bounds: tuple[int, ...], entering: Sequence[Floats], rounds: float, fill: float
+) -> Cutting:
     pairs = zip(stages, bounds, bounds[1:], strict=False)
     each = [float(stage[begin, end - begin - 1]) for stage, begin, end in pairs]
     total = sum(each) + float(sum(more[begin] for more, begin in zip(entering[1:], bounds[1:-1], strict=True)))

@@ -49,18 +49,23 @@ class Way:
 
     def between(self, begin: int, end: int) -> np.ndarray:
         """What a run of blocks uses."""
-        found = self.runs[end] - self.runs[begin]
+        found: np.ndarray = self.runs[end] - self.runs[begin]
         for used, cost in self.shared:
             if used[0] < begin and any(begin <= block < end for block in used):
                 found = found + cost
         return found
+
+    @cached_property
+    def picked(self) -> tuple[int, ...]:
+        """The states as the tables take them."""
+        return tuple(self.states.tolist())
 
     def table(self, width: int) -> np.ndarray:
         """[first block, blocks less one, column] for all runs of up to `width` blocks."""
         count = len(self.runs) - 1
         first = np.arange(count)[:, None]
         last = np.minimum(first + 1 + np.arange(width)[None, :], count)
-        found = self.runs[last] - self.runs[first]
+        found: np.ndarray = self.runs[last] - self.runs[first]
         for used, cost in self.shared:
             held = np.zeros(count + 1)
             held[np.array(used) + 1] = 1.0
@@ -115,7 +120,9 @@ class Front:
             weights = memory() + (flight - 1.0) * row(kept=1.0)
             tables = self.again or self.plain
             lean = self._solve(tables, weights + 1e-9 * self.time)
-            found = [self.fastest] if lean is None else [self.fastest, *self._between(self.fastest, lean, weights), lean]
+            found = (
+                [self.fastest] if lean is None else [self.fastest, *self._between(self.fastest, lean, weights), lean]
+            )
             self._ways[flight] = _undominated(found, self.time, weights)
         return self._ways[flight]
 

@@ -59,7 +59,7 @@ class Made:
         data, inner = self.trial.seats[0].names
         every: dict[str, Mapping[str, str]] = {}
         for solved, part in zip(self.solved, self.parts, strict=True):
-            held = solved.way.tables.choices(solved.way.states)
+            held = solved.way.tables.choices(solved.way.picked)
             every |= {name: held[name] for name in part if name in held}
         used = {data: any(s.data > 1 for s in self.trial.seats), inner: any(s.inner > 1 for s in self.trial.seats)}
         mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name, there in used.items() if there))
@@ -83,7 +83,7 @@ class Made:
         solved, seat = self.solved[number], self.seat(number)
         data, inner = seat.names
         found: dict[str, dict[str, str]] = {name: {} for name in self.parts[number]}
-        held = solved.way.tables.choices(solved.way.states)
+        held = solved.way.tables.choices(solved.way.picked)
         for name in found:
             choice = held.get(name, {})
             if data in choice and self.times > 1:
@@ -104,7 +104,7 @@ class Made:
 
     def recompute(self, number: int) -> tuple[str, ...]:
         solved, inside = self.solved[number], set(self.parts[number])
-        paths = solved.way.tables.recompute(solved.way.states)
+        paths = solved.way.tables.recompute(solved.way.picked)
         under = self.facts.graph.under
         return tuple(path for path in paths if any(op.name in inside for op in under[path]))
 
@@ -113,7 +113,7 @@ class Made:
         """How parameters are stored, those of several segments as in the first."""
         found: dict[str, tuple[tuple[str, int], ...]] = {}
         for number, solved in enumerate(self.solved):
-            tables, states = solved.way.tables, solved.way.states
+            tables, states = solved.way.tables, solved.way.picked
             for parameter in self.cut.graphs[number].parameters:
                 if parameter.key in tables.skeleton.homes and parameter.key not in found:
                     held = tables.home(parameter.key, states)[1]

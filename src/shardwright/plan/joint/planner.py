@@ -19,12 +19,13 @@ from ...rules import Analysis
 from ..auto import Found, Progress, Wishes, search
 from ..limits import bind
 from ..plan import Plan
+from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
 from .made import Made
 from .refine import Refiner, Solved
-from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
-from .search import Piped, Search, Setup
+from .search import Piped, Search
 from .seats import Seat
-from .trial import Trial
+from .setup import Setup
+from .trial import Trial, flights
 
 ATTEMPTS = 4
 """How often a pipeline is solved until it fits: what comes and goes is known only when there is one."""
@@ -70,7 +71,7 @@ class Planner:
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.search = setup, Search(setup)
-        self.refiner = Refiner(self.search.where, setup.stop)
+        self.refiner = Refiner(self.search.fronts.where, setup.stop)
 
     def run(self) -> Pipeline | None:
         piped = self.search.run()
@@ -79,7 +80,7 @@ class Planner:
         best: Pipeline | None = None
         for number, trial in enumerate(trials):
             upper = min(self.setup.upper, math.inf if best is None else best.trial.seconds)
-            if number >= MOST_SOLVED and best is not None or trial.seconds >= upper * (1.0 - self.setup.slack):
+            if (number >= MOST_SOLVED and best is not None) or trial.seconds >= upper * (1.0 - self.setup.slack):
                 break
             if best is not None and self.setup.stop():
                 break
@@ -102,7 +103,10 @@ class Planner:
                 trial.bounds,
             )  # fmt: skip
             made = Made(
-                trial=again, solved=tuple(stages), line=self.search.line, places=self.search.blocks.places,
+                trial=again,
+                solved=tuple(stages),
+                line=self.search.line,
+                places=self.search.blocks.places,
                 local=self.setup.local,
             )
             memory = made.memory(self.setup.cluster, self.setup.training)
@@ -118,12 +122,12 @@ class Planner:
 
     def _stages(self, trial: Trial, refiner: Refiner, over: Sequence[float]) -> list[Solved] | None:
         found = []
-        flight = self.search.flights(trial.schedule, len(trial.seats), trial.microbatches)
+        flight = flights(trial.schedule, len(trial.seats), trial.microbatches)
         for part, seat in enumerate(trial.holders):
             own = trial.of_seat(seat)
             share = round(trial.parts[part].memory(flight[seat] / len(own)) / max(trial.memory(seat), 1.0), 2)
             room = (self.setup.room(trial.seats[seat]) - over[seat]) * (share if len(own) > 1 else 1.0)
-            front = self.search.front(trial.seats[seat], trial.microbatches)
+            front = self.search.fronts.of(trial.seats[seat], trial.microbatches)
             assert front is not None
             begin, end = trial.bounds[part], trial.bounds[part + 1]
             solved = refiner.solve(front, begin, end, flight[seat] / len(own), room)

@@ -35,6 +35,7 @@ def predicted(outcome: Outcome, cluster: Cluster, training: Training, graph: Gra
         "stopped": found.piped.stopped,
         "compute": _short(_mean(trial, "compute")),
         "waited": _short(_mean(trial, "waited")),
+        "exposed": _short(trial.seconds - _mean(trial, "compute") - _mean(trial, "waited") - trial.once),
         "update": _short(trial.once),
         "stored": {how: int(size) for how, size in stored_bytes(graph, outcome.plan.storage).items()},
         "pipeline": {
@@ -100,13 +101,14 @@ def note_of(outcome: Outcome) -> str:
         return ""
     if piped.best is not None and piped.best.seconds >= flat.best.time:
         more = piped.best.seconds / flat.best.time - 1.0
-        return f"the best pipeline that was tried ({said(piped.best, {})}) takes {_ms(piped.best.seconds)}, {more:.1%} more"
+        best = piped.best
+        return f"the best pipeline that was tried ({said(best, {})}) takes {_ms(best.seconds)}, {more:.1%} more"
     return f"of {piped.looked + piped.left} pipelines none is faster"
 
 
 def said(trial: Trial, names: dict[str, str]) -> str:
     """A pipeline in words: "4 stages of 8 (dp=4 x tp=2), 16 microbatches, 1f1b"."""
-    return trial.said({**{trial.seats[0].names[1]: "tp"}, **names})
+    return trial.said({trial.seats[0].names[1]: "tp", **names})
 
 
 def _stage(found: Pipeline, number: int) -> dict[str, Any]:
@@ -130,7 +132,11 @@ def _stage(found: Pipeline, number: int) -> dict[str, Any]:
 def _flat(flat: Found | None, trial: Trial) -> dict[str, Any] | None:
     if flat is None:
         return None
-    return {"mesh": str(flat.plan.mesh), "seconds": _short(flat.best.time), "ratio": _short(flat.best.time / trial.seconds)}
+    return {
+        "mesh": str(flat.plan.mesh),
+        "seconds": _short(flat.best.time),
+        "ratio": _short(flat.best.time / trial.seconds),
+    }
 
 
 def _distinct(others: Sequence[Trial], best: Trial) -> list[Trial]:

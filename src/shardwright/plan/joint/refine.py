@@ -49,9 +49,7 @@ class Refiner:
             return Solved(stage=stage, way=front.fastest, begin=begin, end=end)
         return self._within(front, front.again or front.plain, begin, end, flight, room)
 
-    def _within(
-        self, front: Front, tables: Tables, begin: int, end: int, flight: float, room: float
-    ) -> Solved | None:
+    def _within(self, front: Front, tables: Tables, begin: int, end: int, flight: float, room: float) -> Solved | None:
         if id(tables) not in self._anchors:
             self._anchors[id(tables)] = front._solve(tables, front.time)
         anchor = self._anchors[id(tables)]

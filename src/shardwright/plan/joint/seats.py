@@ -90,7 +90,9 @@ def _equal_or_two(size: int) -> Iterator[tuple[Run, ...]]:
                     yield ((more, large, 0), (few, small, more * large))
 
 
-def seated(runs: Sequence[Run], cluster: Cluster, names: tuple[str, str], data_only: bool = False) -> Iterator[tuple[Seat, ...]]:
+def seated(
+    runs: Sequence[Run], cluster: Cluster, names: tuple[str, str], data_only: bool = False
+) -> Iterator[tuple[Seat, ...]]:
     """The seats of some runs, for each way to give a run its inner axis."""
     ways = [[inner for inner in _divisors(count) if inner <= _inside(cluster, start)] for _, count, start in runs]
     if data_only:

@@ -1,7 +1,7 @@
 """A stage: a run of blocks on a seat, and the way, or the two ways mixed, that fit its memory.
 
-    memory     what is stored + microbatches in flight * what each keeps + what comes and goes (`reserve`)
-    time       forward + backward of a microbatch + its part of what is done once a step
+memory     what is stored + microbatches in flight * what each keeps + what comes and goes (`reserve`)
+time       forward + backward of a microbatch + its part of what is done once a step
 """
 
 from __future__ import annotations

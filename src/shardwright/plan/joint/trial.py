@@ -96,7 +96,9 @@ def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
     return in_flight(kind.make(seats, min(microbatches, 3 * seats)))
 
 
-def run_of(schedule: str, seats: int, microbatches: int, parts: Sequence[Stage], links: Sequence[float]) -> tuple[Run, float]:
+def run_of(
+    schedule: str, seats: int, microbatches: int, parts: Sequence[Stage], links: Sequence[float]
+) -> tuple[Run, float]:
     """The simulated run of a schedule, and its seconds for all microbatches."""
     kind = kind_named(schedule)
     some = min(microbatches, max(LONG * seats * kind.segments, 32))
