@@ -125,7 +125,9 @@ def llama() -> tuple[nn.Module, Any]:
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    return model, ((ids(2048, 8192),), {"labels": ids(2048, 8192), "use_cache": False})
+    # with a mask for padding; without one transformers looks for packed sequences, and makes a mask of the whole batch
+    given = {"attention_mask": ids(2048, 8192), "labels": ids(2048, 8192), "use_cache": False}
+    return model, ((ids(2048, 8192),), given)
 
 
 CASES = {

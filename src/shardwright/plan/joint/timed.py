@@ -3,7 +3,8 @@
 Both are one axis here: with 4 groups of devices and 8 microbatches an axis of 32 splits the batch, of which 4 are at a
 time. So ops and conversions cost what they cost for one microbatch. What else differs from a flat mesh:
 
-    conversions    across time there are none: what would need one is priced so high that nobody takes it
+    conversions    across time there are none: what would need one is priced so high that nobody takes it. Values
+                   without a gradient are taken to depend on inputs alone, and are made whole where they are wanted so
     parameters     are summed and split over the devices only, once a step and not beside anything; each microbatch adds
                    to gradients that are kept aside, a copy beside .grad; casts for computing are kept once
 """
@@ -66,10 +67,13 @@ class TimedMoves(Moves):
         if key not in self._tables:
             letters, exchange, regather = (held.copy() for held in super()._table(axis, parts, base, gradient))
             for (a, b), kind in STEPS.items():
-                forward, backward = SENDS[kind]
-                if (forward or (backward and gradient)) and base > SMALL:
+                if any(SENDS[kind]) and gradient and base > SMALL:
                     letters[LETTERS.index(a), LETTERS.index(b)] = (NEVER, 0.0, 0.0, 0.0)
-            exchange[:] = regather[:] = (NEVER, 0.0, 0.0, 0.0)
+            if gradient:
+                exchange[:] = regather[:] = (NEVER, 0.0, 0.0, 0.0)
+            else:  # made of inputs alone, whole where it is wanted whole
+                for held in (letters, exchange, regather):
+                    held[..., 2:] = 0.0
             self._tables[key] = letters, exchange, regather
         return self._tables[key]
 

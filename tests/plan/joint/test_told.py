@@ -1,0 +1,47 @@
+"""What a plan file says of a pipeline: it is read back as it was, and explained on one screen."""
+
+from dataclasses import replace
+
+import pytest
+
+import shardwright as sw
+from shardwright.cluster import find
+from shardwright.plan.auto import Wishes
+from shardwright.plan.constraints import read_constraints
+from shardwright.plan.file import load
+from shardwright.plan.joint import find as find_joint
+from shardwright.plan.joint import predicted
+
+from .models import language
+from .test_planner import MIXED
+
+
+@pytest.fixture(scope="module")
+def plan():
+    facts, cluster = language(layers=4), find("4xA100-80GB")
+    asked = read_constraints([{"stages": 4}, {"microbatches": 8}, {"schedule": "1f1b"}])
+    found = find_joint(facts, cluster, MIXED, Wishes(constraints=asked))
+    return replace(found.plan, predicted={"train": predicted(found, cluster, MIXED, facts.graph)})
+
+
+def test_a_plan_that_is_saved_and_loaded_is_the_same(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    again = load(tmp_path / "plan.json", language(layers=4).graph)
+    assert again.entries == plan.entries and again.storage == plan.storage
+    assert (again.microbatches, again.schedule) == (8, "1f1b")
+
+
+def test_one_screen_has_the_picture_the_stages_and_what_almost_won(plan):
+    screen = str(sw.explain(plan))
+    assert len(screen.splitlines()) <= 45
+    assert "4 stages by 1f1b" in screen and "bubble" in screen and "longer than the mean" in screen
+    assert "1f1b (4 segments, 4 devices, 8 microbatches)" in screen
+    assert "blocks.0" in screen and "memory" in screen
+
+
+def test_times_add_up(plan):
+    said = plan.predicted["train"]
+    parts = said["compute"] + said["waited"] + said["exposed"] + said["update"]
+    assert parts == pytest.approx(said["seconds"], rel=2e-3)
+    kinds = [size for kind, size in said["memory"].items() if kind != "peak"]
+    assert sum(kinds) == pytest.approx(said["memory"]["peak"], abs=8)
