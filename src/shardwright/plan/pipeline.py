@@ -87,9 +87,11 @@ def draw_pipeline(
         )
         for part, (mesh, choices) in zip(line.parts(cuts), held, strict=True)
     )
-    first = drawn[stages[0]]
+    plans = [one.plan for one in drawn.values()]
     return replace(
-        first.plan,
+        plans[0],
+        storage={key: held for plan in plans for key, held in plan.storage.items()},
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         policy=str(request),
         cluster=cluster,
         entries={graph.entry: segments},
