@@ -78,8 +78,8 @@ class _Prologue:
         )
 
     def reduce(self, op: Op) -> None:
-        """A sum (or max, or min) over time of what comes from inputs alone."""
-        if not self._take(op.inputs):
+        """A sum (or max, or min) over time of what comes from inputs alone, and hands no gradient back to them."""
+        if self.values[op.inputs[0]].gradient or not self._take(op.inputs):
             return
         axes = tuple(axis for axis in op.argument("axes") if axis != MB)
         how = cast(Reduction, op.argument("op", "sum"))

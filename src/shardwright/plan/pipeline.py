@@ -137,6 +137,7 @@ def cut_in_time(draft: Draft, axis: Axis) -> None:
         if all(name in given for name in op.inputs) and not any(graph.values[name].gradient for name in op.outputs):
             given.update(op.outputs)
             early.append(op)
+    draft.foreseen[axis.name] = frozenset(name for op in early for name in op.outputs)
     for op in reversed(early):
         if draft.chosen(op, axis) is not None and any(_wanted_whole(draft, axis, op, name) for name in op.outputs):
             del draft.choices[op.name][axis.name]
