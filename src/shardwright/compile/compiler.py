@@ -130,6 +130,7 @@ class Compiler:
         with without_collection():
             facts = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, facts)
+            self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
                 programs = lowered.programs
