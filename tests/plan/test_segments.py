@@ -200,7 +200,7 @@ def test_outputs_leave_from_where_they_are_made():
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5", "masked"])
 def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
-    line = Line(facts_of(name))
+    line = Line(facts_of(name, 12))
 
     for at in range(len(line.ops)):
         before = {value for op in line.ops[:at] for value in op.outputs}
@@ -210,7 +210,7 @@ def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5"])
 def test_places_are_where_less_crosses_than_around_them(name):
-    line = Line(facts_of(name))
+    line = Line(facts_of(name, 12))
 
     assert line.places == tuple(sorted(set(line.places)))
     assert all(0 < at < len(line.ops) for at in line.places)
@@ -241,7 +241,7 @@ def test_the_first_op_may_be_a_segment_of_its_own():
 
 
 def test_a_block_of_a_gpt_may_be_cut_from_the_next():
-    line = Line(facts_of("gpt"))
+    line = Line(facts_of("gpt", 12))
 
     assert place(line, "blocks.1.ln1 / layer_norm") in line.places
 
@@ -430,7 +430,7 @@ def test_the_heaviest_part_is_as_light_as_can_be_and_then_the_least_is_sent(draw
 
 
 def test_stages_of_a_deep_gpt_have_about_the_same_arithmetic():
-    line = Line(facts_of("gpt_deep"))
+    line = Line(facts_of("gpt_deep", 12))
     weights = [flops(line.facts.signatures[op.name]) for op in line.ops]
 
     bounds = [0, *balanced(line, weights, 4), len(weights)]

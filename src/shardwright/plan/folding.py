@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def unfold(held: Mapping[str, Any], names: Sequence[str], where: str = "the model") -> dict[str, Any]:
     """The reverse of `fold`, for the names that there are."""
     found: dict[str, Any] = {}
     used: set[str] = set()
@@ -45,14 +45,14 @@ def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
                 found[name] = held[key]
                 used.add(key)
                 break
-    unknown = [f"{key!r} names nothing in the model" for key in held if key not in used]
+    unknown = [f"{key!r} names nothing in {where}" for key in held if key not in used]
     raise_all(PlanError, "the plan does not fit the model:", unknown)
     return found
 
 
-def unfold_paths(held: list[str], paths: list[str]) -> tuple[str, ...]:
+def unfold_paths(held: list[str], paths: list[str], where: str = "the model") -> tuple[str, ...]:
     """The modules that folded entries name, of the modules that there are."""
-    return tuple(unfold(dict.fromkeys(held, True), paths))
+    return tuple(unfold(dict.fromkeys(held, True), paths, where))
 
 
 _CALL = re.compile(r"@\d+")

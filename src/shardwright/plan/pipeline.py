@@ -200,9 +200,20 @@ def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool =
     """The schedule that a plan names, over its devices."""
     meshes, count = _meshes(plan), plan.microbatches if microbatches is None else microbatches
     seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
-    if training:
-        return spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
-    return forward_only([mesh.devices for mesh in meshes], count)
+    held = tuple(tuple(sorted(mesh.devices)) for mesh in meshes)
+    if not training:
+        return forward_only(held, count)
+    made = spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
+    if made.holders != held:
+        raise PlanError(
+            f"the schedule {made.name} has segments on devices {_listed(made.holders)}, and the plan on "
+            f"{_listed(held)}; name another schedule, or cut the model as this one wants it"
+        )
+    return made
+
+
+def _listed(seats: Sequence[Sequence[int]]) -> str:
+    return ", ".join("+".join(map(str, seat)) for seat in seats)
 
 
 def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
