@@ -224,7 +224,8 @@ class Compiler:
             module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix
         )
         seats = find_seats(plan.segments, made)
-        holding = holder.hold(seats, getattr(made[0].module, "UNITS", ()))
+        units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
+        holding = holder.hold(seats, tuple(units))
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
         if self.optimizer is not None:

@@ -229,6 +229,8 @@ def _kind(held: Held, parameter: Parameter, groups: Groups | None, tied: bool) -
         raise RankError(f"parameter {held.name} does not know the groups of its mesh, so it can't be synced")
     axes = summing_axes(held, groups.mesh)
     split = zero_axes(held, groups.mesh.sizes)
-    if not held.trainable or not (axes or tied) or (held.level == 3 and split):
+    if held.level == 3 and split:  # comes as a share that is summed
+        axes, split = (), ()
+    if not held.trainable or not (axes or tied):
         return None
     return Kind(groups, axes, split if held.level == 2 and not tied else (), held.dtype, tied)

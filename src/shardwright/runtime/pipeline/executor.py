@@ -11,6 +11,7 @@ outputs: autograd keeps what it needs of them itself. What is sent is sent as it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ from .parts import Leaving, Pipeline, Placed
 from .routes import Leg
 from .script import Message, Script, Turn
 from .transport import Arrival, Transport
+
+ROOM = 2  # by how many microbatches a rank may run ahead of those it sends to, where nothing else holds it back
 
 Seed = Callable[[Leaving, int], Tensor | None]
 """The gradient of an output of the model in a microbatch, or None if none enters there."""
@@ -126,11 +129,16 @@ class Executor:
             if placed.stage is not None:
                 placed.stage.weights.collects = placed.number in script.apart
                 placed.stage.weights.clear()
+        sent: deque[tuple[int, Arrival]] = deque()
         with Untouched():
             for turn in script.turns:
                 for message in turn.asks:
                     self._ask(message, run)
                 self._does[turn.step.kind](turn, run)
+                while sent and sent[0][0] <= turn.step.microbatch - ROOM:
+                    sent.popleft()[1].wait()
+                if turn.sends and script.orderly:
+                    sent.append((turn.step.microbatch, self.transport.mark()))
         self.transport.flush()
 
     # -- steps ---------------------------------------------------------------------------

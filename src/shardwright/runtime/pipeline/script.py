@@ -52,6 +52,7 @@ class Script:
     rank: int
     turns: tuple[Turn, ...]
     apart: frozenset[int]  # the segments whose weights' gradients are steps of their own
+    orderly: bool  # on all ranks, microbatch by microbatch
 
 
 def legs_of(pipeline: Pipeline, crossing: Crossing, kind: StepKind) -> tuple[Leg, ...]:
@@ -101,7 +102,16 @@ def write(pipeline: Pipeline, schedule: Schedule, rank: int, kinds: str = "PFBW"
         )
         for at, step in enumerate(steps)
     ]
-    return Script(rank=rank, turns=tuple(turns), apart=apart)
+    return Script(rank=rank, turns=tuple(turns), apart=apart, orderly=_orderly(schedule))
+
+
+def _orderly(schedule: Schedule) -> bool:
+    """Whether a rank may wait until others have got what it sent: all go through the microbatches in one order.
+
+    Then everybody can come to the end of a microbatch without anything of a later one.
+    """
+    rows = {id(row): [step.microbatch for step in row if step.kind != "P"] for row in schedule.devices}
+    return all(row == sorted(row) for row in rows.values())
 
 
 def _ways(pipeline: Pipeline) -> Iterator[tuple[int, Crossing, StepKind, int, int]]:
