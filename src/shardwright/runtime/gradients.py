@@ -108,8 +108,10 @@ class GradientSync:
             self._begin(task)
 
     @told
-    def _arrived(self, entry: Entry, gradient: Tensor) -> None:
+    def _arrived(self, entry: Entry, gradient: Tensor | None) -> None:
         """Autograd has this backward's gradient of one parameter, and is about to add it to `.grad`."""
+        if gradient is None:  # a stage that reads the parameter and hands nothing back to it
+            return
         _expect_plain(entry, gradient)
         if not self.enabled:
             if not entry.pending:
