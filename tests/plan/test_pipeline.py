@@ -21,7 +21,6 @@ from shardwright.plan.pipeline import (
     draw_pipeline,
     microbatches_of,
     schedule_of,
-    seats_of,
     timed,
     usual_microbatches,
 )
