@@ -139,7 +139,7 @@ def cleared(model, parameters):
 
 def hooked(model, parameters):
     seen = []
-    used = [key for key in parameters if key != "idle"]
+    used = [key for key in parameters if key not in ("idle", "ws")]
     for key in used:
         parameter = parameters[key]
         parameter.register_hook(lambda gradient: gradient * 2)
@@ -198,8 +198,8 @@ def inference_first(model, parameters):
 
 
 def several_outputs(model, parameters):
-    loss, logits, _, decay = model(*chain.batch())
-    (loss + 0.1 * decay + logits.square().mean()).backward()
+    loss, logits, _, decay, aside = model(*chain.batch())
+    (loss + 0.1 * decay + logits.square().mean() + aside.sum()).backward()
 
 
 def loss_outside(model, parameters):
@@ -266,7 +266,7 @@ def refusals(rank):
         except InputError as error:
             found.append(str(error))
 
-    loss, logits, _, decay = built.running(chain.batch())
+    loss, logits, _, decay, _ = built.running(chain.batch())
     note(lambda: logits.sum().backward())
     note(lambda: (loss + decay).backward())
     note(lambda: loss.backward(create_graph=True))
@@ -409,4 +409,4 @@ def test_the_schedule_is_seeded_with_the_last_scale():
     def error(found):
         return ((found["w0"] - model.w0.grad).norm() / model.w0.grad.norm()).item()
 
-    assert error(merged(second)) < 0.02 < error(merged(first))
+    assert error(merged(second)) < 0.3 * error(merged(first))

@@ -71,8 +71,10 @@ class Flight(NamedTuple):
 class Run:
     """The state of one call: what is under way and what came out."""
 
-    def __init__(self, inputs: Sequence[Tensor], grad: bool) -> None:
-        self.inputs, self.grad = inputs, grad
+    def __init__(self, inputs: Sequence[Tensor], seeded: frozenset[int] = frozenset()) -> None:
+        self.inputs = inputs
+        self.seeded = seeded  # the outputs of the model that may get a gradient
+        self.grad = bool(seeded)
         self.parcels: dict[tuple[StepKind, int, int], Parcel] = {}
         self.flights: dict[tuple[int, int], Flight] = {}
         self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of what leaves
@@ -177,7 +179,8 @@ class Executor:
         for number in turn.takes:
             crossing = self.pipeline.crossings[number]
             leaf = self._take("F", number, step.microbatch, run)
-            leaves[crossing.value] = leaf.requires_grad_() if run.grad and crossing.gradient else leaf
+            wants = run.grad and crossing.has_gradient(run.seeded)
+            leaves[crossing.value] = leaf.requires_grad_() if wants else leaf
         args = [self._input(step, take, run) if isinstance(take, int) else leaves[take] for take in placed.takes]
         outs = self._call(stage, args, run)
         given = dict(zip(placed.gives, outs, strict=True))

@@ -17,7 +17,7 @@ the old one, which mostly is 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from .executor import Executor, Run
 from .nonfinite import show_everywhere
 from .outputs import Sharing, share
 from .parts import Leaving, Pipeline
-from .script import Script, pairs_of, write
+from .script import WHOLE_STEP, Script, pairs_of, write
 from .standins import StandIns, harvest
 from .ties import Ties
 from .transport import usual
@@ -85,34 +85,36 @@ class Running:
         self.standins = StandIns(pipeline.placed)
         self.share = Sharing(pipeline, loop.rank, loop.device)
         self.loss = loss_of(pipeline.leaving)
-        self._scripts: dict[str, Script] = {}
+        self._scripts: dict[tuple[str, frozenset[int]], Script] = {}
 
-    def script(self, kinds: str) -> Script:
-        """What this rank does: "" for inference, or the steps of these kinds of a training step."""
-        if kinds not in self._scripts:
-            schedule = self.pipeline.schedule if kinds else self.pipeline.forward
-            self._scripts[kinds] = write(self.pipeline, schedule, self.loop.rank, kinds or "PF")
-        return self._scripts[kinds]
+    def script(self, kinds: str, seeded: frozenset[int]) -> Script:
+        """What this rank does for steps of these kinds, if these outputs have a gradient: none in inference."""
+        key = kinds, seeded
+        if key not in self._scripts:
+            schedule = self.pipeline.schedule if seeded else self.pipeline.forward
+            self._scripts[key] = write(self.pipeline, schedule, self.loop.rank, kinds, seeded)
+        return self._scripts[key]
 
     def __call__(self, tensors: Sequence[Tensor], training: bool = True) -> tuple[Tensor, ...]:
         """The model's tensor outputs, whole on every rank. `training` as in `model.training`."""
         if not (torch.is_grad_enabled() and any(out.gradient for out in self.pipeline.leaving)):
             self.standins.current()
-            return tuple(self.finished(self.run(Run(tensors, grad=False), "")))
-        call = Call(self, tensors)
-        inside = training and self.loop.backward == "inside" and self.loss is not None
+            return tuple(self.finished(self.run(Run(tensors), "PF", frozenset())))
+        loss = self.loss if training and self.loop.backward == "inside" else None
+        inside = loss is not None
+        call = Call(self, tensors, range(len(self.pipeline.leaving)) if loss is None else [loss])
         function = _Inside if inside else _Outside
         with torch.no_grad():
             if inside:
                 call.step()
             else:
-                self.run(call.run, "PF")
+                self.run(call.run, "PF", call.run.seeded)
             call.outputs = self.finished(call.run)
         found: tuple[Tensor, ...] = function.apply(call, self.loop.anchor, *call.wanting)  # type: ignore[no-untyped-call]
         call.outputs = []
         return found
 
-    def run(self, run: Run, kinds: str) -> Run:
+    def run(self, run: Run, kinds: str, seeded: frozenset[int]) -> Run:
         """Go through steps of some kinds."""
         if self.loop.broken:
             raise RankError(
@@ -120,7 +122,7 @@ class Running:
                 "start the script again, from a checkpoint"
             )
         self.loop.broken = True
-        self.executor.run(self.script(kinds), run)
+        self.executor.run(self.script(kinds, seeded), run)
         self.loop.broken = False
         return run
 
@@ -141,13 +143,13 @@ def loss_of(leaving: Sequence[Leaving]) -> int | None:
 class Call:
     """One call of the model whose gradients are wanted."""
 
-    def __init__(self, running: Running, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, running: Running, tensors: Sequence[Tensor], seeded: Iterable[int]) -> None:
         self.running, self.pipeline, self.loop = running, running.pipeline, running.loop
         self.leaves = [leaf for leaf in running.standins.current() if leaf.requires_grad]
         self.inputs = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
         self.trained = running.standins.trained
         self.wanting = [*self.trained, *(tensors[at] for at in self.inputs)]
-        self.run = Run(tensors, grad=True)
+        self.run = Run(tensors, frozenset(seeded))
         self.scale = running.loop.scale  # what the schedule is seeded with
         self.outputs: list[Tensor] = []
         self.gradients: list[Tensor] | None = None  # kept aside, in the order of `wanting`
@@ -161,16 +163,16 @@ class Call:
             return share(out, seed, self.pipeline.microbatches, microbatch) if out is seeded else None
 
         self.run.seed = seeds
-        found = self.backward("PFBW")
+        found = self.backward(WHOLE_STEP, self.run.seeded)
         self.wanting = [one for one, gradient in zip(self.wanting, found, strict=True) if gradient is not None]
         self.gradients = [gradient for gradient in found if gradient is not None]
 
-    def backward(self, kinds: str, keep: bool = False) -> list[Tensor | None]:
+    def backward(self, kinds: str, seeded: frozenset[int], keep: bool = False) -> list[Tensor | None]:
         """Run steps, and give the gradients of all that wants one."""
         harvest(self.leaves)
         harvest(list(self.run.input_leaves.values()))
         self.run.keep = keep
-        self.running.run(self.run, kinds)
+        self.running.run(self.run, kinds, seeded)
         return [*harvest(self.leaves), *(self._input(at) for at in self.inputs)]
 
     @told
@@ -207,7 +209,7 @@ class _Inside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *wanting: Tensor) -> tuple[Tensor, ...]:
-        call.run = Run((), grad=False)
+        call.run = Run(())
         return _differentiable(ctx, call)
 
     @staticmethod
@@ -259,6 +261,7 @@ class _Outside(torch.autograd.Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.done = not keep
         given = {id(out): gradient for out, gradient in zip(call.pipeline.leaving, gradients, strict=True)}
+        seeded = frozenset(at for at, gradient in enumerate(gradients) if gradient is not None)
 
         def seeds(out: Leaving, microbatch: int) -> Tensor | None:
             gradient = given[id(out)]
@@ -266,4 +269,4 @@ class _Outside(torch.autograd.Function):
 
         call.run.seed = seeds
         call.loop.begin_backward(call.trained, scaled=True)
-        return (None, None, *call.backward("BW", keep))
+        return (None, None, *call.backward("BW", seeded, keep))
