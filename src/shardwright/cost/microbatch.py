@@ -22,16 +22,20 @@ from ..schedule import Kept, Schedule, in_flight
 from .fusing import fuse
 from .heap import ACTIVATION
 from .peak import Memory, Timeline
-from .rank import Choices, Storage, steps_of
+from .rank import Choices, Held, Storage, steps_of
 from .training import Habits, Training
+
+NOTHING = Kept(0.0, 0.0)
+
+TIED = 2.0
+"""Copies of the gradient of a parameter that ranks of several stages hold: what is sent, and what is received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
     """What a segment needs on a rank, in bytes.
 
-    aside       gradients that microbatches add to
-    summed      gradients in the buckets of their sync, or as ZeRO leaves them
+    held        its parameters, as the rank holds them
     kept        of a microbatch, from its forward to its backward
     received    of a microbatch, the values that came from other segments
     queued      of a microbatch, from its backward until the gradients of parameters are made
@@ -39,10 +43,7 @@ class Walked:
     update      what the update needs beside all that stays
     """
 
-    parameters: float
-    optimizer: float
-    aside: float
-    summed: float
+    held: tuple[Held, ...]
     inputs: float
     kept: float
     received: float
@@ -82,14 +83,9 @@ def walk_segment(
     line.backward()
     at = heap.where
     line.update()
-    trained = [one for one in held if one.trainable]
-    synced = [one for one in trained if set(one.sums) - {time} and one.level < 3]
     received = sum(program.tensors[number].bytes for number in _received(facts, borders))
     return Walked(
-        parameters=sum(one.kept for one in held),
-        optimizer=training.states() * sum(one.share for one in trained),
-        aside=sum(one.bytes if one.level < 3 else one.share for one in trained),
-        summed=sum(one.bytes for one in synced),
+        held=tuple(replace(one, sums=tuple(axis for axis in one.sums if axis != time)) for one in held),
         inputs=program.inputs + program.constants,
         kept=kept,
         received=received,
@@ -106,30 +102,32 @@ def _received(facts: Analysis, borders: Mapping[str, Layout]) -> list[int]:
     return [number for number, name in enumerate(names) if name in borders]
 
 
-def rank_memory(schedule: Schedule, device: int, segments: Mapping[int, Walked]) -> Memory:
-    """The peak of a device under a schedule, given its segments by number."""
-    sizes = [Kept(0.0, 0.0)] * schedule.segments
-    for number, held in segments.items():
-        sizes[number] = Kept(held.kept + held.received, held.queued)
-    every = list(segments.values())
+def rank_memory(schedule: Schedule, device: int, walked: Sequence[Walked], training: Training) -> Memory:
+    """The peak of a device under a schedule, given what all segments need."""
+    own = [number for number, devices in enumerate(schedule.holders) if device in devices]
+    segments = [walked[number] for number in own]
+    sizes = [Kept(one.kept + one.received, one.queued) if at in own else NOTHING for at, one in enumerate(walked)]
     flying = in_flight(schedule, sizes)[device]
-    most = max(every, key=lambda held: held.over)
-    parameters, optimizer, aside, summed = (
-        sum(getattr(held, kind) for held in every) for kind in ("parameters", "optimizer", "aside", "summed")
-    )
-    inputs = max(held.inputs for held in every)
-    received = max(held.received for held in every)
-    base = parameters + optimizer + inputs
-    running = base + aside + summed + flying + most.over + received
-    leaving = aside + summed
-    update = base + leaving + max(held.update for held in every)
+    held = {one.key: one for segment in segments for one in segment.held}  # what two segments share is there once
+    elsewhere = {one.key for at, segment in enumerate(walked) if at not in own for one in segment.held}
+    trained = [one for one in held.values() if one.trainable]
+    aside = sum(one.bytes if one.level < 3 else one.share for one in trained)
+    summed = sum(one.bytes for one in trained if one.sums and one.level < 3)
+    summed += TIED * sum(one.bytes for one in trained if one.key in elsewhere)
+    parameters = sum(one.kept for one in held.values())
+    optimizer = training.states() * sum(one.share for one in trained)
+    most = max(segments, key=lambda one: one.over)
+    inputs, received = (max(getattr(one, kind) for one in segments) for kind in ("inputs", "received"))
+    base = parameters + optimizer + inputs + aside + summed
+    running = base + flying + most.over + received
+    update = base + max(one.update for one in segments)
     during = running >= update
     return Memory(
         parameters=parameters,
-        gradients=aside + summed if during else leaving,
+        gradients=aside + summed,
         optimizer=optimizer,
         activations=flying if during else 0.0,
-        buffers=most.over + received if during else update - base - leaving,
+        buffers=most.over + received if during else update - base,
         inputs=inputs,
         at=most.at if during else ("optimizer.step", "update"),
         forward=running,

@@ -110,7 +110,7 @@ class GradientSync:
     @told
     def _arrived(self, entry: Entry, gradient: Tensor | None) -> None:
         """Autograd has this backward's gradient of one parameter, and is about to add it to `.grad`."""
-        if gradient is None:  # a stage that reads the parameter and hands nothing back to it
+        if gradient is None:  # a function of which it is an input has none for it
             return
         _expect_plain(entry, gradient)
         if not self.enabled:

@@ -6,7 +6,7 @@
     loss .. = last(z, h, target)   the mean over the labels that count
 
 Any neighbouring parts make a segment. Rows are cut into microbatches, and those over the axis dp of the segment's mesh.
-Tied, the last part has the weight of the first.
+Tied, the last part has the weight of the first. One parameter is never used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from shardwright.runtime.stages import Stages
 from shardwright.runtime.world import Groups, Moment
 
 ROWS, WIDTH = 24, 6
-SHAPES = {"w0": (WIDTH, WIDTH), "b0": (WIDTH,), "w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH), "w3": (WIDTH, WIDTH)}
+SHAPES = {"w0": (WIDTH, WIDTH), "b0": (WIDTH,), "w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH), "w3": (WIDTH, WIDTH),
+          "idle": (3,)}  # fmt: skip
 
 
 def values(dtype=torch.float64):
@@ -73,7 +74,7 @@ PARTS = (
     (first, ("x",), ("h", "mask"), ("w0", "b0")),
     (second, ("h",), ("y",), ("w1",)),
     (third, ("y", "h", "mask"), ("z",), ("w2",)),
-    (last, ("z", "h", "target"), ("logits", "loss", "hits", "decay"), ("w3",)),
+    (last, ("z", "h", "target"), ("logits", "loss", "hits", "decay"), ("w3", "idle")),
 )
 INPUTS = ("x", "target")
 

@@ -192,13 +192,14 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
     return pipeline, leaves
 
 
-def run_rank(case: Case, rank: int, transport) -> tuple[dict, dict]:
-    """The sums and the weights' gradients that a rank has, by segment."""
+def run_rank(case: Case, rank: int, transport, apart=False) -> tuple[dict, dict]:
+    """The sums and the weights' gradients that a rank has, by segment; `apart`: all forwards, then all backwards."""
     pipeline, leaves = pipeline_of(case, rank)
     executor = Executor(pipeline, rank, transport, torch.device("cpu"))
     run = Run((batch(case),), grad=True)
     run.seed = lambda out, microbatch: torch.ones((), dtype=torch.float64)
-    executor.run(write(pipeline, case.schedule, rank), run)
+    for kinds in ("PF", "BW") if apart else ("PFBW",):
+        executor.run(write(pipeline, case.schedule, rank, kinds), run)
     assert not run.flights
     assert not run.parcels
     sums = {}

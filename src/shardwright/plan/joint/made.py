@@ -148,9 +148,7 @@ class Made:
         walked = [self._walk(number, cluster, training) for number in range(len(self.solved))]
         seats = len(trial.seats)
         schedule = kind.make(seats, min(trial.microbatches, 3 * seats * kind.segments))
-        return tuple(
-            rank_memory(schedule, seat, {part: walked[part] for part in trial.of_seat(seat)}) for seat in range(seats)
-        )
+        return tuple(rank_memory(schedule, seat, walked, training) for seat in range(seats))
 
     def _walk(self, number: int, cluster: Cluster, training: Training) -> Walked:
         graph = self.cut.graphs[number]

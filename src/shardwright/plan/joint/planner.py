@@ -157,7 +157,8 @@ def find(
     except PlanError as error:
         fault = error
     trained = facts.graph.entry.startswith("train")
-    if not trained or wishes.data_only or not wishes.pipelines or (asked.stages == 1 and asked.microbatches == 1):
+    flat_only = asked.stages == 1 or wishes.data_only or not wishes.pipelines
+    if not trained or (flat_only and not only):
         return _flat(flat, None, fault)
 
     def late() -> bool:

@@ -17,7 +17,7 @@ from itertools import product
 from ...cluster import Cluster
 from ...layout import Axis, Mesh
 
-MOST_UNEQUAL = 64
+MOST_UNEQUAL = 8
 """Devices up to which seats of two sizes are looked at."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -231,7 +232,8 @@ class Executor:
         flight = run.flights[key] if run.keep else run.flights.pop(key)
         edges = [(edge, gradients[value]) for value, edge in flight.edges if value in gradients]
         if edges:
-            torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], retain_graph=run.keep)
+            with self._as_usual():
+                torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], retain_graph=run.keep)
         for number, legs in turn.sends:
             value = self.pipeline.crossings[number].value
             leaf = flight.leaves[value]
@@ -239,6 +241,11 @@ class Executor:
             self._send("B", number, step.microbatch, legs, gradient, run)
         for leaf in flight.leaves.values():
             leaf.grad = None
+
+    def _as_usual(self) -> AbstractContextManager[Any]:
+        """Around a backward: the user's autocast is for forwards, though both run within one call of the model."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _expect(self, number: int, step: Step, value: Tensor) -> None:
         """A message has neither shape nor dtype, so a wrong one must not be sent."""
@@ -267,7 +274,8 @@ class Executor:
 
     def _weights(self, turn: Turn, run: Run) -> None:
         _, stage = self._at(turn.step)
-        stage.weights.run(turn.step.microbatch)
+        with self._as_usual():
+            stage.weights.run(turn.step.microbatch)
 
     # -- messages ------------------------------------------------------------------------
 
