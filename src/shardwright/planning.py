@@ -86,13 +86,13 @@ def _check_batching(plan: Plan, asked: Batching) -> None:
     """Refuse a plan that says other microbatches than were asked for."""
     if asked.microbatches not in (None, plan.microbatches):
         raise PlanError(
-            f"the plan has {plan.microbatches} microbatches, and {asked.microbatches} are asked for; leave it to the plan"
+            f"the plan has {plan.microbatches} microbatches, and {asked.microbatches} are asked for; leave that to it"
         )
     if plan.local != asked.local:
         how, said = ("local", "global") if plan.local else ("global", "local")
         raise PlanError(
-            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{said}" is asked '
-            "for; ask for what the plan is for, or make another"
+            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{said}" is '
+            "asked for; ask for what the plan is for, or make another"
         )
 
 

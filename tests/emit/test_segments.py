@@ -76,7 +76,9 @@ def test_labels_are_counted_before_the_first_microbatch_each_under_a_name_of_its
 def test_every_file_is_python_and_groups_do_not_name_time(plan):
     for text in pipeline_texts(plan, 2, "gpt_deep", 12):
         tree = ast.parse(text)
-        groups = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GROUPS")
+        groups = next(
+            node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GROUPS"
+        )
         assert all("mb" not in name.split("_") for name in ast.literal_eval(groups))
 
 

@@ -22,7 +22,9 @@ def lowered(text: str, name: str = "gpt", microbatches: int = 2, batch: int = 12
     return lower_pipeline(graph, draw_pipeline(graph, read_request(text), facts, "", microbatches), facts, **options)
 
 
-def lowered_module(module: nn.Module, *args: Tensor, text: str = "pp=2", microbatches: int = 2, local=False) -> Pipelined:
+def lowered_module(
+    module: nn.Module, *args: Tensor, text: str = "pp=2", microbatches: int = 2, local=False
+) -> Pipelined:
     graph = capture(module, args, {}).graph
     facts = analyse(graph)
     return lower_pipeline(graph, draw_pipeline(graph, read_request(text), facts, "", microbatches, local), facts)
@@ -104,7 +106,9 @@ def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
 
 def test_segments_of_one_device_hold_a_tied_weight_alike():
     made = lowered("pp=2,tp=2,zbv")
-    first, last = (next(one for one in p.holdings if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1])
+    first, last = (
+        next(one for one in p.holdings if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
+    )
 
     assert first.layout == last.layout
 
@@ -112,7 +116,10 @@ def test_segments_of_one_device_hold_a_tied_weight_alike():
 def test_homes_of_an_entry_before_are_kept():
     made = lowered("pp=2,tp=2")
     homes = [{one.key: one.layout for one in program.holdings} for program in made.programs]
-    fixed = [{key: whole(len(layout.cuts)) if key.endswith("up.weight") else layout for key, layout in held.items()} for held in homes]
+    fixed = [
+        {key: whole(len(layout.cuts)) if key.endswith("up.weight") else layout for key, layout in held.items()}
+        for held in homes
+    ]
 
     again = lowered("pp=2,tp=2", homes=fixed)
 
@@ -140,7 +147,8 @@ def test_losses_are_summed_rows_joined_and_what_time_does_not_cut_is_the_same():
     exits = lowered_module(Outputs(), torch.randn(4, 6)).exits
 
     assert [(held.path, held.how, held.shape) for held in exits] == [
-        ("loss", "sum", ()), ("h", "cat", (4, 6)), ("y", "cat", (6, 4)), ("weights", "same", ()), ("twice", "cat", (4, 6)),
+        ("loss", "sum", ()), ("h", "cat", (4, 6)), ("y", "cat", (6, 4)), ("weights", "same", ()),
+        ("twice", "cat", (4, 6)),
     ]  # fmt: skip
     by_path = {held.path: held for held in exits}
     assert (by_path["h"].dim, by_path["y"].dim) == (0, 1)

@@ -43,7 +43,7 @@ def test_layers_of_a_sequence_at_the_root():
 
 
 def test_a_models_own_ops_are_told_apart_by_their_numbers():
-    """"/ add" is the first of several, not a name for all of them."""
+    """ "/ add" is the first of several, not a name for all of them."""
     names = ["/ add", "a / linear", "/ add.1", "/ add.2"]
     first, second = names[:2], names[2:]
 

@@ -82,12 +82,11 @@ class Line:
             if ops[at].region is not None and ops[at].region == ops[at - 1].region:
                 continue
             low = (at == 1 or load[at - 1] >= load[at]) and load[at] <= load[at + 1]
-            if not low and at + 1 < len(ops):
-                continue
             alike = found[-1:] == [at - 1] and load[at] == load[at - 1]
             if alike and not is_product(facts.signatures[ops[at - 1].name]):
-                found.pop()
-            found.append(at)
+                found[-1] = at
+            elif low or at + 1 == len(ops):
+                found.append(at)
         return tuple(found)
 
     def parts(self, cuts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
