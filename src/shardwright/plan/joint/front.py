@@ -162,6 +162,8 @@ class Front:
         ]  # fmt: skip
 
     def _solve(self, tables: Tables, weights: np.ndarray) -> Way | None:
+        if max(tables.sizes) == 1:  # one device, and nothing to choose
+            return self._way(tables, np.zeros(len(tables.sizes), dtype=np.intp))
         if id(tables) not in self._eliminations:
             self._eliminations[id(tables)] = self.solver.elimination(tables)
         elimination = self._eliminations[id(tables)]

@@ -60,9 +60,17 @@ class Search:
         self.fault = fault_of_time(setup.facts)
         self.candidates = Candidates(setup, self.blocks, self.fronts, cut=self.fault is None)
         self.reserve = standing_bytes(setup.facts)
+        self.leaving = self._leaving()
         self.best: Trial | None = None
         self.trials: list[Trial] = []
         self._entering: dict[tuple[object, ...], np.ndarray] = {}
+
+    def _leaving(self) -> float:
+        """Seconds until every rank has the outputs of the model: those that have rows, once a step."""
+        values = [self.facts.graph.values[held.value] for held in self.facts.graph.outputs if held.value is not None]
+        bytes = sum(value.elements * self.setup.training.item(value) for value in values if value.shape)
+        span = self.cluster.span(range(self.setup.size))
+        return collective_time("broadcast", bytes, span, self.cluster.measured)
 
     @property
     def upper(self) -> float:
@@ -210,7 +218,7 @@ class Search:
             for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
         )
         _, total = run_of(schedule, len(seats), microbatches, stages, links)
-        once = max(
+        once = self.leaving + max(
             sum(part.once for part, held in zip(stages, holders, strict=True) if held == seat)
             for seat in range(len(seats))
         )

@@ -179,4 +179,5 @@ class Timed:
                 return None
         except PlanError:
             return None
-        return Tables(skeleton, spaces, TimedStoring(spaces, microbatches, self.limits.most))
+        rows = tuple(name for name in self.names[:1] if name in moves.mesh.names)  # outputs are joined by the loop
+        return Tables(skeleton, spaces, TimedStoring(spaces, microbatches, self.limits.most), rows)

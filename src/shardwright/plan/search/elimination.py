@@ -29,6 +29,7 @@ from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
 
 CHUNK = 2**22  # cells of a temporary array: 32 MB
 MOST_CELLS = 2**24  # of a table that is kept: 128 MB
+MOST_DIMS = 60  # of a table: numpy has no more than 64
 MOST_WORK = 2**31  # cells that all steps together look at for one solve: some seconds
 
 
@@ -175,7 +176,7 @@ class _Steps:
         if key not in self.known:
             shape = tuple(sizes[v] for v in (variable, *rest))
             self.work += math.prod(shape)
-            if math.prod(shape[1:]) > MOST_CELLS or self.work > MOST_WORK:
+            if math.prod(shape[1:]) > MOST_CELLS or self.work > MOST_WORK or len(shape) > MOST_DIMS:
                 raise TooWide(f"a table over {len(rest)} variables would have {math.prod(shape[1:]):,} cells")
             inputs = [_input(node, places, shape) for node, places in key]
             self.steps.append(Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape))
