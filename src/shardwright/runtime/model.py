@@ -120,6 +120,12 @@ class ParallelModel(nn.Module):
             size *= self._ready().groups.mesh.sizes[axis]
         return size
 
+    @property
+    def random(self) -> Randomness | None:
+        """What the model draws from; a checkpoint has its step."""
+        found: Randomness | None = getattr(self._around["compile"], "random", None)
+        return self._holding.random if self._holding is not None else found
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
