@@ -4,7 +4,25 @@ A checkpoint is a folder. Its tensors are in files of the safetensors format, al
 a manifest with a digest of every file is written last. See docs/checkpoints.md.
 """
 
-from .loading import Loaded, load
+from .convert import checkpoint_at, convert
+from .folder import CheckpointFolder, checkpoints_in
+from .loading import Loaded, Opened, load, open_checkpoint
+from .manifest import verify
 from .saving import Saving, save
+from .weights import load_weights, save_weights
 
-__all__ = ["Loaded", "Saving", "load", "save"]
+__all__ = [
+    "CheckpointFolder",
+    "Loaded",
+    "Opened",
+    "Saving",
+    "checkpoint_at",
+    "checkpoints_in",
+    "convert",
+    "load",
+    "load_weights",
+    "open_checkpoint",
+    "save",
+    "save_weights",
+    "verify",
+]

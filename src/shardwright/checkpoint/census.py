@@ -79,6 +79,11 @@ class Census:
         """Whether this rank holds the piece that is written, or one equal to it."""
         return name not in self._writers or self.rank in self._writers[name]
 
+    def source(self, name: str) -> int | None:
+        """A rank that holds a parameter which not all ranks hold."""
+        ranks = self._writers.get(name, ())
+        return ranks[0] if 0 < len(ranks) < self.world else None
+
     def tensors(self) -> dict[str, Tensor]:
         """What this rank holds of the model, by first key, as pieces that share its memory."""
         values = self.model.state_dict()

@@ -67,13 +67,12 @@ class TensorWriter:
         self._left = in_order(specs)
         self._specs = specs
         self.places: dict[str, Place] = {}
-        header = _header(specs, self._left, metadata)
-        at = len(header)
+        self._header = _header(specs, self._left, metadata)
+        at = len(self._header)
         for name in self._left:
             self.places[name] = Place(spec=specs[name], start=at)
             at += specs[name].size
         self._file = Writing(path)
-        self._file.write(header)
 
     def add(self, name: str, tensor: Tensor) -> None:
         if not self._left or self._left[0] != name or Spec(dtype=tensor.dtype, shape=tuple(tensor.shape)) != (
@@ -90,7 +89,11 @@ class TensorWriter:
         return self._file.digest
 
     def __enter__(self) -> TensorWriter:
-        self._file.__enter__()
+        try:
+            self._file.write(self._header)
+        except BaseException as error:
+            self._file.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
