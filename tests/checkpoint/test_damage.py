@@ -123,6 +123,7 @@ def test_pickles_in_the_place_of_files_are_refused_and_not_run(saved, tmp_path, 
     assert not mark.exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_pickle_of_dcp_is_not_even_opened(tmp_path):
     """torch's own format keeps its metadata in a pickle, and reads it without a check."""
     net, _ = little()

@@ -38,7 +38,7 @@ from ..planning import Batching
 from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
-from .checkpoint import checkpoint_parser, run_checkpoint
+from .checkpoint import add_checkpoint, run_checkpoint
 from .models import MODEL, load_model, with_rows
 from .simulate import run_simulate, simulate_parser
 from .watching import Watching
@@ -115,7 +115,7 @@ def make_parser() -> ArgumentParser:
     measured.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in less than a minute")
     measured.add_argument("--ranks", type=int, help="processes to start; one for each core if not said")
     commands.add_subcommand("calibrate", measured, help="measure this machine as a cluster")
-    commands.add_subcommand("checkpoint", checkpoint_parser(), help="look at checkpoints, check and convert them")
+    add_checkpoint(commands)
     return parser
 
 

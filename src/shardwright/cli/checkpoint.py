@@ -18,10 +18,12 @@ from ..errors import CheckpointError, InputError
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 
-def checkpoint_parser() -> ArgumentParser:
+def add_checkpoint(above: Any) -> None:
+    """The command and its actions, which have to be added from the top down."""
     parser = ArgumentParser(
         description="Look at checkpoints, check them, and turn them into ordinary weights and back."
     )
+    above.add_subcommand("checkpoint", parser, help="look at checkpoints, check and convert them")
     commands = parser.add_subcommands(dest="action")
     shown = ArgumentParser(description="Show what a checkpoint has, or the latest of a folder of them.")
     shown.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
@@ -43,7 +45,6 @@ def checkpoint_parser() -> ArgumentParser:
     checked = ArgumentParser(description="Read every byte of a checkpoint and compare with its digests.")
     checked.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints: then all of them")
     commands.add_subcommand("verify", checked, help="whether it is whole")
-    return parser
 
 
 def run_checkpoint(asked: Namespace, console: Console) -> int:

@@ -212,6 +212,7 @@ class ParallelModel(nn.Module):
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._parts = list(self.modules())
 
     def _ready(self) -> Holding:
