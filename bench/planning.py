@@ -3,7 +3,8 @@
 python -m bench.planning                    all
 python -m bench.planning --models gpt3      some of them
 
-Models are on the meta device, so nothing is allocated. Seconds are those of the search alone; capture is beside them.
+Models are on the meta device, so nothing is allocated. Seconds are those of the search alone; capture is beside them,
+and so is the time of the processor: on a machine that does other things it says how long a quiet one would take.
 """
 
 import argparse
@@ -146,7 +147,7 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     captured = captured_graph(module, example)
     graph = only_scalars(captured.graph)
     facts = analyse(graph, probing(captured.functions))
-    middle = time.monotonic()
+    middle, processor = time.monotonic(), time.process_time()
     show(f"{name} was captured in {middle - began:.1f} s")
     setting = Setting(
         cluster=cluster,
@@ -154,14 +155,14 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
         progress=lambda what, best: show(f"{time.monotonic() - middle:6.1f} s  {what}, best {best:.4g} s"),
     )
     plan = make_plan(graph, facts, "auto", cluster.size, setting, case.batching)
-    took = time.monotonic() - middle
+    took, busy = time.monotonic() - middle, time.process_time() - processor
     said = plan.predicted["train"]
     count = sum(parameter.numel() for parameter in module.parameters())
     work = 3 * sum(flops(facts.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
     rate = work / said["seconds"] / cluster.size / 1e12
     colour = "green" if took <= case.limit else "red"
     return (
-        name, f"{count / 1e9:.1f} B", case.cluster, f"{middle - began:.1f}", f"[{colour}]{took:.1f}",
+        name, f"{count / 1e9:.1f} B", case.cluster, f"{middle - began:.1f}", f"[{colour}]{took:.1f}", f"{busy:.1f}",
         f"{case.limit:.0f}", in_words(plan), f"{said['seconds']:.3g}", f"{rate:.0f}",
     )  # fmt: skip
 
@@ -182,7 +183,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     console = Console(width=200)
     table = Table(
-        "model", "parameters", "cluster", "capture s", "search s", "at most", "plan", "a step, s", "TFLOP/s a device",
+        "model", "parameters", "cluster", "capture s", "search s", "processor s", "at most", "plan", "a step, s",
+        "TFLOP/s a device",
         title="Plans for large models",
         caption=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {platform.machine()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}",

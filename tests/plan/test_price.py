@@ -10,8 +10,13 @@ from tests.models.zoo import ZOO
 PLANS = ["dp=4", "dp=2,tp=2", "sp=4", "zero3=2,tp=2", "zero1=2,sp=2", "dp=2,tp=2,recompute", "sp=4,recompute", "auto"]
 
 
+FLAT = [{"stages": 1}]
+"""No pipeline."""
+
+
 def predicted(plan, **more):
     module, args, kwargs = ZOO["gpt"]()
+    more |= {"constraints": FLAT} if plan == "auto" else {}
     return make_plan(module, example=(args, kwargs), plan=plan, cluster="4xA100-80GB", **more).predicted["train"]
 
 
@@ -56,7 +61,7 @@ def test_axes_say_what_they_split_and_over_which_links():
 
 def test_the_search_says_what_became_of_every_mesh_and_what_it_left_out():
     module, args, kwargs = ZOO["gpt"]()
-    found = make_plan(module, example=(args, kwargs), cluster="8xA100-80GB")
+    found = make_plan(module, example=(args, kwargs), cluster="8xA100-80GB", constraints=FLAT)
     meshes = found.predicted["train"]["meshes"]
 
     assert {mesh["mesh"] for mesh in meshes} == {"8", "4 x 2", "2 x 4"}

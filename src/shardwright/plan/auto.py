@@ -128,6 +128,30 @@ def search(
     progress: Progress | None = None,
 ) -> Found:
     """The best plan for a graph on a cluster."""
+    try:
+        return try_search(facts, cluster, training, wishes, size=size, progress=progress)
+    except NothingFits as error:
+        raise error.why() from None
+
+
+class NothingFits(PlanError):
+    """There is no flat plan. Finding out why may take a while, so that is done when somebody asks."""
+
+    def __init__(self, why: Callable[[], PlanError]) -> None:
+        super().__init__("no flat plan fits")
+        self.why = why
+
+
+def try_search(
+    facts: Analysis,
+    cluster: Cluster,
+    training: Training,
+    wishes: Wishes | None = None,
+    *,
+    size: int | None = None,
+    progress: Progress | None = None,
+) -> Found:
+    """As `search`, but raises NothingFits."""
     return _Search(facts, cluster, training, wishes or Wishes(), size, progress or (lambda what, best: None)).run()
 
 
@@ -178,7 +202,7 @@ class _Search:
             looked[at] = self._fit(looked[at])
             self.progress(f"solved {looked[at].candidate}", self.best.time if self.best is not None else math.inf)
         if self.best is None:
-            raise self._nothing_fits(looked)
+            raise NothingFits(lambda: self._nothing_fits(looked))
         return self._found(self.best, looked, stopped, left_out(self.cluster, self.size))
 
     @property

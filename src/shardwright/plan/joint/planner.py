@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from ...cluster import Cluster
 from ...cost import Memory, Training
-from ...errors import PlanError
 from ...rules import Analysis
-from ..auto import Found, Progress, Wishes, search
+from ..auto import Found, NothingFits, Progress, Wishes, try_search
 from ..limits import bind
 from ..plan import Plan
 from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
@@ -151,15 +150,16 @@ def find(
     limits = bind(wishes.constraints, facts)
     asked = asked_of(limits, wishes)
     only = needs_pipeline(asked, limits)
-    flat, fault = None, None
+    flat: Found | None = None
+    fault: NothingFits | None = None
     try:
-        flat = None if only else search(facts, cluster, training, wishes, size=size, progress=progress)
-    except PlanError as error:
+        flat = None if only else try_search(facts, cluster, training, wishes, size=size, progress=progress)
+    except NothingFits as error:
         fault = error
     trained = facts.graph.entry.startswith("train")
     flat_only = asked.stages == 1 or wishes.data_only or not wishes.pipelines
     if not trained or (flat_only and not only):
-        return _flat(flat, None, fault)
+        return _flat(flat, None, fault, None)
 
     def late() -> bool:
         said = wishes.stop is not None and wishes.stop()
@@ -186,16 +186,20 @@ def find(
     check_asked(planner.search)
     found = planner.run()
     if found is None:
-        return _flat(flat, planner.piped, fault or nothing_found(planner.search))
+        return _flat(flat, planner.piped, fault, planner.search)
     notes = [f"keeps to {item.said}" for item in wishes.constraints.items]
     plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
     return Outcome(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
 
 
-def _flat(flat: Found | None, piped: Piped | None, fault: PlanError | None) -> Outcome:
-    if flat is None:
-        raise fault or PlanError("there is no plan without a pipeline that was looked for, and none with one")
-    return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
+def _flat(flat: Found | None, piped: Piped | None, fault: NothingFits | None, search: Search | None) -> Outcome:
+    """The flat plan, as there is no pipeline; or why there is none either."""
+    if flat is not None:
+        return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
+    if fault is not None:
+        raise fault.why()
+    assert search is not None
+    raise nothing_found(search)
 
 
 def _room(cluster: Cluster, training: Training, wishes: Wishes, memory: float) -> Callable[[Seat], float]:
