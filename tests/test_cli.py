@@ -391,7 +391,7 @@ def test_rows_are_repeated_or_cut():
 def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "plan,explain,diff,simulate,compile,verify" in done.stdout
+    assert "plan,explain,diff,simulate,compile,verify,calibrate,checkpoint" in done.stdout
 
 
 def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):

@@ -321,7 +321,7 @@ def test_microbatches_need_no_stages(plan):
     check(IgnoredLabels(), (x(), LABELS), plan, microbatches=2)
 
 
-@pytest.mark.parametrize("plan", ["pp=1+2,zero1", "pp=2+1,zero2"])
+@pytest.mark.parametrize("plan", ["pp=1+2,zero1", "pp=2+1,zero2", "pp=1+2,tp", "pp=2+1,sp"])
 def test_unequal_stages(plan):
     check(IgnoredLabels(), (x(), LABELS), plan, optimizer="adamw", microbatches=2)
 

@@ -30,6 +30,7 @@ from ..runtime.state import PieceTensor, piece_like
 from . import optimizers
 from .census import Census, several
 from .encoding import decode, encode, keys_of
+from .fit import fit
 from .index import Index, read_into
 from .randomness import generators, set_generators
 
@@ -73,7 +74,7 @@ class Training:
     def restore(self, said: Said, index: Index, census: Census, world: int, *, strict: bool, rng: bool) -> None:
         """Put a saved state in its places. Nothing is changed before everything is known to fit."""
         wanted = census.tensors()
-        names = _saved_names(census, index, said["tied"], strict)
+        names = fit(census, index, said["tied"], "model/", strict, "the checkpoint")
         targets = {f"model/{key}": held for key, held in wanted.items() if f"model/{key}" in names}
         self._check(said)
         places = [
@@ -170,35 +171,11 @@ def _state_of(held: Any) -> Any:
     return held.state_dict() if hasattr(held, "state_dict") else held
 
 
-# -- what is in a checkpoint under other names --------------------------------------------------
-
-
-def _saved_names(census: Census, index: Index, tied: Mapping[str, str], strict: bool) -> dict[str, str]:
-    """For each tensor of the model the key that it is saved under. All that does not fit is named at once."""
-    known = {key.removeprefix("model/") for key in index.entries if key.startswith("model/")}
-    mine: dict[str, list[str]] = {}
-    for key, first in census.first.items():
-        mine.setdefault(first, []).append(key)
-    found: dict[str, str] = {}
-    faults = []
-    for first, keys in mine.items():
-        saved = next((tied.get(key, key) for key in keys if tied.get(key, key) in known), None)
-        if saved is None:
-            faults.append(f"missing: {first}")
-            continue
-        shape = index.entries[f"model/{saved}"].spec.shape
-        if shape != census.shapes[first]:
-            raise CheckpointError(f"{first} has shape {census.shapes[first]}, and was saved with {shape}")
-        found[f"model/{first}"] = f"model/{saved}"
-    used = {key.removeprefix("model/") for key in found.values()}
-    faults += [f"unexpected: {key}" for key in sorted(known - used)]
-    if strict:
-        raise_all(CheckpointError, "the checkpoint does not fit the model:", faults)
-    return found
+# -- tensors that belong to no parameter -----------------------------------------------------------
 
 
 class _Loose:
-    """Tensors that belong to no parameter: read whole, or in pieces where a piece is there to take them."""
+    """Places for such tensors: read whole, or in pieces where a piece is there to take them."""
 
     def __init__(self, index: Index) -> None:
         self._index = index

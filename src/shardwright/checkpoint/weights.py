@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError, InputError, raise_all
+from ..errors import CheckpointError, InputError
 from ..runtime.model import ParallelModel
 from ..runtime.state import PieceTensor
 from ..runtime.world import here
 from . import disk
 from .census import Census
+from .fit import fit
 from .index import HF_INDEX, HF_SINGLE, index_of_weights, read_into
 from .meeting import meet
 from .tensorfile import Spec, TensorWriter, in_order
@@ -81,22 +82,7 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True) -> 
 
     def read() -> None:
         index, tied = index_of_weights(Path(path))
-        mine: dict[str, list[str]] = {}
-        for key, first in census.first.items():
-            mine.setdefault(first, []).append(key)
-        names: dict[str, str] = {}
-        faults = []
-        for first, keys in mine.items():
-            found = next((tied.get(key, key) for key in keys if tied.get(key, key) in index.entries), None)
-            if found is None:
-                faults += [f"missing: {first}"] if strict else []
-            elif (shape := index.entries[found].spec.shape) != census.shapes[first]:
-                faults.append(f"{first} has shape {census.shapes[first]} in the model and {shape} in the file")
-            else:
-                names[first] = found
-        known = set(census.first) | set(names.values())
-        faults += [f"unexpected: {key}" for key in index.entries if key not in known] if strict else []
-        raise_all(CheckpointError, f"the weights of {path} do not fit the model:", faults)
+        names = fit(census, index, tied, "", strict, str(path))
         read_into({key: held for key, held in census.tensors().items() if key in names}, index, names)
 
     meeting.together(read)

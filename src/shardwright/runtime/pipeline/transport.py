@@ -239,12 +239,12 @@ class QueueTransport:
                 f"rank {self._rank} waited {self._timeout:g} s for a message of rank {source}, and none came"
             ) from None
         asked = self._asked[source].popleft()
-        if found.shape != asked.buffer.shape or found.dtype != asked.buffer.dtype:
+        if found.numel() != asked.buffer.numel() or found.dtype != asked.buffer.dtype:
             raise RankError(
                 f"a message of rank {source} to rank {self._rank} is {tuple(found.shape)} {found.dtype}, and "
                 f"{tuple(asked.buffer.shape)} {asked.buffer.dtype} was expected"
             )
-        asked.buffer.copy_(found)
+        asked.buffer.copy_(found.reshape(asked.buffer.shape))
         asked.there = True
 
 
