@@ -46,6 +46,7 @@ def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
         storage=storage,
         microbatches=data["microbatches"],
         schedule=data.get("schedule", ""),
+        steps=data.get("steps"),
         local=data.get("local", False),
         notes=tuple(data["notes"]),
         predicted=data["predicted"],
@@ -128,7 +129,7 @@ _SCHEMA: dict[str, type] = {
     "notes": list,
     "predicted": dict,
 }
-_OPTIONAL: dict[str, type] = {"schedule": str, "local": bool}
+_OPTIONAL: dict[str, type] = {"schedule": str, "steps": dict, "local": bool}
 _SEGMENT = {"choices", "recompute"}
 _PLACED = _SEGMENT | {"mesh", "devices", "ops"}
 

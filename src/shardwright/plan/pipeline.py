@@ -16,7 +16,7 @@ from ..errors import PlanError
 from ..ir import Graph, Op
 from ..layout import Axis, Mesh
 from ..rules import Analysis, analyse
-from ..schedule import Schedule, forward_only, kind_named, spread
+from ..schedule import Schedule, fewer, forward_only, kind_named, spread
 from .draft import Draft
 from .plan import Plan, Segment
 from .policies import POLICIES, dp
@@ -203,7 +203,10 @@ def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool =
     held = tuple(tuple(sorted(mesh.devices)) for mesh in meshes)
     if not training:
         return forward_only(held, count)
-    made = spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
+    if plan.steps is not None:
+        made = fewer(Schedule.from_json(plan.steps), count)
+    else:
+        made = spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
     if made.holders != held:
         raise PlanError(
             f"the schedule {made.name} has segments on devices {_listed(made.holders)}, and the plan on "
