@@ -10,6 +10,7 @@
     ├── ScheduleError      a schedule is malformed, can't run, or keeps too much
     ├── LoweringError      a plan can't be turned into a program
     ├── InputError         what was passed at run time does not fit the program
+    ├── CheckpointError    a checkpoint is damaged, half written, or of something else
     ├── ParityError        the compiled program differs from the original
     └── RankError          another rank failed or was lost
 
@@ -64,6 +65,10 @@ class LoweringError(ShardwrightError):
 
 class InputError(ShardwrightError):
     """What was passed at run time does not fit the program."""
+
+
+class CheckpointError(ShardwrightError):
+    """A checkpoint is damaged, half written, or of something else."""
 
 
 class ParityError(ShardwrightError):

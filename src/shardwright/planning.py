@@ -74,10 +74,26 @@ def make_plan(
         plan = _drawn(graph, facts, read_request(wish, world), asked, str(setting.cluster) if setting else "")
     else:
         plan = wish(graph, world)
+    if not (isinstance(wish, str) and not wish.endswith(".json")):
+        _check_batching(plan, asked)
     if plan.size != world:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
     plan.check_against(graph)
     return priced(plan, facts, setting) if setting is not None and not plan.is_pipeline else plan
+
+
+def _check_batching(plan: Plan, asked: Batching) -> None:
+    """Refuse a plan that says other microbatches than were asked for."""
+    if asked.microbatches not in (None, plan.microbatches):
+        raise PlanError(
+            f"the plan has {plan.microbatches} microbatches, and {asked.microbatches} are asked for; leave that to it"
+        )
+    if plan.local != asked.local:
+        how, said = ("local", "global") if plan.local else ("global", "local")
+        raise PlanError(
+            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{said}" is '
+            "asked for; ask for what the plan is for, or make another"
+        )
 
 
 def _drawn(graph: Graph, facts: Analysis, request: Request, asked: Batching, cluster: str) -> Plan:

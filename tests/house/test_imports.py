@@ -35,11 +35,11 @@ MAY_IMPORT = {
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors parallelize runtime",
-    "integrations": "errors parallelize runtime",
+    "train": "errors parallelize runtime checkpoint",
+    "integrations": "errors parallelize runtime checkpoint",
     "cli": (
         "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
-        "report"
+        "checkpoint report"
     ),
 }
 NO_TORCH = frozenset("errors layout conversion schedule ir rules cluster cost plan lower emit".split())

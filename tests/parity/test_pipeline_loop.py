@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.parallelize import parallelize
+from shardwright.parallelize import parallelize, plan
 from shardwright.runtime.model import ParallelModel
+from shardwright.schedule import KINDS, Kind, gpipe
+from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
 from .looped import both, gradients, parameters
@@ -184,3 +187,34 @@ def test_gradients_of_gradients_are_refused():
         return [loss.detach()]
 
     both("mlp", "pp=2", loop)
+
+
+def reverse(stages, microbatches):
+    """An own schedule: all forwards, then all backwards, the last microbatch first."""
+    made = gpipe(stages, microbatches)
+    rows = [(*row[:microbatches], *reversed(row[microbatches:])) for row in made.devices]
+    return replace(made, devices=tuple(rows), name="reverse")
+
+
+def trained(model, optimizer, case):
+    seen = []
+    for rows in (4, 2):  # a smaller batch has fewer microbatches
+        model(*(held[:rows] for held in case.args)).backward()
+        optimizer.step()
+        seen += gradients(model)
+        optimizer.zero_grad()
+    return seen
+
+
+def test_an_own_schedule_by_its_name(monkeypatch):
+    kind = Kind(name="reverse", segments=1, make=reverse, holders=KINDS["gpipe"].holders)
+    monkeypatch.setitem(KINDS, "reverse", kind)
+    both("gpt_ignore", "pp=2,reverse", trained)
+
+
+def test_an_own_schedule_as_data(tmp_path):
+    case = ZOO["gpt_ignore"](dtype=torch.float64)
+    drawn = plan(case.module, example=case.args, plan="pp=2", cluster=2, microbatches=4)
+    own = replace(drawn, schedule="reverse", steps=reverse(2, 4).to_json())
+    own.save(tmp_path / "plan.json")
+    both("gpt_ignore", str(tmp_path / "plan.json"), trained)

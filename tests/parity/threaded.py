@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
-from shardwright.plan import read_request
-from shardwright.runtime import comm, gradients
+from shardwright.runtime import buckets, comm
 from shardwright.runtime.holding import gather, kept_layout
 from shardwright.runtime.model import ParallelModel
+from shardwright.verify.parity import ranks_of as size_of
 from tests.runtime.ranks import run_ranks
 
 TOLERANCE = 1e-10
@@ -58,7 +58,7 @@ class Compared:
 
 
 def world_of(plan: str) -> int:
-    return read_request(plan).size
+    return size_of(plan)
 
 
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
@@ -91,7 +91,7 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
             text=model.generated.read_text() if model.generated else "",
         )  # fmt: skip
 
-    with mock.patch.object(gradients, "dist", noted):
+    with mock.patch.object(buckets, "dist", noted):
         return run_ranks(world_of(plan), run)
 
 

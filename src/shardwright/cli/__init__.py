@@ -1,4 +1,4 @@
-"""The command line: plan, explain, diff, simulate, compile, verify, calibrate.
+"""The command line: plan, explain, diff, simulate, compile, verify, calibrate, checkpoint.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
@@ -8,6 +8,7 @@
     shardwright compile train.py:make_model --plan dp=2,tp=2 -o generated
     shardwright verify  train.py:make_model --plan tp=2
     shardwright calibrate -o cluster.yaml
+    shardwright checkpoint inspect run/step-001000
 
 A model is named by a file (or an importable module) and a function in it that returns the
 module and an example of its arguments; or by a Hugging Face config, `hf:config.json`. None
@@ -37,6 +38,7 @@ from ..planning import Batching
 from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
+from .checkpoint import add_checkpoint, run_checkpoint
 from .models import MODEL, load_model, with_rows
 from .simulate import run_simulate, simulate_parser
 from .watching import Watching
@@ -113,6 +115,7 @@ def make_parser() -> ArgumentParser:
     measured.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in less than a minute")
     measured.add_argument("--ranks", type=int, help="processes to start; one for each core if not said")
     commands.add_subcommand("calibrate", measured, help="measure this machine as a cluster")
+    add_checkpoint(commands)
     return parser
 
 
@@ -275,6 +278,7 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "compile": run_compile,
     "verify": run_verify,
     "calibrate": run_calibrate,
+    "checkpoint": run_checkpoint,
 }
 
 

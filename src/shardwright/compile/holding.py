@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InputError, PlanError
+from ..errors import InputError
 from ..plan.rows import replica_axes
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter
@@ -56,7 +56,7 @@ class Holder:
             parameters=pieces,
             buffers=buffers,
             sync=self._sync([(one, p) for one, p in pairs if one.trainable], groups, every_held),
-            zero=self._zero3(pairs, groups, units, len(seats) > 1),
+            zero=self._zero3(pairs, groups, units),
             random=self.random,
             replica_axes=replica_axes(seat.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
@@ -75,15 +75,11 @@ class Holder:
         ties = Ties(seats) if len(seats) > 1 else None
         return GradientSync(trained, groups, ties=ties) if ties is not None or groups.mesh.size > 1 else None
 
-    def _zero3(
-        self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str], pipeline: bool
-    ) -> Zero3 | None:
+    def _zero3(self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str]) -> Zero3 | None:
         units: dict[str, list[tuple[Held, nn.Parameter]]] = {}
         for one, parameter in pairs:
             if one.level == 3:
                 units.setdefault(one.unit, []).append((one, parameter))
-        if units and pipeline:
-            raise PlanError("zero3 gathers parameters in every microbatch; in a pipeline use zero1 or zero2")
         return Zero3(units, groups, [unit for unit in order if unit in units]) if units else None
 
     def _piece(self, full: Tensor, held: Held, groups: Groups) -> ShardParameter:

@@ -70,6 +70,7 @@ class Plan:
     storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     microbatches: int = 1
     schedule: str = ""  # of the pipeline, if there are several segments or microbatches: "1f1b", ...
+    steps: Mapping[str, Any] | None = None  # an own schedule in full, as `Schedule.to_json` says it
     local: bool = False  # each microbatch is a batch of its own (microbatch_semantics="local")
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +128,8 @@ class Plan:
 
     def _as_dict(self) -> dict[str, Any]:
         folded: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict if self.as_read else fold
-        pipeline = {"schedule": self.schedule, "local": self.local} if self.is_pipeline else {}
+        pipeline: dict[str, Any] = {"schedule": self.schedule, "local": self.local} if self.is_pipeline else {}
+        pipeline |= {"steps": dict(self.steps)} if self.steps is not None else {}
         return {
             "version": VERSION,
             "model": self.model,

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from ..errors import PlanError
 from ..layout import Axis, Mesh
+from ..schedule import KINDS
 
 KNOWN = ("dp", "tp", "sp", "ep", "zero1", "zero2", "zero3")
 REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
 """Policies that split the batch."""
 RECOMPUTE = "recompute"
 """The word that asks for every repeated layer to be run again in backward."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +79,18 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
     words = text.replace(" ", "").split(",")
     stages: tuple[int, ...] = ()
     schedule, chunks, free = "", 0, ""
+    _check_once(text, words)
     for item in words:
         policy, equals, number = item.partition("=")
         if item in ("", "single", RECOMPUTE):
             continue
-        if policy in SCHEDULES:
+        if policy in KINDS:
             schedule, chunks = policy, _number(text, policy, number) if equals else 0
         elif policy == "pp":
             stages = _stages(text, number)
         elif not equals and len(stages) > 1 and policy in names and len(set(stages)) > 1:
+            if free:
+                raise PlanError(f"the plan {text!r} gives unequal stages {free} and {policy}; they take one policy")
             free = policy
         else:
             _check_part(text, item, names, parts)
@@ -109,12 +112,21 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
     return request
 
 
+def _check_once(text: str, words: Sequence[str]) -> None:
+    kinds = [word.partition("=")[0] for word in words]
+    named = [kind for kind in kinds if kind in KINDS]
+    if kinds.count("pp") > 1:
+        raise PlanError(f"the plan {text!r} names pp twice")
+    if len(named) > 1:
+        raise PlanError(f"the plan {text!r} names the schedules {', '.join(named)}; a pipeline has one")
+
+
 def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tuple[str, Axis]]) -> None:
     policy, equals, number = item.partition("=")
     if policy == RECOMPUTE:
         raise PlanError(f"the plan {text!r} gives {RECOMPUTE} a number; it is a word of its own, for all layers")
     if policy not in names:
-        known = ", ".join((*names, "pp", RECOMPUTE, *SCHEDULES))
+        known = ", ".join((*names, "pp", RECOMPUTE, *KINDS))
         raise PlanError(f"the plan {text!r} asks for {policy!r}; known are {known}, as in 'dp=2,tp=2'")
     if not equals or not number.isdigit():
         raise PlanError(f"the plan {text!r} does not say how many devices {policy} has; write {policy}=2")

@@ -36,7 +36,7 @@ def read_plan(path: str | Path) -> Plan:
         model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
         entries=entries, storage={key: tuple(held.items()) for key, held in data["storage"].items()},
         microbatches=data["microbatches"],
-        schedule=data.get("schedule", ""), local=data.get("local", False),
+        schedule=data.get("schedule", ""), steps=data.get("steps"), local=data.get("local", False),
         notes=tuple(data["notes"]), predicted=data["predicted"],
         as_read=True,
     )  # fmt: skip

@@ -120,6 +120,12 @@ class ParallelModel(nn.Module):
             size *= self._ready().groups.mesh.sizes[axis]
         return size
 
+    @property
+    def random(self) -> Randomness | None:
+        """What the model draws from; a checkpoint has its step."""
+        found: Randomness | None = getattr(self._around["compile"], "random", None)
+        return self._holding.random if self._holding is not None else found
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -206,6 +212,7 @@ class ParallelModel(nn.Module):
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._parts = list(self.modules())
 
     def _ready(self) -> Holding:

@@ -142,6 +142,16 @@ def _placements(layout: Layout, mesh: Mesh) -> list[Placement] | None:
     return found
 
 
+def piece_like(value: Tensor) -> Tensor:
+    """The same piece with memory of its own, to be filled."""
+    if isinstance(value, PieceTensor):
+        return value._like(torch.empty_like(value.local))
+    assert isinstance(value, DTensor)
+    local = torch.empty_like(value.to_local())
+    placed = (value.device_mesh, value.placements)
+    return DTensor.from_local(local, *placed, run_check=False, shape=value.shape, stride=value.stride())
+
+
 def _local(value: Tensor) -> Tensor:
     if isinstance(value, PieceTensor):
         return value.local
@@ -275,7 +285,7 @@ def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         for leaf in group["params"]:
             names.append(name_of(leaf))
             if leaf in optimizer.state:
-                state[names[-1]] = {k: _state_value(leaf, k, v) for k, v in optimizer.state[leaf].items()}
+                state[names[-1]] = {k: state_value(leaf, k, v) for k, v in optimizer.state[leaf].items()}
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
     return {"state": state, "param_groups": groups}
 
@@ -347,7 +357,8 @@ def name_of(leaf: Any) -> str:
     return str(leaf.key)
 
 
-def _state_value(leaf: Any, name: str, value: Any) -> Any:
+def state_value(leaf: Any, name: str, value: Any) -> Any:
+    """A value of an optimizer's state, as a piece if it is one of those with the parameter's shape."""
     if not isinstance(value, Tensor) or not isinstance(leaf, ShardParameter):
         return value
     cut = name in leaf.cut_state if leaf.cut_state is not None else value.shape == leaf.shape and value.dim() > 0

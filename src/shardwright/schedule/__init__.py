@@ -7,6 +7,7 @@ from .kinds import (
     KINDS,
     Kind,
     eager,
+    fewer,
     forward_only,
     gpipe,
     interleaved,
@@ -24,6 +25,6 @@ from .wiring import Edge
 
 __all__ = [
     "KINDS", "STEP_KINDS", "UNIT", "Edge", "Kept", "Kind", "Run", "Schedule", "Step", "StepKind", "Times", "check",
-    "draw", "draw_run", "eager", "forward_only", "gpipe", "greedy", "in_flight", "interleaved", "kind_named",
+    "draw", "draw_run", "eager", "fewer", "forward_only", "gpipe", "greedy", "in_flight", "interleaved", "kind_named",
     "lower_bound", "one_f_one_b", "simulate", "spread", "with_prologue", "zbv", "zero_bubble",
 ]  # fmt: skip

@@ -164,6 +164,14 @@ def with_prologue(schedule: Schedule, segments: Iterable[int]) -> Schedule:
     return replace(schedule, devices=tuple(devices))
 
 
+def fewer(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule for fewer microbatches: the last ones left out, for which no other waits."""
+    if microbatches > schedule.microbatches:
+        raise ScheduleError(f"{schedule} is for {schedule.microbatches} microbatches, and {microbatches} are asked for")
+    devices = tuple(tuple(_first(microbatches, list(steps))) for steps in schedule.devices)
+    return replace(schedule, devices=devices, microbatches=microbatches)
+
+
 def spread(schedule: Schedule, seats: Sequence[Devices]) -> Schedule:
     """The schedule with several devices for each seat, which do the same: seats[0] are the devices of device 0.
 

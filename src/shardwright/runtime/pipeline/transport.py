@@ -65,7 +65,19 @@ class TorchTransport:
 
     def connect(self, pairs: Pairs) -> None:
         """Make it possible that the first of a pair sends to the second. All ranks do it together, with equal pairs."""
-        self._groups.update(pair_groups(pairs, self._device))
+        found = pair_groups(pairs, self._device)
+        if self._device.type != "cpu":
+            self._greet({pair: group for pair, group in found.items() if pair not in self._groups})
+        self._groups.update(found)
+
+    def _greet(self, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
+        """NCCL connects two ranks at their first message, and both wait for that: so all do it now, in one order."""
+        token = torch.zeros(1, device=self._device)
+        for (source, target), group in sorted(groups.items(), key=lambda item: item[0]):
+            if source == self._rank:
+                dist.send(token, target, group=group)
+            elif target == self._rank:
+                dist.recv(token, source, group=group)
 
     @told
     def send(self, tensor: Tensor, to: int) -> None:
@@ -227,12 +239,12 @@ class QueueTransport:
                 f"rank {self._rank} waited {self._timeout:g} s for a message of rank {source}, and none came"
             ) from None
         asked = self._asked[source].popleft()
-        if found.shape != asked.buffer.shape or found.dtype != asked.buffer.dtype:
+        if found.numel() != asked.buffer.numel() or found.dtype != asked.buffer.dtype:
             raise RankError(
                 f"a message of rank {source} to rank {self._rank} is {tuple(found.shape)} {found.dtype}, and "
                 f"{tuple(asked.buffer.shape)} {asked.buffer.dtype} was expected"
             )
-        asked.buffer.copy_(found)
+        asked.buffer.copy_(found.reshape(asked.buffer.shape))
         asked.there = True
 
 

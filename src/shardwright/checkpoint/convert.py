@@ -1,0 +1,130 @@
+"""Checkpoints and ordinary weights turned into each other, without a model and on one process.
+
+One tensor at a time is in memory. A checkpoint that is made of weights has the model alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, InputError
+from . import disk
+from .folder import latest_in
+from .index import HF_INDEX, INDEX, Chunk, Entry, Index, index_of_weights
+from .loading import open_checkpoint
+from .manifest import MANIFEST, Manifest, verify
+from .saving import STATE
+from .tensorfile import Mapped, Spec, TensorWriter, in_order
+from .training import versions
+from .weights import SHARD, write_weights
+
+Form = Literal["file", "hf", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Weights by their original keys, wherever they lie."""
+
+    index: Index
+    keys: Mapping[str, str]  # in the index
+    tied: Mapping[str, str]
+
+    def specs(self, dtype: torch.dtype | None) -> dict[str, Spec]:
+        found = {}
+        for key, inner in self.keys.items():
+            spec = self.index.entries[inner].spec
+            cast = dtype is not None and spec.dtype.is_floating_point
+            found[key] = Spec(dtype=dtype if dtype is not None and cast else spec.dtype, shape=spec.shape)
+        return found
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """The checkpoint that a path stands for: itself, or the latest of a folder of them."""
+    return disk.located(path, MANIFEST) or (latest_in(path) if path.is_dir() else None)
+
+
+def open_source(path: Path) -> Source:
+    """The weights of a checkpoint, checked, or of safetensors files."""
+    found = checkpoint_at(path)
+    if found is None:
+        if not path.exists():
+            raise InputError(f"{path} is not there")
+        index, tied = index_of_weights(path)
+        return Source(index=index, keys={key: key for key in index.entries}, tied=tied)
+    verify(found)
+    opened = open_checkpoint(found)
+    keys = {key.removeprefix("model/"): key for key in opened.index.entries if key.startswith("model/")}
+    return Source(index=opened.index, keys=keys, tied=opened.said["tied"])
+
+
+def convert(
+    path: str | Path, to: str | Path, *, form: Form | None = None, dtype: torch.dtype | None = None,
+    shard_size: int = SHARD, config: str | Path | None = None,
+) -> Form:  # fmt: skip
+    """Write the weights of a checkpoint as a safetensors file or a folder of Hugging Face, or the other way round.
+
+    form    "file", "hf" or "checkpoint"; without it a name that ends with .safetensors is a file, a checkpoint
+            becomes a folder of Hugging Face, and weights become a checkpoint
+    config  a folder of Hugging Face whose other files (config, tokenizer) are copied
+    """
+    source, target = open_source(Path(path)), Path(to)
+    if form is None:
+        form = "hf" if checkpoint_at(Path(path)) is not None else "checkpoint"
+        form = "file" if target.suffix == ".safetensors" else form
+    if (form == "file") != (target.suffix == ".safetensors"):
+        raise InputError(f"{target} can't be of form {form!r}: one file, and only that, is named x.safetensors")
+    mapped, specs = Mapped(), source.specs(dtype)
+
+    def get(key: str) -> Tensor:
+        return source.index.whole(source.keys[key], mapped).to(specs[key].dtype)
+
+    if form == "checkpoint":
+        try:
+            _write_checkpoint(target, source, specs, get)
+        except OSError as error:
+            raise CheckpointError(f"{target} could not be written: {error}") from error
+    else:
+        write_weights(target, specs, get, source.tied, shard_size)
+        if form == "hf" and config is not None:
+            _copy_others(Path(config), target)
+    return form
+
+
+def _write_checkpoint(path: Path, source: Source, specs: Mapping[str, Spec], get: Callable[[str], Tensor]) -> None:
+    draft = disk.begin(path, MANIFEST)
+    file = "rank-00000.safetensors"
+    named = {f"model/{key}@{','.join('0' for _ in spec.shape)}": key for key, spec in specs.items()}
+    with TensorWriter(draft / file, {name: specs[key] for name, key in named.items()}) as writer:
+        for name in in_order({name: specs[key] for name, key in named.items()}):
+            writer.add(name, get(named[name]))
+    entries = {}
+    for name, key in named.items():
+        shape = specs[key].shape
+        chunk = Chunk((0,) * len(shape), shape, file, writer.places[name].start)
+        entries[f"model/{key}"] = Entry(spec=specs[key], chunks=(chunk,))
+    said: dict[str, Any] = {
+        "optimizers": [], "schedulers": [], "extra": {}, "data": None, "tied": dict(source.tied), "random": {},
+        "plans": {}, "versions": versions(),
+    }  # fmt: skip
+    files = {file: writer.digest}
+    files[INDEX] = disk.write_text(draft / INDEX, Index(folder=draft, entries=entries).to_json())
+    files[STATE] = disk.write_text(draft / STATE, json.dumps(said))
+    Manifest(files=files, world=1, when=datetime.now(UTC).isoformat(timespec="seconds")).write(draft)
+    disk.finish(path)
+
+
+def _copy_others(config: Path, target: Path) -> None:
+    folder = config if config.is_dir() else config.parent
+    wanted = sorted(folder.iterdir()) if config.is_dir() else [config]
+    for file in wanted:
+        if file.is_file() and file.name != HF_INDEX and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            shutil.copy2(file, target / file.name)

@@ -1,0 +1,125 @@
+"""Nested Python values as JSON, with their tensors aside.
+
+Numbers, strings, None, lists and dicts with string keys are themselves. What JSON has no word
+for is written as {"$": kind, ...}: tuples, other dicts, sets, bytes, numbers such as nan, dtypes,
+tensors (by the key they are kept under). Anything else is refused: to bring back an object of
+an unknown class would be to run its code.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, InputError
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON; its tensors are put in `tensors`. `path` says where it is, for keys and errors."""
+    if isinstance(value, Tensor):
+        return {"$": "tensor", "key": _keep(value, path, tensors)}
+    if isinstance(value, numpy.ndarray):
+        return {"$": "array", "key": _keep(torch.from_numpy(numpy.array(value)), path, tensors)}
+    if isinstance(value, list):
+        return [encode(one, f"{path}/{at}", tensors) for at, one in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    if isinstance(value, tuple | set | frozenset):
+        kind = "tuple" if isinstance(value, tuple) else type(value).__name__
+        return {"$": kind, "items": [encode(one, f"{path}/{at}", tensors) for at, one in enumerate(value)]}
+    return _encode_single(value, path)
+
+
+def _encode_single(value: Any, path: str) -> Any:
+    if isinstance(value, numpy.generic) and not isinstance(value, float):
+        return {"$": "scalar", "dtype": value.dtype.name, "value": _encode_single(value.item(), path)}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$": "float", "value": repr(float(value))}
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return {"$": "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {"$": "complex", "parts": [_encode_single(value.real, path), _encode_single(value.imag, path)]}
+    if isinstance(value, torch.dtype):
+        return {"$": "dtype", "name": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$": "device", "name": str(value)}
+    raise InputError(
+        f"{path} is a {type(value).__name__}, which a checkpoint can't hold: numbers, strings, lists, dicts and "
+        "tensors can be brought back without running code; give its state_dict() instead"
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    if type(value) is not Counter and all(isinstance(key, str) and key != "$" for key in value):
+        return {key: encode(one, f"{path}/{key}", tensors) for key, one in value.items()}
+    items = [[encode(key, path, tensors), encode(one, f"{path}/{key}", tensors)] for key, one in value.items()]
+    return {"$": "counter" if type(value) is Counter else "dict", "items": items}
+
+
+def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    key, number = path, 1
+    while key in tensors:
+        number += 1
+        key = f"{path}#{number}"
+    tensors[key] = tensor
+    return key
+
+
+def keys_of(held: Any) -> list[str]:
+    """The keys of the tensors that an encoded value has."""
+    found: list[str] = []
+    decode(held, lambda key: found.append(key) or torch.empty(0))  # type: ignore[func-returns-value]
+    return found
+
+
+def decode(held: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The value that was encoded; `tensor` finds a tensor by its key."""
+    if isinstance(held, list):
+        return [decode(one, tensor) for one in held]
+    if not isinstance(held, dict):
+        return held
+    kind = held.get("$")
+    if kind is None:
+        return {key: decode(one, tensor) for key, one in held.items()}
+    if kind in ("tensor", "array"):
+        found = tensor(held["key"])
+        return found if kind == "tensor" else found.numpy()
+    if kind in ("dict", "counter"):
+        pairs = {decode(key, tensor): decode(one, tensor) for key, one in held["items"]}
+        return pairs if kind == "dict" else Counter(pairs)
+    if kind in _SINGLE:
+        return _SINGLE[kind](held)
+    if kind in _SEVERAL:
+        return _SEVERAL[kind](decode(one, tensor) for one in held["items"])
+    raise CheckpointError(f"a checkpoint has a value of kind {kind!r}, which this version does not know")
+
+
+def _dtype(held: Mapping[str, Any]) -> torch.dtype:
+    found = getattr(torch, held["name"], None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{held['name']!r} is no dtype")
+    return found
+
+
+_SEVERAL: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_SINGLE: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "float": lambda held: float(held["value"]),
+    "bytes": lambda held: base64.b64decode(held["base64"]),
+    "complex": lambda held: complex(*(decode(part, _no_tensor) for part in held["parts"])),
+    "device": lambda held: torch.device(held["name"]),
+    "dtype": _dtype,
+    "scalar": lambda held: numpy.dtype(held["dtype"]).type(decode(held["value"], _no_tensor)),
+}
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise CheckpointError(f"there is a tensor ({key}) where a number should be")

@@ -1,0 +1,155 @@
+"""A folder of checkpoints of one run, with the newest pointed at, and the old ones taken away.
+
+    run/
+      step-000100/
+      step-000200/
+      latest            the name of the newest that is whole
+      step-000300.part  being written, or left by a crash: removed at the next start
+
+The pointer moves when a checkpoint is whole, and only then are old ones removed, so that at every moment it
+points at one that can be loaded. One run at a time may write to a folder.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from ..errors import CheckpointError, InputError
+from ..runtime.world import here
+from . import disk
+from .loading import Loaded, load
+from .manifest import MANIFEST, Manifest, read_manifest
+from .meeting import meet
+from .saving import Saving, begin
+from .training import Optimizers, Schedulers, training
+
+LATEST = "latest"
+
+
+class CheckpointFolder:
+    """Checkpoints of a run, by their steps. All ranks make it, and call `save`, `load` and `wait` together."""
+
+    def __init__(
+        self, path: str | Path, *, keep_last: int | None = None, keep_best: int = 0, metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:  # fmt: skip
+        """Keep all, or the last few and those that are best by a metric; `mode` says which is better."""
+        if keep_last is not None and keep_last < 1:
+            raise InputError(f"keep_last={keep_last} keeps nothing to go on from; use 1 or more, or None for all")
+        if keep_best and metric is None:
+            raise InputError(f"keep_best={keep_best} needs to know by which metric: metric='loss'")
+        if mode not in ("min", "max"):
+            raise InputError(f'mode={mode!r} is not known; use "min" or "max"')
+        self.path = Path(path)
+        self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        if here().rank == 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tidy(self.path)
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
+        data: Any = None, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None,
+        background: bool = False,
+    ) -> Saving:  # fmt: skip
+        """Save as step-000100, point at it, and remove what is not to be kept. See `sw.save`."""
+        held = training(model, optimizer, schedulers, extra)
+        path = self.path / f"step-{step:06d}"
+
+        def after() -> None:
+            disk.replace_text(self.path / LATEST, path.name + "\n")
+            for old in self._superfluous():
+                disk.remove(old)
+
+        return begin(path, held, data=data, step=step, metrics=metrics, background=background, after=after)
+
+    def load(
+        self, model: nn.Module, optimizer: Optimizers = None, *, which: str | int = "latest",
+        schedulers: Schedulers = None, extra: Mapping[str, Any] | None = None, rng: bool = True,
+    ) -> Loaded | None:  # fmt: skip
+        """Go on from the "latest", the "best" or that of a step. None if the folder has none. See `sw.load`."""
+        meeting = meet()
+        meeting.settle()
+        chosen = meeting.together(lambda: self.find(which) if meeting.first else None)
+        name = meeting.deal([chosen.name if chosen is not None else None] * meeting.size)
+        if name is None:
+            return None
+        return load(self.path / name, model, optimizer, schedulers=schedulers, extra=extra, rng=rng)
+
+    def wait(self) -> None:
+        """Wait for the save that is still being written, and raise what went wrong with it."""
+        meet().settle()
+
+    def find(self, which: str | int = "latest") -> Path | None:
+        """The checkpoint of that name or step; None if the folder has none at all."""
+        found = checkpoints_in(self.path)
+        if not found:
+            return None
+        if which == "latest":
+            return latest_in(self.path)
+        if which == "best":
+            return self.best()
+        path = self.path / (f"step-{which:06d}" if isinstance(which, int) else which)
+        if path not in found:
+            raise CheckpointError(f"{path} is not there; there are {', '.join(held.name for held in found)}")
+        return path
+
+    def best(self) -> Path | None:
+        """The best by the metric, or the newest if none has it."""
+        ranked = self._ranked()
+        return ranked[0] if ranked else latest_in(self.path)
+
+    def _ranked(self) -> list[Path]:
+        """The checkpoints that have the metric, the best first; of equals the newest."""
+        if self.metric is None:
+            raise InputError('to find the best, the folder needs to know by which metric: metric="loss"')
+        sign = 1.0 if self.mode == "min" else -1.0
+        found = {path: held.metrics.get(self.metric, math.nan) for path, held in checkpoints_in(self.path).items()}
+        newest = list(reversed([path for path, value in found.items() if not math.isnan(value)]))
+        return sorted(newest, key=lambda path: sign * found[path])
+
+    def _superfluous(self) -> list[Path]:
+        if self.keep_last is None:
+            return []
+        found = list(checkpoints_in(self.path))
+        keep = set(found[-self.keep_last :]) | {latest_in(self.path)}
+        if self.keep_best:
+            keep |= set(self._ranked()[: self.keep_best])
+        return [path for path in found if path not in keep]
+
+
+def checkpoints_in(folder: Path) -> dict[Path, Manifest]:
+    """The whole checkpoints in a folder, in the order of their steps. One whose manifest is damaged is not whole."""
+    found: dict[Path, Manifest] = {}
+    for mark in folder.glob(f"step-*/{MANIFEST}"):
+        if mark.parent.suffix not in (disk.PART, disk.OLD):
+            try:
+                found[mark.parent] = read_manifest(mark.parent)
+            except CheckpointError:
+                continue
+    return dict(sorted(found.items(), key=lambda item: (item[1].step or 0, item[0].name)))
+
+
+def latest_in(folder: Path) -> Path | None:
+    """The checkpoint that is pointed at; the newest if the pointer is lost."""
+    pointer = folder / LATEST
+    named = folder / pointer.read_text().strip() if pointer.is_file() else None
+    if named is not None and named != folder and (named / MANIFEST).is_file():
+        return named
+    return next(reversed(checkpoints_in(folder)), None)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a crash has left half written or half removed, and give back the name of what was whole."""
+    for left in [*folder.glob(f"step-*{disk.PART}"), *folder.glob(f"step-*{disk.OLD}")]:
+        name = left.with_suffix("")
+        if left.is_dir() and disk.located(name, MANIFEST) == left:
+            disk.move(left, name)
+        elif left.is_dir():
+            shutil.rmtree(left)
+    (folder / (LATEST + disk.PART)).unlink(missing_ok=True)

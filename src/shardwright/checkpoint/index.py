@@ -1,0 +1,252 @@
+"""Where each tensor of a checkpoint lies: which boxes of it are in which file.
+
+`torch.distributed.checkpoint` keeps this in a pickle, which runs code when it is read; here it is
+JSON. `Reader` gives it to DCP's planner, which finds the boxes that overlap with what a rank
+wants, whatever plan they were saved under. Files of safetensors have an index too, with one
+box for each tensor, so that ordinary weights are read in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..errors import CheckpointError
+from .tensorfile import DTYPES, NAMES, Mapped, Place, Spec, read_header
+
+INDEX = "index.json"
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor: where it is in the tensor, its sizes, its file, and where it begins there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor and its boxes."""
+
+    spec: Spec
+    chunks: tuple[Chunk, ...]
+
+    def __post_init__(self) -> None:
+        held = sum(math.prod(chunk.sizes) for chunk in self.chunks)
+        inside = all(
+            at >= 0 and size >= 0 and at + size <= whole
+            for chunk in self.chunks
+            for at, size, whole in zip(chunk.offsets, chunk.sizes, self.spec.shape, strict=True)
+        )
+        if held != math.prod(self.spec.shape) or not inside:
+            raise ValueError(f"boxes of {held} elements for a tensor of shape {self.spec.shape}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """The tensors in a folder of files."""
+
+    folder: Path
+    entries: Mapping[str, Entry]
+
+    def to_json(self) -> str:
+        held = {
+            key: {
+                "dtype": NAMES[entry.spec.dtype],
+                "shape": entry.spec.shape,
+                "chunks": [[chunk.offsets, chunk.sizes, chunk.file, chunk.start] for chunk in entry.chunks],
+            }
+            for key, entry in self.entries.items()
+        }
+        return json.dumps({"tensors": held}, separators=(",", ":"))
+
+    def whole(self, key: str, mapped: Mapped) -> Tensor:
+        """A tensor, put together."""
+        entry = self.entries[key]
+        found = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
+        for chunk in entry.chunks:
+            target = found
+            for dim, (at, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dim, at, size)
+            target.copy_(self.box(entry, chunk, [0] * len(chunk.sizes), chunk.sizes, mapped))
+        return found
+
+    def box(self, entry: Entry, chunk: Chunk, at: Sequence[int], sizes: Sequence[int], mapped: Mapped) -> Tensor:
+        place = Place(spec=Spec(dtype=entry.spec.dtype, shape=chunk.sizes), start=chunk.start)
+        return mapped.box(self.folder / chunk.file, place, at, sizes)
+
+    def check_sizes(self) -> None:
+        """That every box lies in its file."""
+        sizes = {name: (self.folder / name).stat().st_size for name in self.files}
+        for key, entry in self.entries.items():
+            for chunk in entry.chunks:
+                end = chunk.start + math.prod(chunk.sizes) * entry.spec.dtype.itemsize
+                if chunk.start < 0 or end > sizes[chunk.file]:
+                    raise CheckpointError(f"{self.folder / chunk.file} is cut short: {key} is not all in it")
+
+    @property
+    def files(self) -> set[str]:
+        return {chunk.file for entry in self.entries.values() for chunk in entry.chunks}
+
+
+def read_index(folder: Path) -> Index:
+    path = folder / INDEX
+    try:
+        held = json.loads(path.read_bytes())["tensors"]
+        index = Index(folder=folder, entries={key: _entry(one) for key, one in held.items()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    outside = [name for name in index.files if Path(name).name != name]
+    if outside:
+        raise CheckpointError(f"{path} names files outside of its folder: {', '.join(outside)}")
+    index.check_sizes()
+    return index
+
+
+def _entry(held: Mapping[str, Any]) -> Entry:
+    chunks = tuple(
+        Chunk(tuple(offsets), tuple(sizes), str(file), int(start)) for offsets, sizes, file, start in held["chunks"]
+    )
+    return Entry(spec=Spec(dtype=DTYPES[held["dtype"]], shape=tuple(held["shape"])), chunks=chunks)
+
+
+# -- ordinary weights --------------------------------------------------------------------------
+
+
+def find_weights(path: Path) -> list[Path] | None:
+    """The safetensors files that a path stands for: a file, or a folder as Hugging Face has it. None if it has none."""
+    if path.is_file():
+        return [path]
+    if (path / HF_INDEX).is_file():
+        try:
+            named = json.loads((path / HF_INDEX).read_bytes())["weight_map"].values()
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path / HF_INDEX} is damaged: {error!r}") from error
+        files = sorted({str(name) for name in named})
+        if any(Path(name).name != name for name in files):
+            raise CheckpointError(f"{path / HF_INDEX} names files outside of its folder")
+        missing = [name for name in files if not (path / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{path} is not whole: {', '.join(missing)} is missing")
+        return [path / name for name in files]
+    return [path / HF_SINGLE] if (path / HF_SINGLE).is_file() else None
+
+
+def index_of_weights(path: Path) -> tuple[Index, dict[str, str]]:
+    """The index of a safetensors file, or of a folder of Hugging Face; and the keys that are tied to others."""
+    files = find_weights(path)
+    if files is None:
+        raise CheckpointError(
+            f"{path} has no weights: neither {HF_SINGLE} nor {HF_INDEX}; pass a safetensors file, or a folder with one"
+        )
+    entries: dict[str, Entry] = {}
+    tied: dict[str, str] = {}
+    for file in files:
+        places, metadata = read_header(file)
+        for key, place in places.items():
+            shape = place.spec.shape
+            chunk = Chunk((0,) * len(shape), shape, file.name, place.start)
+            entries[key] = Entry(spec=place.spec, chunks=(chunk,))
+        tied |= {key: kept for key, kept in metadata.items() if kept in places and key not in places}
+    return Index(folder=files[0].parent, entries=entries), tied
+
+
+# -- reading what a rank holds -----------------------------------------------------------------
+
+
+class Reader(StorageReader):
+    """An index as DCP's planner reads it. `names` says under which key to look for another."""
+
+    def __init__(self, index: Index, names: Mapping[str, str] | None = None) -> None:
+        self.index, self.names = index, dict(names or {})
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        wanted = {key: key for key in self.index.entries} | self.names
+        return Metadata({key: _metadata(self.index.entries[found]) for key, found in wanted.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        mapped = Mapped()
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                raise CheckpointError(f"{key} is not a tensor; what is not a tensor is read from the state")
+            entry = self.index.entries[self.names.get(key, key)]
+            chunk = entry.chunks[item.storage_index.index or 0]  # the planner has found it there
+            part = self.index.box(entry, chunk, item.storage_offsets, item.lengths, mapped)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part.reshape(target.shape))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return (Path(checkpoint_id) / INDEX).is_file()
+
+
+def _metadata(entry: Entry) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=entry.spec.dtype),
+        size=torch.Size(entry.spec.shape),
+        chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks],
+    )
+
+
+@torch.no_grad()
+def read_into(targets: Mapping[str, Tensor], index: Index, names: Mapping[str, str] | None = None) -> None:
+    """Fill tensors, DTensors and pieces with what the index has for their keys. No rank has to wait for another."""
+    reader = Reader(index, names)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner)
+
+
+__all__ = [
+    "HF_INDEX",
+    "HF_SINGLE",
+    "INDEX",
+    "Chunk",
+    "Entry",
+    "Index",
+    "Reader",
+    "find_weights",
+    "index_of_weights",
+    "read_index",
+    "read_into",
+]

@@ -1,0 +1,111 @@
+"""Loading: everything is checked, then read, then set. Nothing of a checkpoint is run.
+
+Each rank reads the boxes that overlap with what it holds. Digests are checked before, each file by
+one of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import CheckpointError
+from . import disk
+from .census import Census
+from .index import Index, read_index
+from .manifest import MANIFEST, Manifest, damage, faults_of, read_manifest
+from .meeting import Meeting, meet
+from .saving import STATE
+from .training import Optimizers, Said, Schedulers, read_values, training
+
+PARTS = ("optimizers", "schedulers", "extra", "data", "tied", "random", "plans", "versions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a checkpoint says besides what was put in its places."""
+
+    path: Path
+    step: int | None
+    data: Any
+    extra: Mapping[str, Any]  # what was saved by name and was not asked for as an object
+    metrics: Mapping[str, float]
+    plans: Mapping[str, str]  # by the path of the compiled part; "" is the model
+    versions: Mapping[str, str]
+    world: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A checkpoint that can be read."""
+
+    folder: Path
+    manifest: Manifest
+    index: Index
+    said: Said
+
+
+def load(
+    path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
+    extra: Mapping[str, Any] | None = None, strict: bool = True, rng: bool = True, check: bool = True,
+) -> Loaded:  # fmt: skip
+    """Go on from a checkpoint, under the plan that saved it or another. All ranks call it.
+
+    optimizer   one or a list, as it was saved; it needs no state
+    schedulers  one or a list
+    extra       objects with load_state_dict, by the names they were saved under
+    strict      the model and the checkpoint must have the same keys
+    rng         set the generators of torch, numpy and Python; rank r of more ranks takes that of rank r % n
+    check       read every file first, and compare with its digest
+
+    Returns the step, the data's position, and all else that was saved.
+    """
+    meeting = meet()
+    meeting.settle()
+    held = training(model, optimizer, schedulers, extra)
+    opened = meeting.together(lambda: open_checkpoint(Path(path), meeting if check else None))
+    census = Census(model)
+    world = opened.manifest.world
+    meeting.together(lambda: held.restore(opened.said, opened.index, census, world, strict=strict, rng=rng))
+    others = {name: one for name, one in opened.said["extra"].items() if name not in held.extra}
+    return Loaded(
+        path=opened.folder,
+        step=opened.manifest.step,
+        data=read_values(opened.said["data"], opened.index),
+        extra=read_values(others, opened.index),
+        metrics=opened.manifest.metrics,
+        plans=opened.said["plans"],
+        versions=opened.said["versions"],
+        world=world,
+    )
+
+
+def open_checkpoint(path: Path, meeting: Meeting | None = None) -> Opened:
+    """Read what a checkpoint has, without its tensors. `meeting` shares the work of checking digests."""
+    folder = disk.located(path, MANIFEST) or path
+    manifest = read_manifest(folder)
+    mine = list(manifest.files.items())
+    if meeting is not None:
+        mine = mine[meeting.rank :: meeting.size]
+    small = [(name, digest) for name, digest in manifest.files.items() if name.endswith(".json")]
+    faults = faults_of(folder, dict([*(mine if meeting is not None else ()), *small]).items())
+    if faults:
+        raise CheckpointError(damage(folder, faults))
+    return Opened(folder=folder, manifest=manifest, index=read_index(folder), said=_read_said(folder))
+
+
+def _read_said(folder: Path) -> Said:
+    path = folder / STATE
+    try:
+        said = json.loads(path.read_bytes())
+        missing = [name for name in PARTS if name not in said]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if missing:
+        raise CheckpointError(f"{path} is damaged: it has no {', '.join(missing)}")
+    return dict(said)

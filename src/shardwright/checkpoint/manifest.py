@@ -1,0 +1,117 @@
+"""The manifest of a checkpoint: its files with their digests. It is written last, so what has one is whole.
+
+It has a digest of its own, and the few things that one wants to know of many checkpoints without
+reading them: the step, and metrics to choose the best by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from . import disk
+from .disk import Digest
+
+MANIFEST = "manifest.json"
+FORMAT = "shardwright checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is made of. `world` is the number of ranks that saved it."""
+
+    files: Mapping[str, Digest]
+    world: int
+    when: str
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(held.size for held in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        files = {name: {"bytes": held.size, "blake2b": held.blake2b} for name, held in sorted(self.files.items())}
+        said = {
+            "format": FORMAT, "version": VERSION, "step": self.step, "metrics": dict(self.metrics),
+            "world": self.world, "when": self.when, "files": files,
+        }  # fmt: skip
+        disk.replace_text(folder / MANIFEST, json.dumps({**said, "digest": _digest(said)}, indent=1) + "\n")
+
+
+def _digest(said: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is not a checkpoint, or not a whole one: it has no {MANIFEST}; pass a folder that sw.save wrote"
+        )
+    try:
+        said = json.loads(path.read_bytes())
+        if said.get("format") != FORMAT or said.pop("digest", None) != _digest(said):
+            raise ValueError("its digest is another")
+        if said["version"] > VERSION:
+            raise CheckpointError(f"{folder} is of version {said['version']}; this shardwright reads up to {VERSION}")
+        files = {name: Digest(size=one["bytes"], blake2b=one["blake2b"]) for name, one in said["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if any(Path(name).name != name for name in files):
+        raise CheckpointError(f"{path} names files outside of its folder")
+    return Manifest(
+        files=files, world=said["world"], when=said["when"], step=said["step"], metrics=said["metrics"]
+    )  # fmt: skip
+
+
+def faults_of(folder: Path, files: Iterable[tuple[str, Digest]]) -> list[str]:
+    """What is wrong with files, by name."""
+    faults = []
+    for name, wanted in files:
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{path} is missing")
+        elif (size := path.stat().st_size) != wanted.size:
+            faults.append(f"{path} is damaged: it has {size} bytes and should have {wanted.size}")
+        elif disk.digest_of(path) != wanted:
+            faults.append(f"{path} is damaged: its bytes are not those that were written")
+    return faults
+
+
+def verify(folder: str | Path) -> Manifest:
+    """Read every byte of a checkpoint; an error names all files that are damaged, and a whole checkpoint beside it."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    faults = faults_of(folder, manifest.files.items())
+    if faults:
+        raise CheckpointError(damage(folder, faults))
+    return manifest
+
+
+def damage(folder: Path, faults: Iterable[str]) -> str:
+    """What to say about a damaged checkpoint: all its faults, and which one beside it is whole."""
+    lines = [f"the checkpoint {folder} is damaged:", *(f"  - {fault}" for fault in faults)]
+    other = next((held for held in others(folder) if _is_whole(held)), None)
+    lines.append(f"{other} is whole: load that one" if other is not None else "no other checkpoint beside it is whole")
+    return "\n".join(lines)
+
+
+def others(folder: Path) -> list[Path]:
+    """The checkpoints beside one, the newest first."""
+    beside = [held.parent for held in folder.absolute().parent.glob(f"*/{MANIFEST}")]
+    found = [held for held in beside if held.name != folder.name]
+    return sorted(found, key=lambda held: (held / MANIFEST).stat().st_mtime, reverse=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return not faults_of(folder, read_manifest(folder).files.items())
+    except CheckpointError:
+        return False

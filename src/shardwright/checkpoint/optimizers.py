@@ -1,0 +1,150 @@
+"""The state of an optimizer, whole: every parameter by its name, whoever holds it.
+
+A rank's optimizer lists the parameters that the rank has. What is saved has all of them, so that
+groups with settings of their own keep their members under any plan:
+
+    {"groups": [{"lr": 0.1, ..., "params": ["embed.weight", ...]}, ...], "state": {name: {...}}}
+
+State with the shape of its parameter is saved in the pieces that it is in; all other state is the same on
+all ranks. To load, nothing has to be there: what was saved says what to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, raise_all
+from ..runtime.parameters import ShardParameter, Untouched
+from ..runtime.state import as_state, state_value
+from .census import Census
+from .encoding import decode, encode, keys_of
+from .index import Index
+
+
+def collect(optimizer: Optimizer, path: str, census: Census, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What this rank can say of an optimizer, as JSON; pieces go to `tensors`."""
+    groups = []
+    state: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        names = [census.name_of(leaf) for leaf in group["params"]]
+        rest = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**encode(rest, f"{path}/groups/{number}", tensors), "params": names})
+        for name, leaf in zip(names, group["params"], strict=True):
+            if leaf in optimizer.state and census.writes(name):
+                held = {key: state_value(leaf, key, value) for key, value in optimizer.state[leaf].items()}
+                state[name] = encode(held, f"{path}/{name}", tensors)
+    return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def joined(said: Sequence[Mapping[str, Any]], census: Census) -> dict[str, Any]:
+    """One optimizer of what several stages said of theirs."""
+    found = {**said[0], "groups": [dict(group) for group in said[0]["groups"]], "state": dict(said[0]["state"])}
+    for other in said[1:]:
+        if len(other["groups"]) != len(found["groups"]):
+            raise CheckpointError(
+                f"ranks have optimizers with {len(found['groups'])} and {len(other['groups'])} param groups; "
+                "make the optimizer before parallelize, the same on all ranks"
+            )
+        found["state"] |= other["state"]
+    for number, group in enumerate(found["groups"]):
+        names = {name for one in said for name in one["groups"][number]["params"]}
+        group["params"] = group["params"] if len(said) == 1 else census.sorted(names)
+    return found
+
+
+class Restored:
+    """A saved optimizer on its way into one that is here: first check, then read, then set."""
+
+    def __init__(self, optimizer: Optimizer, saved: Mapping[str, Any], census: Census, index: Index) -> None:
+        self._optimizer, self._saved, self._index = optimizer, saved, index
+        self._names = {leaf: census.name_of(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+        self._on_device = {
+            id(leaf): bool(group.get("capturable") or group.get("fused"))
+            for group in optimizer.param_groups
+            for leaf in group["params"]
+        }
+        self._groups: list[Mapping[str, Any]] = []
+        self._cut: dict[Any, frozenset[str]] = {}
+        self._local: dict[str, Tensor] = {}
+        self.targets: dict[str, Tensor] = {}  # what to read, by key
+        self._match()
+        for leaf, name in self._names.items():
+            if name in saved["state"]:
+                self._make(leaf, name)
+        for group in self._groups:
+            for key in keys_of({one: value for one, value in group.items() if one != "params"}):
+                spec = index.entries[key].spec
+                self.targets[key] = self._local[key] = torch.empty(spec.shape, dtype=spec.dtype)
+
+    def _match(self) -> None:
+        """The saved group of each group: the one that has its parameters, or has its place if it has none here."""
+        groups = self._saved["groups"]
+        where = {name: number for number, group in enumerate(groups) for name in group["params"]}
+        faults = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            names = [self._names[leaf] for leaf in group["params"]]
+            missing = [name for name in names if name not in where]
+            found = sorted({where[name] for name in names if name in where}) or [number]
+            if missing:
+                faults.append(f"group {number} has {', '.join(missing[:4])}, which the saved one did not train")
+            elif len(found) > 1 or found[0] >= len(groups):
+                faults.append(f"what is in group {number} was in groups {found} of {len(groups)}")
+            else:
+                self._groups.append(groups[found[0]])
+        kind = f"the optimizer does not fit the saved one ({self._saved['kind']}); build it as it was:"
+        raise_all(CheckpointError, kind, faults)
+
+    def _make(self, leaf: Any, name: str) -> None:
+        """A place for each tensor of a parameter's state: a piece if it has the parameter's shape."""
+        cut: set[str] = set()
+        for part, held in self._saved["state"][name].items():
+            for key in keys_of(held):
+                spec = self._index.entries[key].spec
+                shaped = isinstance(leaf, ShardParameter) and spec.shape == leaf.held.shape and spec.shape != ()
+                dtype = self._dtype(leaf, name, part, spec.dtype)
+                if shaped and _is_direct(held):
+                    assert leaf.groups is not None
+                    with Untouched():
+                        local = torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+                    self.targets[key] = as_state(local, leaf.held, leaf.spread, leaf.groups)
+                    cut.add(part)
+                else:
+                    local = torch.empty(spec.shape, dtype=dtype, device=self._device(leaf, part))
+                    self.targets[key] = local
+                self._local[key] = local
+        if isinstance(leaf, ShardParameter) and leaf.held.shape:
+            self._cut[leaf] = frozenset(cut)
+
+    def _dtype(self, leaf: Any, name: str, part: str, saved: torch.dtype) -> torch.dtype:
+        """As it was, unless the parameter has another dtype than it had: then as torch does it."""
+        was = self._index.entries.get(f"model/{name}")
+        same = was is None or was.spec.dtype == leaf.dtype
+        return saved if same or part == "step" or not saved.is_floating_point else leaf.dtype
+
+    def _device(self, leaf: Any, part: str) -> torch.device:
+        """torch keeps step counts on the CPU, but for the variants that count on the device."""
+        found: torch.device = leaf.device
+        return found if part != "step" or self._on_device[id(leaf)] else torch.device("cpu")
+
+    def set(self) -> None:
+        """Give the optimizer what was read."""
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            rest = {key: value for key, value in saved.items() if key != "params"}
+            group.update(decode(rest, self._local.__getitem__))
+            for leaf in group["params"]:
+                held = self._saved["state"].get(self._names[leaf])
+                if held is None:
+                    self._optimizer.state.pop(leaf, None)
+                    continue
+                self._optimizer.state[leaf] = decode(held, self._local.__getitem__)
+                if leaf in self._cut:
+                    leaf.cut_state = self._cut[leaf]
+
+
+def _is_direct(held: Any) -> bool:
+    return isinstance(held, dict) and held.get("$") == "tensor"

@@ -1,0 +1,260 @@
+"""Saving: planned by all ranks together, written by each, named when it is whole.
+
+    every rank      collect      its pieces, and what it has to say
+    together        plan         DCP's planner: each piece is written by one rank, evenly
+    every rank      snapshot     a copy of what it will write (only if training goes on meanwhile)
+    ------------------------------------------------------------ from here on, perhaps beside training
+    every rank      write        one file of tensors
+    first rank      finish       index, state, manifest; then the folder gets its name
+
+The part beside training talks to other ranks twice, on a process group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ..errors import CheckpointError
+from . import disk
+from .census import Census
+from .disk import Digest
+from .index import INDEX, Chunk, Entry, Index
+from .manifest import MANIFEST, Manifest
+from .meeting import Meeting, meet
+from .tensorfile import Spec, TensorWriter, in_order
+from .training import Optimizers, Said, Schedulers, joined, training
+
+STATE = "state.json"
+
+
+class Saving:
+    """A save, which may still be written."""
+
+    def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
+        self.path = path
+        self._thread = thread
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being written any more."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is there, and raise what went wrong, once."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+    def write_beside(self, write: Callable[[], None]) -> None:
+        """Write in a thread. The interpreter waits for it before it ends."""
+
+        def run() -> None:
+            try:
+                write()
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=f"saving {self.path.name}")
+        self._thread.start()
+
+
+def save(
+    path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
+    data: Any = None, extra: Mapping[str, Any] | None = None, step: int | None = None,
+    metrics: Mapping[str, float] | None = None, background: bool = False,
+) -> Saving:  # fmt: skip
+    """Write a checkpoint that a run under any plan, on any number of ranks, can go on from. All ranks call it.
+
+    optimizer   one, or a list
+    schedulers  one, or a list
+    data        where the data is: any dict of numbers, strings and lists; that of the first rank
+    extra       by name, values, or objects with state_dict and load_state_dict (a scaler, averaged weights)
+    step        which step it is of; with metrics it is written where it is found quickly
+    background  go on training while it is written: a copy is taken first. The next save, or wait() of what is
+                returned, waits for it and raises what went wrong.
+
+    Random generators, the plan and versions are saved too. What was there under the same name is replaced when the
+    new one is whole.
+    """
+    held = training(model, optimizer, schedulers, extra)
+    return begin(Path(path), held, data=data, step=step, metrics=metrics, background=background)
+
+
+def begin(
+    path: Path, held: Any, *, data: Any, step: int | None, metrics: Mapping[str, float] | None, background: bool,
+    after: Callable[[], None] | None = None,
+) -> Saving:  # fmt: skip
+    """Save; `after` is called on the first rank when the folder has its name."""
+    meeting = meet()
+    meeting.settle()
+    census = Census(held.model)
+    census.check_compiled()
+    tensors, said = meeting.together(lambda: held.collect(census, data))
+    writing = _plan(path, meeting, census, tensors, said)
+    manifest = Manifest(
+        files={}, world=meeting.size, when=datetime.now(UTC).isoformat(timespec="seconds"), step=step,
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
+    )  # fmt: skip
+    saving = Saving(path)
+    if background:
+        snapshot = meeting.together(writing.snapshot)
+        saving.write_beside(lambda: snapshot.write(meeting, manifest, after))
+        meeting.under_way = saving
+    else:
+        writing.write(meeting, manifest, after)
+    return saving
+
+
+def _plan(path: Path, meeting: Meeting, census: Census, tensors: dict[str, Tensor], said: Said | None) -> _Writing:
+    """Which rank writes what: each piece once."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, is_coordinator=meeting.first)
+    every = meeting.gather((planner.create_local_plan(), said))
+    metadata, whole, plans = None, None, [SavePlan([])] * meeting.size
+
+    def settle() -> None:
+        nonlocal metadata, whole, plans
+        if meeting.first:
+            plans, metadata = planner.create_global_plan([plan for plan, _ in every])
+            whole = joined([held for _, held in every], census)
+            disk.begin(path, MANIFEST)
+
+    meeting.together(settle)
+    mine = planner.finish_plan(meeting.deal(plans))
+    draft = path.with_name(path.name + disk.PART)
+    meeting.together(lambda: _check_shared(draft))
+    items = [item for item in mine.items if math.prod(_spec(item).shape) or not math.prod(_data(item).size)]
+    return _Writing(
+        path=path,
+        rank=meeting.rank,
+        items=items,
+        tensors=[lambda item=item: planner.resolve_data(item) for item in items],  # type: ignore[misc]
+        metadata=metadata,
+        said=whole,
+    )
+
+
+def _check_shared(draft: Path) -> None:
+    if not draft.is_dir():
+        raise CheckpointError(
+            f"{draft} is not there, and the first rank has made it: save where all ranks see the same"
+        )
+
+
+def _data(item: WriteItem) -> Any:
+    if item.tensor_data is None:
+        raise CheckpointError(f"{item.index.fqn} is not a tensor")
+    return item.tensor_data
+
+
+def _spec(item: WriteItem) -> Spec:
+    held = _data(item)
+    return Spec(dtype=held.properties.dtype, shape=tuple(held.chunk.sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Writing:
+    """What one rank writes, and on the first rank what the whole is."""
+
+    path: Path
+    rank: int
+    items: list[WriteItem]
+    tensors: list[Callable[[], Tensor]]
+    metadata: Metadata | None
+    said: Said | None
+
+    def snapshot(self) -> _Writing:
+        """The same with copies of the tensors, in the memory of the CPU."""
+        copied = [torch.empty(held.shape, dtype=held.dtype).copy_(held) for held in (get() for get in self.tensors)]
+        kept: list[Callable[[], Tensor]] = [lambda held=held: held for held in copied]  # type: ignore[misc]
+        return _Writing(
+            path=self.path, rank=self.rank, items=self.items, tensors=kept, metadata=self.metadata, said=self.said
+        )
+
+    def write(self, meeting: Meeting, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """Write the own file; the first rank then makes the checkpoint of all. An error is one on all ranks."""
+        draft = self.path.with_name(self.path.name + disk.PART)
+        try:
+            file, digest, places = meeting.together(lambda: _explained(draft, lambda: self._write_tensors(draft)))
+            every = meeting.gather((file, digest, places))
+            meeting.together(lambda: _explained(draft, lambda: self._finish(draft, manifest, every, after)))
+        except Exception:
+            if meeting.first and draft.exists():
+                disk.remove(draft)  # it takes room that may be needed
+            raise
+
+    def _write_tensors(self, draft: Path) -> tuple[str, Digest, dict[str, list[int]]]:
+        file = f"rank-{self.rank:05d}.safetensors"
+        named = {f"{item.index.fqn}@{','.join(map(str, _data(item).chunk.offsets))}": item for item in self.items}
+        sources = dict(zip(named, self.tensors, strict=True))
+        specs = {name: _spec(item) for name, item in named.items()}
+        with TensorWriter(draft / file, specs) as writer:
+            for name in in_order(specs):
+                writer.add(name, sources[name]())
+        places = {name: [writer.places[name].start] for name in named}
+        return file, writer.digest, places
+
+    def _finish(
+        self,
+        draft: Path,
+        manifest: Manifest,
+        every: list[tuple[str, Digest, dict[str, list[int]]]],
+        after: Callable[[], None] | None,
+    ) -> None:
+        if self.metadata is None:
+            return
+        files = {file: digest for file, digest, _ in every}
+        starts = {name: (file, start) for file, _, places in every for name, (start,) in places.items()}
+        index = _index(draft, self.metadata, starts)
+        files[INDEX] = disk.write_text(draft / INDEX, index.to_json())
+        files[STATE] = disk.write_text(draft / STATE, json.dumps(self.said))
+        Manifest(
+            files=files, world=manifest.world, when=manifest.when, step=manifest.step, metrics=manifest.metrics
+        ).write(draft)
+        disk.finish(self.path)
+        if after is not None:
+            after()
+
+
+def _explained(draft: Path, write: Callable[[], Any]) -> Any:
+    try:
+        return write()
+    except OSError as error:
+        raise CheckpointError(
+            f"{draft.with_suffix('')} could not be saved: {error.strerror or error} ({error.filename or draft}); "
+            "what was there before is untouched"
+        ) from error
+
+
+def _index(folder: Path, metadata: Metadata, starts: Mapping[str, tuple[str, int]]) -> Index:
+    entries = {}
+    for key, held in metadata.state_dict_metadata.items():
+        assert isinstance(held, TensorStorageMetadata)
+        chunks = []
+        for chunk in held.chunks:
+            name = f"{key}@{','.join(map(str, chunk.offsets))}"
+            if name in starts:
+                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *starts[name]))
+        spec = Spec(dtype=held.properties.dtype, shape=tuple(held.size))
+        entries[key] = Entry(spec=spec, chunks=tuple(chunks))
+    return Index(folder=folder, entries=entries)
+
+
+__all__ = ["STATE", "Saving", "begin", "save"]

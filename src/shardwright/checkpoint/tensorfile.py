@@ -1,0 +1,171 @@
+"""Tensors in files of the safetensors format: a length, a header in JSON, then the bytes of the tensors.
+
+    8 bytes   {"w": {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}, ...}   data
+
+The header comes first and the tensors after it one at a time, so that a file can be larger than
+memory. A tensor is read in part, by what is mapped from the file. There is nothing to run in
+such a file, and nothing of it is believed without a check.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .disk import Digest, Writing
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LONGEST = 100_000_000  # bytes of a header, as the format has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What a tensor is, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the bytes of a tensor begin in a file."""
+
+    spec: Spec
+    start: int
+
+
+def in_order(specs: Mapping[str, Spec]) -> list[str]:
+    """The names in the order in which a file has them: wide elements first, so that all are aligned."""
+    return sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+
+
+class TensorWriter:
+    """A file whose tensors are known, and added one at a time, in the order of `in_order`."""
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
+        self._left = in_order(specs)
+        self._specs = specs
+        self.places: dict[str, Place] = {}
+        self._header = _header(specs, self._left, metadata)
+        at = len(self._header)
+        for name in self._left:
+            self.places[name] = Place(spec=specs[name], start=at)
+            at += specs[name].size
+        self._file = Writing(path)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if not self._left or self._left[0] != name or Spec(dtype=tensor.dtype, shape=tuple(tensor.shape)) != (
+            self._specs[name]
+        ):  # fmt: skip
+            raise CheckpointError(f"{name} {tuple(tensor.shape)} {tensor.dtype} was not to be written here")
+        self._left.pop(0)
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._file.write(flat.numpy().data)
+
+    @property
+    def digest(self) -> Digest:
+        return self._file.digest
+
+    def __enter__(self) -> TensorWriter:
+        try:
+            self._file.write(self._header)
+        except BaseException as error:
+            self._file.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+        if error is None and self._left:
+            raise CheckpointError(f"{self._file.path} is not whole: {', '.join(self._left[:4])} were not written")
+
+
+def _header(specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[str, str] | None) -> bytes:
+    held: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name in order:
+        spec = specs[name]
+        if spec.dtype not in NAMES:
+            raise CheckpointError(f"{name} is of {spec.dtype}, for which the safetensors format has no name")
+        shape, end = list(spec.shape), at + spec.size
+        held[name] = {"dtype": NAMES[spec.dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(held, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+    """What a file holds, and what else its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(LONGEST, size - 8):
+            raise CheckpointError(f"{path} is not a safetensors file: its header would have {length} bytes")
+        text = file.read(length)
+    try:
+        held = json.loads(text)
+        metadata = held.pop("__metadata__", {})
+        places = {name: _place(one, 8 + length) for name, one in held.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: its header can't be read ({error!r})") from error
+    for name, place in places.items():
+        if place.start < 8 + length or place.start + place.spec.size > size:
+            raise CheckpointError(f"{path} is cut short: {name} is not all in it")
+    return places, metadata
+
+
+def _place(held: Mapping[str, Any], base: int) -> Place:
+    spec = Spec(dtype=DTYPES[held["dtype"]], shape=tuple(int(size) for size in held["shape"]))
+    start, end = held["data_offsets"]
+    if end - start != spec.size or min(spec.shape, default=0) < 0:
+        raise ValueError(f"{end - start} bytes for a tensor of {spec.size}")
+    return Place(spec=spec, start=base + int(start))
+
+
+class Mapped:
+    """Files that are read in parts, each opened once."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def box(self, path: Path, place: Place, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """A copy of a box of a tensor; only what is asked for is read."""
+        spec = place.spec
+        if not math.prod(lengths):
+            return torch.empty(tuple(lengths), dtype=spec.dtype)
+        count, width = math.prod(spec.shape), spec.dtype.itemsize
+        flat = numpy.frombuffer(self._map(path), dtype=f"u{width}", count=count, offset=place.start)
+        whole = flat.reshape(spec.shape)
+        part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))]
+        return torch.from_numpy(numpy.array(part, order="C")).view(spec.dtype)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[path]

@@ -1,0 +1,222 @@
+"""Ordinary weights: one safetensors file with the original keys, or a folder as Hugging Face has it.
+
+    model.safetensors                                         one file
+    model-00001-of-00003.safetensors, ...                     several, and
+    model.safetensors.index.json                              which key is in which
+
+No rank ever holds the whole model. To write, one tensor at a time is gathered and streamed to the
+disk by the first rank. To read, each rank takes its boxes out of the files.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError, InputError
+from ..runtime.model import ParallelModel
+from ..runtime.state import PieceTensor
+from ..runtime.world import here
+from . import disk
+from .census import Census
+from .fit import fit
+from .index import HF_INDEX, HF_SINGLE, index_of_weights, read_into
+from .meeting import meet
+from .tensorfile import Spec, TensorWriter, in_order
+
+Tied = Literal["once", "all"]
+SHARD = 5 * 10**9  # bytes of a file, as Hugging Face cuts them
+
+
+def save_weights(
+    path: str | Path, model: nn.Module, *, dtype: torch.dtype | None = None, shard_size: int = SHARD,
+    tied: Tied = "once",
+) -> None:  # fmt: skip
+    """Write the model's weights as an ordinary checkpoint. All ranks call it.
+
+    path        x.safetensors for one file, else a folder: with a model of Hugging Face it gets its config too
+    dtype       of floating-point weights; without it, as they are
+    shard_size  bytes of one file of a folder at most, unless one tensor is larger
+    tied        tied weights are written "once", under the first of their keys, and the header names the others;
+                or under "all" of them
+    """
+    if tied not in ("once", "all"):
+        raise InputError(f'tied={tied!r} is not known; use "once" or "all"')
+    meeting, census = meet(), Census(model)
+    meeting.settle()
+    census.check_compiled()
+    own = census.tensors()
+    specs = {key: Spec(dtype=_cast(held, dtype), shape=census.shapes[key]) for key, held in _kinds(census, own).items()}
+    source = Gathered(census, own, specs)
+    aliases = census.tied
+    if tied == "all":
+        specs |= {key: specs[first] for key, first in aliases.items()}
+        source, aliases = source.also(aliases), {}
+    target = Path(path)
+
+    def write() -> None:
+        write_weights(target, specs, source, aliases, shard_size, write=meeting.first)
+        if meeting.first:
+            _write_config(target, model)
+
+    with torch.no_grad():
+        meeting.together(write)
+
+
+def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True) -> None:
+    """Fill the model with the weights of a safetensors file or a folder of Hugging Face; each rank reads its part.
+
+    Tied weights may be there under any of their keys. With strict=False other keys may be missing or too many.
+    """
+    meeting, census = meet(), Census(model)
+    meeting.settle()
+
+    def read() -> None:
+        index, tied = index_of_weights(Path(path))
+        names = fit(census, index, tied, "", strict, str(path))
+        read_into({key: held for key, held in census.tensors().items() if key in names}, index, names)
+
+    meeting.together(read)
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def write_weights(
+    path: Path, specs: Mapping[str, Spec], get: Callable[[str], Tensor], aliases: Mapping[str, str], shard_size: int,
+    write: bool = True,
+) -> None:  # fmt: skip
+    """Stream tensors to one file or to a folder of several. `get` is called in one order on all ranks."""
+    single = path.suffix == ".safetensors"
+    shards = [list(specs)] if single else list(_shards(specs, shard_size))
+    names = [path.name] if single else _names(len(shards))
+    folder = path.parent if single else path
+    coming = (get(key) for keys in shards for key in in_order({key: specs[key] for key in keys}))
+    try:
+        if write:
+            folder.mkdir(parents=True, exist_ok=True)
+            for keys, name in zip(shards, names, strict=True):
+                own = {key: specs[key] for key in keys}
+                _write_file(folder / name, own, {key: first for key, first in aliases.items() if first in own}, coming)
+            if not single:
+                _write_index(folder, specs, shards, names)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}; what was there before is untouched") from error
+    finally:
+        for _ in coming:  # other ranks wait for this one in every gather
+            pass
+
+
+def _write_file(path: Path, specs: Mapping[str, Spec], tied: Mapping[str, str], coming: Iterator[Tensor]) -> None:
+    part = path.with_name(path.name + disk.PART)
+    try:
+        with TensorWriter(part, specs, {"format": "pt", **tied}) as writer:
+            for key in in_order(specs):
+                writer.add(key, next(coming))
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    disk.move(part, path)
+
+
+def _shards(specs: Mapping[str, Spec], size: int) -> Iterator[list[str]]:
+    held: list[str] = []
+    left = size
+    for key, spec in specs.items():
+        if held and spec.size > left:
+            yield held
+            held, left = [], size
+        held.append(key)
+        left -= spec.size
+    yield held
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return [HF_SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Sequence[list[str]], names: Sequence[str]) -> None:
+    """The index of a folder; files of an earlier one that it does not name are removed."""
+    if len(names) > 1:
+        total = sum(spec.size for spec in specs.values())
+        where = {key: name for keys, name in zip(shards, names, strict=True) for key in keys}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+        disk.replace_text(folder / HF_INDEX, text + "\n")
+    else:
+        (folder / HF_INDEX).unlink(missing_ok=True)
+    for old in [*folder.glob("model-*-of-*.safetensors"), folder / HF_SINGLE]:
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+
+
+def _write_config(path: Path, model: nn.Module) -> None:
+    """What a folder of Hugging Face has besides weights, if the model knows it."""
+    if path.suffix == ".safetensors":
+        return
+    for name in ("config", "generation_config"):
+        held: Any = copy.deepcopy(getattr(model, name, None))
+        if hasattr(held, "save_pretrained"):
+            if name == "config":
+                inner = model._around["skeleton"] if isinstance(model, ParallelModel) else model
+                held.architectures = [type(inner).__name__]
+            held.save_pretrained(path)
+
+
+# -- one tensor at a time --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    dtype: torch.dtype
+
+
+def _kinds(census: Census, own: Mapping[str, Tensor]) -> dict[str, Tensor | _Kind]:
+    """What every key is, in one order on all ranks; of what others hold, only the dtype."""
+    found: dict[str, Tensor | _Kind] = {}
+    for prefix, part in census.compiled.items():
+        holding = part._ready()
+        for _, helds in holding.seats:
+            found.update({prefix + held.name: _Kind(held.dtype) for held in helds})
+    return {key: own.get(key, found.get(key, _Kind(torch.float32))) for key in census.shapes}
+
+
+def _cast(held: Tensor | _Kind, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
+
+
+class Gathered:
+    """Tensors of a model, whole, one at a time. All ranks must ask for the same ones in the same order."""
+
+    def __init__(self, census: Census, own: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> None:
+        self._census, self._own, self._specs = census, own, specs
+        self._names: dict[str, str] = {}
+
+    def also(self, names: Mapping[str, str]) -> Gathered:
+        """The same, under more names."""
+        self._names = dict(names)
+        return self
+
+    def __call__(self, name: str) -> Tensor:
+        key = self._names.get(name, name)
+        spec, world = self._specs[key], here()
+        held = self._own[key] if self._census.writes(key) else None
+        if isinstance(held, DTensor | PieceTensor):
+            held = held.full_tensor()
+        source = self._census.source(key)
+        if held is None or source not in (None, world.rank):
+            held = torch.empty(spec.shape, dtype=spec.dtype, device=world.device)
+        held = held.detach().to(spec.dtype).contiguous()
+        if source is not None:
+            dist.broadcast(held, source)
+        return held

@@ -1,0 +1,147 @@
+"""`shardwright checkpoint inspect | convert | verify`: look at checkpoints, and turn them into ordinary weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.table import Table
+
+from ..checkpoint import Opened, checkpoint_at, checkpoints_in, convert, open_checkpoint, verify
+from ..errors import CheckpointError, InputError
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def add_checkpoint(above: Any) -> None:
+    """The command and its actions, which have to be added from the top down."""
+    parser = ArgumentParser(
+        description="Look at checkpoints, check them, and turn them into ordinary weights and back."
+    )
+    above.add_subcommand("checkpoint", parser, help="look at checkpoints, check and convert them")
+    commands = parser.add_subcommands(dest="action")
+    shown = ArgumentParser(description="Show what a checkpoint has, or the latest of a folder of them.")
+    shown.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
+    shown.add_argument("--full", action="store_true", help="show the state of the optimizer and all other tensors too")
+    commands.add_subcommand("inspect", shown, help="what a checkpoint has")
+
+    turned = ArgumentParser(
+        description="Write the weights of a checkpoint as one safetensors file or a folder of Hugging Face, or make a "
+        "checkpoint of such weights."
+    )
+    turned.add_argument("path", type=Path, help="a checkpoint, a safetensors file, or a folder of Hugging Face")
+    turned.add_argument("--to", type=Path, required=True, help="x.safetensors for one file, else a folder")
+    turned.add_argument("--form", choices=["file", "hf", "checkpoint"], help="of what is written, if not as usual")
+    turned.add_argument("--dtype", choices=list(DTYPES), help="of the weights, if other than they have")
+    turned.add_argument("--shard-gb", type=float, default=5.0, help="of one file of a Hugging Face folder, at most")
+    turned.add_argument("--config", type=Path, help="a Hugging Face folder whose config and tokenizer are copied")
+    commands.add_subcommand("convert", turned, help="to ordinary weights, or back")
+
+    checked = ArgumentParser(description="Read every byte of a checkpoint and compare with its digests.")
+    checked.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints: then all of them")
+    commands.add_subcommand("verify", checked, help="whether it is whole")
+
+
+def run_checkpoint(asked: Namespace, console: Console) -> int:
+    return _ACTIONS[asked.action](asked[asked.action], console)
+
+
+def run_inspect(asked: Namespace, console: Console) -> int:
+    opened = open_checkpoint(_found(asked.path))
+    console.print(_facts(opened))
+    console.print(_tensors(opened, asked.full))
+    return 0
+
+
+def run_convert(asked: Namespace, console: Console) -> int:
+    if asked.shard_gb <= 0:
+        raise InputError(f"--shard-gb {asked.shard_gb} is no size of a file")
+    form = convert(
+        asked.path, asked.to, form=asked.form, dtype=DTYPES.get(asked.dtype), shard_size=int(asked.shard_gb * 10**9),
+        config=asked.config,
+    )  # fmt: skip
+    said = {"file": "a safetensors file", "hf": "a folder of Hugging Face", "checkpoint": "a checkpoint"}[form]
+    console.print(f"written to {asked.to}, {said}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def run_verify_checkpoint(asked: Namespace, console: Console) -> int:
+    several = sorted({*checkpoints_in(asked.path), *(mark.parent for mark in asked.path.glob("step-*/manifest.json"))})
+    faults = 0
+    for path in several or [_found(asked.path)]:
+        try:
+            manifest = verify(path)
+        except CheckpointError as error:
+            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+            faults += 1
+        else:
+            console.print(f"{path} is whole: {_bytes(manifest.size)}", highlight=False, soft_wrap=True)
+    return 1 if faults else 0
+
+
+_ACTIONS = {"inspect": run_inspect, "convert": run_convert, "verify": run_verify_checkpoint}
+
+
+def _found(path: Path) -> Path:
+    found = checkpoint_at(path)
+    if found is None:
+        raise InputError(f"{path} is no checkpoint, and no folder of them")
+    return found
+
+
+def _facts(opened: Opened) -> Table:
+    said, manifest = opened.said, opened.manifest
+    table = Table(title=str(opened.folder), show_header=False, title_justify="left")
+    table.add_row("step", str(manifest.step) if manifest.step is not None else "not said")
+    table.add_row("saved", f"{manifest.when}, by {manifest.world} rank{'s' if manifest.world > 1 else ''}")
+    table.add_row("size", f"{_bytes(manifest.size)} in {len(manifest.files)} files")
+    for prefix, plan in said["plans"].items():
+        table.add_row(f"plan of {prefix[:-1]}" if prefix else "plan", _plan(json.loads(plan)))
+    for held in said["optimizers"]:
+        counts = ", ".join(f"{len(group['params'])} at lr {group.get('lr', '?')}" for group in held["groups"])
+        table.add_row("optimizer", f"{held['kind']}: {counts}")
+    if said["schedulers"]:
+        table.add_row("schedulers", str(len(said["schedulers"])))
+    if manifest.metrics:
+        table.add_row("metrics", ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items()))
+    if said["data"] is not None:
+        table.add_row("data", json.dumps(said["data"]))
+    if said["extra"]:
+        table.add_row("extra", ", ".join(said["extra"]))
+    table.add_row("versions", ", ".join(f"{name} {held}" for name, held in said["versions"].items()))
+    return table
+
+
+def _plan(plan: Mapping[str, Any]) -> str:
+    mesh = ", ".join(f"{name} {size}" for name, size in plan.get("mesh", {}).items())
+    return f"{plan.get('policy', '?')} (mesh: {mesh or 'one device'})"
+
+
+def _tensors(opened: Opened, full: bool) -> Table:
+    table = Table("key", "shape", "dtype", "size", "pieces")
+    others = {key: entry for key, entry in opened.index.entries.items() if not key.startswith("model/")}
+    for key, entry in opened.index.entries.items():
+        if full or key not in others:
+            spec = entry.spec
+            name, dtype = key if full else key.removeprefix("model/"), str(spec.dtype).removeprefix("torch.")
+            shape = " ".join(map(str, spec.shape)) or "a number"
+            table.add_row(name, shape, dtype, _bytes(spec.size), str(len(entry.chunks)))
+    for key, first in opened.said["tied"].items():
+        table.add_row(key, f"tied to {first}", "", "", "")
+    if others and not full:
+        size = sum(entry.spec.size for entry in others.values())
+        table.add_row(f"{len(others)} more, of optimizers and others (--full)", "", "", _bytes(size), "")
+    return table
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
