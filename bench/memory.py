@@ -35,8 +35,9 @@ from torch.profiler import ProfilerActivity
 
 import shardwright as sw
 from shardwright.capture import capture
-from shardwright.compile import make_plan, skeleton_of
+from shardwright.compile import skeleton_of
 from shardwright.cost import Memory, Training, peak
+from shardwright.planning import make_plan
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
 from shardwright.verify.ranks import run_processes
@@ -180,12 +181,19 @@ def analysed(name: str) -> Analysis:
 
 
 def measure_here(rank: int, name: str, plan: str) -> Measured:
-    """Two steps on this rank, of which the second is measured."""
+    """Two steps of a model on this rank, of which the second is measured."""
+    return measure_case(MODELS[name], plan)
+
+
+def measure_case(make: Callable[[], Case], plan: str, **options: Any) -> Measured:
+    """The same for what `make` returns; `options` are those of parallelize."""
     others = alive()  # of what this process did before
-    module, args, kwargs = MODELS[name]()
+    module, args, kwargs = make()
     optimizer = torch.optim.AdamW(module.parameters())
     with tempfile.TemporaryDirectory() as folder:
-        compiled, optimizer = sw.parallelize(module, optimizer, example=(args, kwargs), plan=plan, directory=folder)
+        compiled, optimizer = sw.parallelize(
+            module, optimizer, example=(args, kwargs), plan=plan, directory=folder, **options
+        )
     del module
     gc.collect()
     start = sum(size for address, size in alive().items() if address not in others)

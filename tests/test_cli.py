@@ -208,6 +208,106 @@ def test_verify_says_no_and_where(net, capsys, monkeypatch):
     assert "the first difference: down / bias < fan_in down" in out
 
 
+# Pipelines.
+
+
+def test_a_schedule_is_drawn_with_its_time_its_waiting_and_what_it_keeps(capsys):
+    assert main(["simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "3"]) == 0
+
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if " |" in line]) == 2
+    assert "12 in all; devices wait 25.0 % of the time; at most 2 microbatches are kept on a device" in out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bubble"),
+    [("gpipe", 9.0), ("1f1b", 9.0), ("interleaved", 4.5), ("interleaved:3", 3.0), ("zb", 3.0), ("zbv", 1.5)],
+)
+def test_schedules_wait_as_long_as_the_page_says(schedule, bubble, capsys):
+    """Four stages and eight microbatches, F = B = W = 1: the work is 24."""
+    assert main(["simulate", "--schedule", schedule, "--stages", "4", "--microbatches", "8"]) == 0
+
+    assert f"{24 + bubble:g} in all" in capsys.readouterr().out
+
+
+def test_slow_links_and_stages_count(capsys):
+    asked = ["simulate", "--stages", "2", "--microbatches", "1", "--forward", "2", "--backward", "3", "--weight", "0"]
+    assert main([*asked, "--link", "0.5"]) == 0
+
+    assert "11 in all" in capsys.readouterr().out  # 2 + 2 forward, 3 + 3 backward, a message each way
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--schedule", "zbb"], "there is no schedule 'zbb'; the known ones are gpipe"),
+        (["--stages", "0"], "--stages 0 is none; at least 1"),
+        (["--microbatches", "-1"], "--microbatches -1 is none; at least 1"),
+    ],
+)
+def test_schedules_that_can_not_be_drawn_are_refused(arguments, said, capsys):
+    assert main(["simulate", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_compile_writes_a_file_for_each_segment(net, tmp_path, capsys):
+    assert main(["compile", net, "--plan", "pp=2,dp=2", "--microbatches", "2", "-o", "out"]) == 0
+
+    paths = sorted((tmp_path / "out").rglob("*.py"))
+    assert [path.name.rsplit("_", 1)[0] for path in paths] == ["train_segment0of2", "train_segment1of2"]
+    assert capsys.readouterr().out.count("for 2 devices") == 2
+    for path in paths:
+        compile(path.read_text(), str(path), "exec")
+        assert "2 microbatches" in path.read_text()
+
+
+def test_a_pipeline_is_planned_written_and_verified(net, tmp_path, capsys):
+    assert main(["plan", net, "--plan", "pp=2", "--microbatches", "2", "-o", "plan.json"]) == 0
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert (data["policy"], data["microbatches"], data["schedule"]) == ("pp=2", 2, "1f1b")
+    assert [held["devices"] for held in data["entries"]["train"]] == [[0], [1]]
+    assert [held["ops"][0] for held in data["entries"]["train"]] == ["up", "down"]
+
+    assert main(["compile", net, "--plan", "plan.json", "-o", "out"]) == 0
+    assert len(list((tmp_path / "out").rglob("*.py"))) == 2
+    assert main(["verify", net, "--plan", "plan.json", "--steps", "1", "--eval"]) == 0
+    assert "on 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,zb", "pp=1+2,dp", "single"])
+def test_verify_in_microbatches(net, plan, capsys):
+    assert main(["verify", net, "--plan", plan, "--microbatches", "2", "--steps", "1"]) == 0
+    assert "the same; worst" in capsys.readouterr().out
+
+
+def test_verify_notices_a_pipeline_that_is_wrong(net, capsys, monkeypatch):
+    """Gradients of one microbatch are lost."""
+    monkeypatch.setattr(
+        "shardwright.runtime.pipeline.loop.share", lambda out, gradient, count, at: gradient * (at == 0)
+    )
+
+    assert main(["verify", net, "--plan", "pp=2", "--microbatches", "2", "--steps", "1"]) == 1
+    assert "tensors differ" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["verify", "--plan", "pp=2", "--microbatches", "3"],
+            "a batch of 4 does not divide into 3 microbatches; 1, 2, 4",
+        ),
+        (["compile", "--plan", "pp=2", "--microbatches", "8"], "8 microbatches are more than the batch has rows (4)"),
+        (["plan", "--plan", "pp=9"], "9 segments are asked for, and the model can be cut in"),
+        (["plan", "--plan", "pp=2", "--devices", "3"], "--devices 3 does not fit --plan pp=2, which is for 2"),
+    ],
+)
+def test_pipelines_that_can_not_be_are_refused(net, arguments, said, capsys):
+    command, *rest = arguments
+    assert main([command, net, *rest]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -291,7 +391,7 @@ def test_rows_are_repeated_or_cut():
 def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "plan,explain,diff,simulate,compile,verify,calibrate,checkpoint" in done.stdout
+    assert "plan,explain,diff,simulate,compile,verify" in done.stdout
 
 
 def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):

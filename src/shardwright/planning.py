@@ -19,8 +19,10 @@ from .cost import STATES, Training
 from .errors import PlanError
 from .ir import Graph, Output
 from .plan import Plan, Request, draw, read_request
-from .plan.auto import Found, Progress, Wishes, extend, search
+from .plan.auto import Found, Progress, Wishes, extend
 from .plan.file import load as load_plan
+from .plan.joint import Outcome, beside, note_of, predicted
+from .plan.joint import find as find_joint
 from .plan.pipeline import continue_pipeline, draw_pipeline
 from .plan.price import price
 from .plan.recompute import faults_of
@@ -65,15 +67,33 @@ def make_plan(
     elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
         plan = load_plan(wish, graph)
     elif wish == "auto":
-        return find_plan(facts, world, setting or Setting(cluster=cluster_of(world))).plan
+        given = setting or Setting(cluster=cluster_of(world))
+        wishes = replace(given.wishes, microbatches=asked.microbatches, local=asked.local)
+        return find_plan(facts, world, replace(given, wishes=wishes)).plan
     elif isinstance(wish, str):
         plan = _drawn(graph, facts, read_request(wish, world), asked, str(setting.cluster) if setting else "")
     else:
         plan = wish(graph, world)
+    if not (isinstance(wish, str) and not wish.endswith(".json")):
+        _check_batching(plan, asked)
     if plan.size != world:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
     plan.check_against(graph)
     return priced(plan, facts, setting) if setting is not None and not plan.is_pipeline else plan
+
+
+def _check_batching(plan: Plan, asked: Batching) -> None:
+    """Refuse a plan that says other microbatches than were asked for."""
+    if asked.microbatches not in (None, plan.microbatches):
+        raise PlanError(
+            f"the plan has {plan.microbatches} microbatches, and {asked.microbatches} are asked for; leave that to it"
+        )
+    if plan.local != asked.local:
+        how, said = ("local", "global") if plan.local else ("global", "local")
+        raise PlanError(
+            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{said}" is '
+            "asked for; ask for what the plan is for, or make another"
+        )
 
 
 def _drawn(graph: Graph, facts: Analysis, request: Request, asked: Batching, cluster: str) -> Plan:
@@ -83,8 +103,8 @@ def _drawn(graph: Graph, facts: Analysis, request: Request, asked: Batching, clu
     return draw(graph, request, facts, cluster)
 
 
-def find_plan(facts: Analysis, world: int, setting: Setting) -> Found:
-    """Search for the best plan, and say in it what it costs."""
+def find_plan(facts: Analysis, world: int, setting: Setting) -> Outcome:
+    """Search for the best plan, flat or a pipeline, and say in it what it costs."""
     if setting.cluster.size < world:
         raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
     wishes = replace(setting.wishes, data_only=setting.rows)
@@ -92,8 +112,20 @@ def find_plan(facts: Analysis, world: int, setting: Setting) -> Found:
     if strange:
         raise PlanError(f'with inputs="rows" every axis splits the batch and is called dp, not {", ".join(strange)}')
     with without_collection():
-        found = search(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
-        return replace(found, plan=priced(found.plan, facts, setting, found))
+        found = find_joint(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
+        return replace(found, plan=_told(found, facts, setting))
+
+
+def _told(found: Outcome, facts: Analysis, setting: Setting) -> Plan:
+    """The plan that was found, with what it costs, and how it compares with plans of the other kind."""
+    entry, note = facts.graph.entry, note_of(found)
+    if found.pipeline is not None:
+        said = predicted(found, setting.cluster, setting.training, facts.graph)
+        plan = replace(found.plan, predicted={**found.plan.predicted, entry: said})
+    else:
+        plan = priced(found.plan, facts, setting, found.flat)
+        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **beside(found)}})
+    return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 
 def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = None) -> Plan:

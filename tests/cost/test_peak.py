@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.compile import make_plan
 from shardwright.cost import ON_CPU, ON_GPU, Memory, Training, peak
 from shardwright.cost.fusing import fuse
 from shardwright.cost.heap import ACTIVATION
 from shardwright.cost.peak import Timeline
 from shardwright.cost.rank import steps_of
+from shardwright.planning import make_plan
 from shardwright.rules import Analysis
 from tests.models.zoo import ZOO
 

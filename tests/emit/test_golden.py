@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emit.emitted import text_of
+from tests.emit.emitted import pipeline_texts, text_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -29,6 +29,15 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 def test_the_text_is_the_one_that_was_last_looked_at(name, plan):
     path = GOLDEN / f"{name}-{plan.replace('=', '').replace(',', '-')}.py.txt"
     text = text_of(plan, name)
+    if os.environ.get("SHARDWRIGHT_UPDATE"):
+        path.write_text(text)
+
+    assert text == path.read_text()
+
+
+def test_so_are_the_texts_of_a_pipelines_segments():
+    path = GOLDEN / "gpt-pp2-zb.py.txt"
+    text = "\n\n".join(pipeline_texts("pp=2,zb", 2))
     if os.environ.get("SHARDWRIGHT_UPDATE"):
         path.write_text(text)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
 from shardwright.plan import read_request
-from shardwright.runtime import comm, gradients
+from shardwright.runtime import buckets, comm
 from shardwright.runtime.holding import gather, kept_layout
 from shardwright.runtime.model import ParallelModel
 from tests.runtime.ranks import run_ranks
@@ -91,7 +91,7 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
             text=model.generated.read_text() if model.generated else "",
         )  # fmt: skip
 
-    with mock.patch.object(gradients, "dist", noted):
+    with mock.patch.object(buckets, "dist", noted):
         return run_ranks(world_of(plan), run)
 
 

@@ -6,6 +6,9 @@ import pytest
 
 from shardwright.errors import PlanError
 from shardwright.plan import read_request
+from shardwright.plan.strings import SCHEDULES
+from shardwright.schedule import kind_named
+from shardwright.schedule.kinds import KINDS
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,93 @@ def test_a_plan_that_makes_no_sense_is_refused_with_its_text_and_a_remedy(text, 
 def test_a_plan_for_another_number_of_processes_names_both_and_says_how_to_start_them():
     with pytest.raises(PlanError, match=r"for 4 devices, but there are 3 processes; start 4 .*--nproc-per-node=4"):
         read_request("dp=2,tp=2", world=3)
+
+
+# Pipelines.
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "mesh"),
+    [
+        ("pp=2", (1, 1), "one device"),
+        ("pp=4,zb", (1, 1, 1, 1), "one device"),
+        ("dp=2,pp=2", (2, 2), "dp=2"),
+        ("pp=2,tp=2,dp=2", (4, 4), "dp=2 x tp=2"),
+        ("pp=1+3,dp", (1, 3), "one device"),
+        ("pp=3+1,dp", (3, 1), "dp=3"),
+        ("pp=2+2,dp=2", (2, 2), "dp=2"),
+        ("pp = 2, interleaved = 3", (1, 1), "one device"),
+    ],
+)
+def test_stages_have_the_devices_that_the_other_axes_say_or_those_that_are_counted_out(text, stages, mesh):
+    request = read_request(text)
+
+    assert request.stages == stages
+    assert request.size == sum(stages)
+    assert str(request.mesh) == mesh
+
+
+def test_the_policy_without_a_number_takes_what_a_stage_has():
+    request = read_request("pp=1+2+3,zero1")
+
+    parts = [[(policy, axis.name, axis.size) for policy, axis in request.parts_of(size)] for size in request.stages]
+    assert parts == [[], [("zero1", "dp", 2)], [("zero1", "dp", 3)]]
+
+
+@pytest.mark.parametrize("word", SCHEDULES)
+def test_every_schedule_is_known_by_its_word(word):
+    request = read_request(f"pp=2,{word}")
+
+    assert request.schedule == word
+    assert kind_named(request.schedule).name == word
+
+
+def test_the_schedules_of_a_plan_string_are_those_that_there_are():
+    assert set(SCHEDULES) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=2", "pp=1+3,dp", "pp=2,dp=2,zb", "pp=2,interleaved=3", "pp=1+3,zero1,gpipe,recompute", "pp=4,tp=2,zbv"]
+)
+def test_a_pipeline_prints_as_it_can_be_read(text):
+    request = read_request(text)
+
+    assert str(request) == text
+    assert read_request(str(request)) == request
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pp", "does not say what stages pp has; write pp=2, or pp=1+3"),
+        ("pp=1", "does not say what stages pp has"),
+        ("pp=0", "does not say what stages pp has"),
+        ("pp=2+", "does not say what stages pp has"),
+        ("pp=0+2,dp", "does not say what stages pp has"),
+        ("pp=two", "does not say what stages pp has"),
+        ("pp=2,pp=3", "names pp twice"),
+        ("pp=2,gpipe,zb", "names the schedules gpipe, zb; a pipeline has one"),
+        ("gpipe", "names the schedule gpipe, but no pipeline; add pp=2"),
+        ("dp=2,zb", "names the schedule zb, but no pipeline; add pp=2"),
+        ("pp=2,zb=2", "gives zb a number, which only interleaved takes"),
+        ("pp=2,interleaved=0", "gives interleaved '0'; it takes the number of segments a stage has"),
+        ("pp=2,interleaved=x", "gives interleaved 'x'; it takes the number of segments a stage has"),
+        ("pp=2,dp", "does not say how many devices dp has; write dp=2"),
+        ("pp=1+3", "has stages of 1, 3 devices; say how each uses them with one policy without a number"),
+        ("pp=1+3,dp=3", "has stages of 1, 3 devices; say how each uses them with one policy without a number"),
+        ("pp=1+3,dp,tp=2", "has unequal stages; give them one policy without a number, as in pp=1+3,dp"),
+        ("pp=1+3,dp,tp", "gives unequal stages dp and tp; they take one policy"),
+        ("pp=2,zbx", "asks for 'zbx'; known are dp, tp"),
+    ],
+)
+def test_a_pipeline_that_makes_no_sense_is_refused(text, said):
+    with pytest.raises(PlanError) as error:
+        read_request(text)
+
+    assert repr(text) in str(error.value)
+    assert said in str(error.value)
+
+
+def test_stages_count_for_the_number_of_processes():
+    with pytest.raises(PlanError, match=r"for 4 devices, but there are 2 processes; start 4 .*--nproc-per-node=4"):
+        read_request("pp=1+3,dp", world=2)

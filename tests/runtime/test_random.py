@@ -44,7 +44,7 @@ def test_masks_differ_by_seed_step_microbatch_op_and_place() -> None:
         mask(Randomness()),
         mask(Randomness(seed=1)),
         mask(Randomness(step=1)),
-        mask(Randomness(microbatch=1)),
+        mask(Randomness(microbatch=1, apart=True)),
         mask(Randomness(), op="other"),
         mask(Randomness(), (0, dp[0], None)),
         mask(Randomness(), (0, dp[1], None)),

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwright.errors import InputError
 from shardwright.rules import parse, registry
 from shardwright.runtime import comm, linears
 from shardwright.verify import first_difference, trace
@@ -137,3 +138,10 @@ def test_a_trace_lists_every_value_with_its_layout_and_hashes(gated):
     assert all(digits in text for digits in weights.hashes)
     loss = [row for row in found.rows if row.phase == "forward" and " < fan_in " in row.op][-1]
     assert loss.hashes[0] == loss.hashes[1]  # the loss is whole
+
+
+def test_pipelines_are_not_followed_op_by_op():
+    module, args, kwargs = ZOO["mlp"]()
+
+    with pytest.raises(InputError, match="pp=2 runs by a schedule, and only plans without stages"):
+        first_difference(module, "pp=2", example=(args, kwargs))

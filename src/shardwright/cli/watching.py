@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from ..report.screen import said_time
+from ..report.parts import said_time
 
 
 class Watching:

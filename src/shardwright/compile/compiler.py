@@ -44,7 +44,7 @@ from ..runtime.world import Groups, Moment, World
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
-from .seats import find_seats
+from .seats import check_held, find_seats
 
 Outputs = Literal["all", "scalars"]
 
@@ -130,6 +130,7 @@ class Compiler:
         with without_collection():
             facts = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, facts)
+            self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
                 programs = lowered.programs
@@ -140,6 +141,7 @@ class Compiler:
         if model._holding is None:
             self._hold(model, plan, made)
         seats = find_seats(plan.entries[graph.entry], made)
+        check_held(seats, model._ready().seats, made)
         groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
@@ -222,7 +224,8 @@ class Compiler:
             module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix
         )
         seats = find_seats(plan.segments, made)
-        holding = holder.hold(seats, getattr(made[0].module, "UNITS", ()))
+        units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
+        holding = holder.hold(seats, tuple(units))
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
         if self.optimizer is not None:

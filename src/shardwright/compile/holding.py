@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InputError, PlanError
+from ..errors import InputError
 from ..plan.rows import replica_axes
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter
@@ -35,6 +36,7 @@ class Holder:
 
     def hold(self, seats: Sequence[Seat], units: Sequence[str] = ()) -> Holding:
         """What this rank holds. All ranks must call it. `units` are those of ZeRO-3, in their order."""
+        self._check_meta()
         every = [seat.groups() for seat in seats]
         mine = next(number for number, seat in enumerate(seats) if self.world.rank in seat.mesh.devices)
         seat, groups = seats[mine], every[mine]
@@ -56,12 +58,25 @@ class Holder:
             parameters=pieces,
             buffers=buffers,
             sync=self._sync([(one, p) for one, p in pairs if one.trainable], groups, every_held),
-            zero=self._zero3(pairs, groups, units, len(seats) > 1),
+            zero=self._zero3(pairs, groups, units),
             random=self.random,
             replica_axes=replica_axes(seat.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
             seats=every_held,
+            empty={key for key in own if old[key].is_meta},
         )
+
+    def _check_meta(self) -> None:
+        """Parameters may be on meta, on all ranks or on none: those with values share them, and would wait."""
+        lost = [key for key, held in self.module.named_buffers() if held.is_meta]
+        if lost:
+            raise InputError(f"the buffers {', '.join(lost)} are on meta; parameters may be, buffers need values")
+        if dist.is_initialized() and self.world.size > 1:
+            count = sum(held.is_meta for held in self.module.parameters())
+            most = torch.tensor([count, -count], device=self.world.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            if int(most[0]) != -int(most[1]):
+                raise InputError("some ranks have parameters on meta and others have them with values; make all alike")
 
     def replaced(
         self, pieces: Mapping[str, ShardParameter], seats: Sequence[Seat]
@@ -75,20 +90,18 @@ class Holder:
         ties = Ties(seats) if len(seats) > 1 else None
         return GradientSync(trained, groups, ties=ties) if ties is not None or groups.mesh.size > 1 else None
 
-    def _zero3(
-        self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str], pipeline: bool
-    ) -> Zero3 | None:
+    def _zero3(self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str]) -> Zero3 | None:
         units: dict[str, list[tuple[Held, nn.Parameter]]] = {}
         for one, parameter in pairs:
             if one.level == 3:
                 units.setdefault(one.unit, []).append((one, parameter))
-        if units and pipeline:
-            raise PlanError("zero3 gathers parameters in every microbatch; in a pipeline use zero1 or zero2")
         return Zero3(units, groups, [unit for unit in order if unit in units]) if units else None
 
     def _piece(self, full: Tensor, held: Held, groups: Groups) -> ShardParameter:
         sizes = groups.mesh.sizes
         local = scatter(full.to(held.dtype), held, sizes, coordinates(groups), kept_layout(held, sizes))
+        if local.is_meta:  # the values come with a checkpoint; until then the model does not run
+            local = torch.empty_like(local, device=self.world.device)
         made = make_parameter(local, held, groups)
         made.prefix = self.prefix
         return made
@@ -96,7 +109,7 @@ class Holder:
     def _shared(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""
         if tensor.is_meta:
-            raise InputError("the model has parameters on meta; materialise and initialise them before parallelize")
+            return tensor.detach()
         copied = tensor.detach().to(self.world.device, copy=True).contiguous()
         if self.promote and copied.is_floating_point():
             copied = copied.double()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..capture import Captured
+from ..ir import Graph
 from ..lower import Exit, Passage, Pipelined
 from ..plan.pipeline import schedule_of
 from ..runtime.model import Holding
@@ -40,10 +41,12 @@ def assemble(
     training, forward = (with_prologue(schedule, early) for schedule in schedules)
     for schedule in (training, forward):
         check(schedule, lowered.edges)
+    leaving = tuple(_leaving(held) for held in lowered.exits)
+    behind = [_behind(captured.graph, out.value) for out in leaving]
     return Pipeline(
         placed=placed,
-        crossings=tuple(_crossing(held) for held in lowered.passages),
-        leaving=tuple(_leaving(held) for held in lowered.exits),
+        crossings=tuple(_crossing(held, behind) for held in lowered.passages),
+        leaving=leaving,
         schedule=training,
         forward=forward,
         moment=moment,
@@ -85,7 +88,20 @@ def _placed(
     )
 
 
-def _crossing(held: Passage) -> Crossing:
+def _behind(graph: Graph, value: str) -> set[str]:
+    """The values on which one depends by what has a gradient."""
+    found: set[str] = set()
+    todo = [value]
+    while todo:
+        name = todo.pop()
+        if name not in found and graph.values[name].gradient:
+            found.add(name)
+            maker = graph.producer.get(name)
+            todo += () if maker is None else maker.inputs
+    return found
+
+
+def _crossing(held: Passage, behind: Sequence[set[str]]) -> Crossing:
     return Crossing(
         value=held.value,
         giver=held.giver,
@@ -95,6 +111,7 @@ def _crossing(held: Passage) -> Crossing:
         gradient=held.gradient,
         given=held.given,
         taken=held.taken,
+        outputs=frozenset(at for at, names in enumerate(behind) if held.value in names),
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import PlanError
+from ..errors import PlanError, raise_all
 from ..layout import Mesh
 from ..lower import Program
 from ..plan import Segment
 from ..runtime.holding import Held, parse, wanted_groups
+from ..runtime.state import Seats
 from ..runtime.world import Groups
 from .files import Generated
 
@@ -60,6 +61,30 @@ def _seat(mesh: Mesh, segments: Sequence[Segment], made: Sequence[Generated]) ->
             held[one.name] = one
     wanted |= dict.fromkeys(sorted(wanted_groups(held.values(), mesh)))
     return Seat(mesh=mesh, segments=numbers, held=tuple(held.values()), wanted=tuple(wanted))
+
+
+def check_held(seats: Sequence[Seat], known: Seats, made: Sequence[Generated]) -> None:
+    """Refuse an entry that reads parameters on devices that do not hold them: the first entry decided who does."""
+    faults: list[str] = []
+    homes = {mesh: {one.name for one in held} for mesh, held in known}
+    for seat in seats:
+        for key in [one.name for one in seat.held if one.name not in homes.get(seat.mesh, ())]:
+            there = [mesh.devices for mesh, names in homes.items() if key in names]
+            graphs = [made[number].program.graph for number in seat.segments]
+            readers = [graph.users[p.value] for graph in graphs for p in graph.parameters if p.key == key]
+            op = next((op for users in readers for op, _ in users), None)
+            faults.append(f"{op} reads {key} on {_devices(seat.mesh.devices)}, and it is on {_devices(*there)}")
+    raise_all(
+        PlanError,
+        "parameters are held by the devices that read them in the first call, and this call reads some elsewhere; make "
+        "the first call one that reads them there too, or use a plan without stages:",
+        faults,
+    )
+
+
+def _devices(*seats: tuple[int, ...]) -> str:
+    numbers = sorted({device for seat in seats for device in seat})
+    return f"device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def keys_in_use(program: Program) -> list[str]:

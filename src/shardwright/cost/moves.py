@@ -18,7 +18,7 @@ from itertools import permutations
 
 import numpy as np
 
-from ..cluster import Cluster, Collective, Span, collective_time
+from ..cluster import Cluster, Collective, Device, Span, collective_time
 from ..conversion import SENDS, reordered
 from ..layout import WHOLE, Layout, Mesh, Partial
 from .resources import COUNT
@@ -48,16 +48,26 @@ def place_on(layout: Layout, axis: str) -> Place:
     return ("W" if placement == WHOLE else "F"), -1, None
 
 
-class Moves:
-    """Prices on one mesh of one cluster. Answers are kept."""
+def slowest_device(cluster: Cluster, ranks: Sequence[int]) -> Device:
+    """The one that the others wait for."""
+    if len(cluster.devices) == 1:
+        return cluster.devices[0]
+    return min({cluster.device(rank) for rank in ranks}, key=lambda held: max(peak for _, peak in held.flops))
 
-    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
-        self.mesh, self.cluster = mesh, cluster
-        self.device = cluster.device(0)
+
+class Moves:
+    """Prices on one mesh of one cluster. Answers are kept.
+
+    `placed` is the mesh of real devices, with axes of the same names, where an axis of `mesh` is partly one in time.
+    """
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, placed: Mesh | None = None) -> None:
+        self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
+        self.device = slowest_device(cluster, self.placed.devices)
         self._tables: dict[tuple[str, float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {
-            (axis,): cluster.spans(mesh, (axis,)) for axis in mesh.names
+            (axis,): cluster.spans(self.placed, (axis,)) for axis in mesh.names
         }
 
     def collective(self, kind: Collective, bytes: float, axes: Sequence[str]) -> float:
@@ -65,7 +75,7 @@ class Moves:
         key = (kind, bytes, tuple(axes))
         if key not in self._times:
             if key[2] not in self._spans:
-                self._spans[key[2]] = self.cluster.spans(self.mesh, key[2])
+                self._spans[key[2]] = self.cluster.spans(self.placed, key[2])
             spans = self._spans[key[2]]
             self._times[key] = max(collective_time(kind, bytes, span, self.cluster.measured) for span in spans)
         return self._times[key]

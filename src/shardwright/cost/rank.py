@@ -100,16 +100,21 @@ def steps_of(
     training: Training,
     recompute: Sequence[str] = (),
     habits: Habits = ON_CPU,
+    borders: Mapping[str, Layout] | None = None,
 ) -> RankProgram:
-    """The steps of the first rank of a mesh, one for each op and each converter."""
-    return _Builder(facts, mesh, choices, storage, training, recompute, habits).run()
+    """The steps of the first rank of a mesh, one for each op and each converter.
+
+    borders   how values lie that come from another segment or go to one; they are not among the program's inputs
+    """
+    return _Builder(facts, mesh, choices, storage, training, recompute, habits, borders or {}).run()
 
 
 class _Builder:
     def __init__(
         self, facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: Training,
-        recompute: Sequence[str], habits: Habits,
+        recompute: Sequence[str], habits: Habits, borders: Mapping[str, Layout],
     ) -> None:  # fmt: skip
+        self.borders = borders
         self.facts, self.graph, self.mesh, self.training = facts, facts.graph, mesh, training
         self.choices, self.storage, self.recompute = choices, storage, frozenset(recompute)
         self.sizes, self.copies = mesh.sizes, habits.copies
@@ -121,12 +126,16 @@ class _Builder:
             for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
                 self.uses[name].append(layout)
         for name in self.graph.sinks():
-            self.uses[name].append(whole(len(self.graph.values[name].shape)))
+            self.uses[name].append(self._border(name))
         self.forms: dict[str, dict[Layout, Form]] = {}
         self.numbers: dict[int, int] = {}  # the tensor of a form, by its identity
         self.alive: list[Form] = []  # so that identities stay theirs
         self.known: dict[object, tuple[Keeps, Flow, bool]] = {}  # layers that are alike are looked at once
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
+
+    def _border(self, name: str) -> Layout:
+        """How a value lies when it comes in or goes out."""
+        return self.borders.get(name) or whole(len(self.graph.values[name].shape))
 
     def _choice(self, op: Op) -> Mapping[str, str]:
         return {} if self.facts.is_constant(op) else self.choices.get(op.name, {})
@@ -134,15 +143,14 @@ class _Builder:
     def run(self) -> RankProgram:
         graph, program = self.graph, self.program
         for name in (*(held.value for held in graph.inputs), *(held.value for held in graph.buffers)):
-            value = graph.values[name]
-            self._produce(name, whole(len(value.shape)), fixed=True)
-            program.inputs += value.bytes
+            self._produce(name, self._border(name), fixed=True)
+            program.inputs += 0.0 if name in self.borders else graph.values[name].bytes
         self._hold()
         for op in graph.ops:
             self._place(op)
         for output in graph.outputs:
             if output.value is not None:
-                program.outputs.append(self._use(output.value, whole(len(graph.values[output.value].shape)), None))
+                program.outputs.append(self._use(output.value, self._border(output.value), None))
         for buffer in graph.buffers:
             if buffer.update is not None:
                 program.outputs.append(self._use(buffer.update, whole(len(graph.values[buffer.update].shape)), None))

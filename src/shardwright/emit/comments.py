@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ..ir import Op
 from ..lower import Program, converter_of
 from ..lower.program import sizes_of
+from ..plan.pipeline import MB
 from .sizes import SizeNames
 
 SAID = {
@@ -30,6 +31,8 @@ def comment_on(op: Op, inputs: Mapping[int, str], source: str, program: Program,
     """The comment of the line of an op."""
     kind = converter_of(op)
     if kind is not None and op.target.startswith("comm."):
+        if op.argument("axes") == (MB,) and kind in ("take", "take_pad"):
+            return "this microbatch's share"
         return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
     if op.target == "runtime.begin_count":
         return "of labels, summed meanwhile"

@@ -20,6 +20,7 @@ from ..plan.pipeline import MB
 from .local import COUNTED
 from .overlap import _from_inputs
 from .program import Early, Program
+from .tidy import prune
 
 REDUCTIONS = ("fan_in", "fan_in_out", "reduce")
 
@@ -78,8 +79,8 @@ class _Prologue:
         )
 
     def reduce(self, op: Op) -> None:
-        """A sum (or max, or min) over time of what comes from inputs alone."""
-        if not self._take(op.inputs):
+        """A sum (or max, or min) over time of what comes from inputs alone, and hands no gradient back to them."""
+        if self.values[op.inputs[0]].gradient or not self._take(op.inputs):
             return
         axes = tuple(axis for axis in op.argument("axes") if axis != MB)
         how = cast(Reduction, op.argument("op", "sum"))
@@ -106,13 +107,14 @@ class _Prologue:
 
     def done(self) -> Program:
         body = tuple(self.changed.get(op.name, op) for op in self.program.body)
-        return self.program.with_(
+        made = self.program.with_(
             prologue=tuple(self.first.values()),
             early=tuple(self.early),
             body=tuple(op for op in body if op is not None),
             values=self.values,
             layouts=self.layouts,
         )
+        return prune(made)  # what only the prologue needs
 
 
 def check_time(program: Program) -> Program:

@@ -10,7 +10,7 @@ from ..plan.pipeline import MB
 from .local import COUNTED
 from .program import Program
 
-FUSABLE = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out")
+FUSABLE = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
 
 
 def fuse(program: Program) -> Program:
@@ -23,7 +23,7 @@ def fuse(program: Program) -> Program:
             first = made.get(op.inputs[0])
             if (
                 first is not None
-                and first.target == op.target
+                and (first.target, first.argument("op")) == (op.target, op.argument("op"))
                 and len(users[op.inputs[0]]) == 1
                 and op.inputs[0] not in needed
             ):
@@ -104,10 +104,10 @@ def prune(program: Program) -> Program:
         if any(name in wanted for name in op.outputs):
             kept.append(op)
             wanted.update(op.inputs)
-    held = {op.name for op in kept}
+    held = {op.outputs for op in kept}
     return program.with_(
-        constants=tuple(op for op in program.constants if op.name in held),
-        body=tuple(op for op in program.body if op.name in held),
+        constants=tuple(op for op in program.constants if op.outputs in held),
+        body=tuple(op for op in program.body if op.outputs in held),
     )
 
 

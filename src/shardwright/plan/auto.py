@@ -56,6 +56,9 @@ class Wishes:
     aim           the relative gap at which a mesh is solved well enough
     slack         what another mesh must be better by, relatively, to be worth a look
     data_only     every axis splits the batch
+    pipelines     whether pipelines are looked at too
+    microbatches  how many parts a batch has, if that is asked for
+    local         each of them is a batch of its own, and the graph that of one
     stop          says when to end the search with the best so far
     constraints   what has to be kept to
     """
@@ -66,6 +69,9 @@ class Wishes:
     aim: float = 0.002
     slack: float = 0.005
     data_only: bool = False
+    pipelines: bool = True
+    microbatches: int | None = None
+    local: bool = False
     stop: Callable[[], bool] | None = None
     constraints: Constraints = field(default_factory=Constraints)
 

@@ -16,7 +16,20 @@ from dataclasses import dataclass, replace
 
 from ..cluster import Cluster
 from ..cost import Training
-from .constraints import Constraint, Constraints, Memory, NamedAxis, Recompute, Said, Split, Together, Whole, Zero
+from .constraints import (
+    Constraint,
+    Constraints,
+    Cutting,
+    Memory,
+    NamedAxis,
+    Piping,
+    Recompute,
+    Said,
+    Split,
+    Together,
+    Whole,
+    Zero,
+)
 from .frame import Frame
 from .limits import sizes_of
 
@@ -71,6 +84,8 @@ REMEDIES: dict[type, str] = {
     Together: "leave out the modules that differ",
     Recompute: "leave it to the search what is recomputed",
     Zero: "allow a higher level",
+    Piping: "leave it to the search",
+    Cutting: "leave it to the search where stages begin",
 }
 
 

@@ -8,6 +8,11 @@
     - {memory: 70GiB}                                       bytes that a device may use
     - {module: "model.layers.0", recompute: false}          not run again in backward (true: has to be)
     - {module: lm_head, zero: 1}                            what of its parameters is split for storage, at most
+    - {stages: 4}                                           a pipeline of so many stages (1: none)
+    - {microbatches: 16}                                    the batch goes through it in so many parts
+    - {schedule: 1f1b}                                      in this order
+    - {module: "model.layers.8", cut: before}               a stage begins with it
+    - {module: "model.layers.*", cut: never}                each of these modules is on one stage
 
 Whom an entry is about is said by `module` (a path, where a star stands for a name; what is in the module is meant too),
 by `class` (of a module) and by `op` ("aten.linear" or "linear"). All that are said must match, of a list one. What
@@ -27,9 +32,10 @@ import yaml  # type: ignore[import-untyped]
 
 from ..cluster import quantity
 from ..cluster.file import StrictLoader
-from ..errors import PlanError, raise_all
+from ..errors import PlanError, ScheduleError, raise_all
 from ..ir import Op
 from ..ir.paths import prefixes
+from ..schedule import kind_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +146,24 @@ class Zero:
     said: Said
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piping:
+    """What a pipeline has to be like: its `stages`, `microbatches` or `schedule`."""
+
+    what: str
+    value: int | str
+    said: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """A stage begins with each of some modules, or none of them is cut."""
+
+    target: Target
+    before: bool
+    said: Said
+
+
 class Demand(NamedTuple):
     """What somebody asks of an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
 
@@ -152,7 +176,7 @@ class Demand(NamedTuple):
         return all(met) if self.every else any(met)
 
 
-Constraint = NamedAxis | Split | Whole | Together | Memory | Recompute | Zero
+Constraint = NamedAxis | Split | Whole | Together | Memory | Recompute | Zero | Piping | Cutting
 ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
 
 
@@ -215,6 +239,10 @@ _FIELDS = {
     "memory": (),
     "recompute": ("module", "class"),
     "zero": _TARGET,
+    "stages": (),
+    "microbatches": (),
+    "schedule": (),
+    "cut": ("module", "class"),
 }
 """What an entry asks for, and what else may be said with it."""
 _AXIS = re.compile(r"[a-z]p\d?")
@@ -292,6 +320,29 @@ class _Reader:
         self._is_one_of(data, "zero", [0, 1, 2, 3], said)
         level = data["zero"] if isinstance(data["zero"], int) else 0
         return Zero(target=self._target(data, said), level=level, said=said)
+
+    def _count(self, data: Mapping[str, Any], said: Said) -> Piping:
+        (what,) = (key for key in data if key in ("stages", "microbatches"))
+        value = data[what]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.faults.append(f"{said}: {value!r} is no number of {what}; it is 1 or more")
+            value = 1
+        return Piping(what=what, value=value, said=said)
+
+    _stages = _microbatches = _count
+
+    def _schedule(self, data: Mapping[str, Any], said: Said) -> Piping:
+        try:
+            kind_named(str(data["schedule"]))
+        except ScheduleError as error:
+            self.faults.append(f"{said}: {error}")
+        return Piping(what="schedule", value=str(data["schedule"]), said=said)
+
+    def _cut(self, data: Mapping[str, Any], said: Said) -> Cutting:
+        self._is_one_of(data, "cut", ["before", "never"], said)
+        if "module" not in data and "class" not in data:
+            self.faults.append(f"{said}: say by module or class where a stage begins, or what is not cut")
+        return Cutting(target=self._target(data, said), before=data["cut"] == "before", said=said)
 
     def _is_one_of(self, data: Mapping[str, Any], key: str, allowed: list[Any], said: Said) -> None:
         if key in data and not any(type(data[key]) is type(one) and data[key] == one for one in allowed):

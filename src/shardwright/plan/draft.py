@@ -34,6 +34,7 @@ class Draft:
         self.choices: dict[str, dict[str, str]] = {}
         self.storage: dict[str, dict[str, int]] = {}
         self.recomputed: list[str] = []
+        self.foreseen: dict[str, frozenset[str]] = {}  # by axis: values whose sums over it are known beforehand
         self.notes: list[str] = list(graph.notes)
 
     @property
@@ -156,7 +157,7 @@ class Draft:
     def _pass_partial(self, axis: Axis) -> None:
         """Let partial sums through linear ops where all that is added is partial, and nothing else wants the sum."""
         partial: set[str] = set()
-        sinks = set(self.graph.sinks())
+        sinks, foreseen = set(self.graph.sinks()), self.foreseen.get(axis.name, frozenset())
         for op in self.graph.ops:
             if self.chosen(op, axis) is None:
                 group = self._open_group(op, partial, sinks)
@@ -168,7 +169,7 @@ class Draft:
                 partial.update(
                     name
                     for name, out in zip(op.outputs, outputs, strict=True)
-                    if isinstance(out.placement(axis.name), Partial)
+                    if isinstance(out.placement(axis.name), Partial) and name not in foreseen
                 )
 
     def _open_group(self, op: Op, partial: set[str], sinks: set[str]) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import PlanError, raise_all
+from ..errors import LayoutError, PlanError, raise_all
 from ..ir import Graph
 from ..layout import Axis, Mesh
 from .folding import uncover, unfold, unfold_paths
@@ -61,24 +61,50 @@ def mesh_of(data: Mapping[str, Any], segment: Mapping[str, Any]) -> Mesh:
 
 def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) -> tuple[Segment, ...]:
     names = [op.name for op in graph.ops]
-    found, homes = list[Segment](), dict[str, int]()
+    parts = [uncover(held["ops"], names) if "ops" in held else names for held in segments]
+    meshes = _meshes(data, segments, path)
+    homes: dict[str, int] = {}
     faults: list[str] = []
-    for number, held in enumerate(segments):
-        own = uncover(held["ops"], names) if "ops" in held else names
+    for number, own in enumerate(parts):
         faults += [f"{name!r} is in segments {homes[name]} and {number}" for name in own if name in homes]
         homes |= dict.fromkeys(own, number)
+    faults += [f"{name!r} is in no segment" for name in names if name not in homes]
+    raise_all(PlanError, f"{path} does not fit the model:", faults)
+    found = []
+    for number, (held, own, mesh) in enumerate(zip(segments, parts, meshes, strict=True)):
+        where = f"segment {number}" if len(segments) > 1 else "the model"
         inside = dict.fromkeys(own)
         paths = [at for at, ops in graph.under.items() if any(op.name in inside for op in ops)]
         found.append(
             Segment(
-                mesh=mesh_of(data, held),
-                choices={name: {} for name in own} | unfold(held["choices"], own),
-                recompute=unfold_paths(held["recompute"], paths),
+                mesh=mesh,
+                choices={name: {} for name in own} | unfold(held["choices"], own, where),
+                recompute=unfold_paths(held["recompute"], paths, where),
             )
         )
-    faults += [f"{name!r} is in no segment" for name in names if name not in homes]
-    raise_all(PlanError, f"{path} does not fit the model:", faults)
     return tuple(found)
+
+
+def _meshes(data: Any, segments: list[Any], path: str | Path) -> list[Mesh]:
+    """The meshes of segments, of which a device is in one only."""
+    found: list[Mesh] = []
+    faults: list[str] = []
+    for number, held in enumerate(segments):
+        try:
+            found.append(mesh_of(data, held))
+        except LayoutError as error:
+            faults.append(f"segment {number}: {error}")
+    taken: dict[int, Mesh] = {}
+    for mesh in found:
+        faults += [
+            f"device {device} is in the meshes {taken[device]} and {mesh}; all segments of a device have one mesh"
+            for device in mesh.devices
+            if taken.setdefault(device, mesh) != mesh
+        ]
+    if sorted(taken) != list(range(len(taken))):
+        faults.append(f"devices are numbered from 0 on, and these are {', '.join(map(str, sorted(taken)))}")
+    raise_all(PlanError, f"{path} puts segments where they can't be:", faults)
+    return found
 
 
 def _refuse(data: Any, entry: str, graph: Graph) -> None:

@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def unfold(held: Mapping[str, Any], names: Sequence[str], where: str = "the model") -> dict[str, Any]:
     """The reverse of `fold`, for the names that there are."""
     found: dict[str, Any] = {}
     used: set[str] = set()
@@ -45,14 +45,14 @@ def unfold(held: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
                 found[name] = held[key]
                 used.add(key)
                 break
-    unknown = [f"{key!r} names nothing in the model" for key in held if key not in used]
+    unknown = [f"{key!r} names nothing in {where}" for key in held if key not in used]
     raise_all(PlanError, "the plan does not fit the model:", unknown)
     return found
 
 
-def unfold_paths(held: list[str], paths: list[str]) -> tuple[str, ...]:
+def unfold_paths(held: list[str], paths: list[str], where: str = "the model") -> tuple[str, ...]:
     """The modules that folded entries name, of the modules that there are."""
-    return tuple(unfold(dict.fromkeys(held, True), paths))
+    return tuple(unfold(dict.fromkeys(held, True), paths, where))
 
 
 _CALL = re.compile(r"@\d+")
@@ -60,8 +60,8 @@ _RANGE = re.compile(r"(.*?)(\d+)-(\d+)")
 
 
 def module_of(name: str) -> str:
-    """The module that an op is in, by its name."""
-    return _CALL.sub("", name.partition(" / ")[0])
+    """The module that an op is in, by its name; "" for the model's own."""
+    return "" if name.startswith("/ ") else _CALL.sub("", name.partition(" / ")[0])
 
 
 def cover(own: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -79,7 +79,7 @@ def _in_runs(items: Sequence[str]) -> list[str]:
     found: list[tuple[str, int | None, int | None]] = []
     for item in items:
         head, _, last = item.rpartition(".")
-        if " / " in item or not last.isdigit():
+        if "/ " in item or not last.isdigit() or str(int(last)) != last:
             found.append((item, None, None))
         elif found and found[-1][0] == head and found[-1][2] == int(last) - 1:
             found[-1] = (head, found[-1][1], int(last))
@@ -100,7 +100,7 @@ def uncover(said: Sequence[str], names: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     unknown: list[str] = []
     for item in said:
-        run = None if " / " in item else _RANGE.fullmatch(item)
+        run = None if item in under else _RANGE.fullmatch(item)
         paths = [item] if run is None else [f"{run[1]}{number}" for number in range(int(run[2]), int(run[3]) + 1)]
         unknown += [f"{path!r} names nothing in the model" for path in paths if path not in under]
         found |= dict.fromkeys(name for path in paths for name in under.get(path, ()))

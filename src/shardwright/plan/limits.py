@@ -14,9 +14,11 @@ from ..rules import FAN, Analysis, Role
 from .constraints import (
     Constraint,
     Constraints,
+    Cutting,
     Demand,
     Memory,
     NamedAxis,
+    Piping,
     Recompute,
     Split,
     Target,
@@ -42,6 +44,9 @@ class Limits:
     must       modules that are recomputed
     never      ops that are not recomputed
     memory     bytes
+    pipeline   the stages, microbatches and schedule that are asked for
+    pivots     ops before which a stage begins
+    uncut      modules that are on one stage, each with its ops
     """
 
     axes: Mapping[str, tuple[NamedAxis, ...]] = field(default_factory=dict)
@@ -51,6 +56,9 @@ class Limits:
     must: tuple[str, ...] = ()
     never: tuple[Op, ...] = ()
     memory: float = float("inf")
+    pipeline: Mapping[str, int | str] = field(default_factory=dict)
+    pivots: tuple[Op, ...] = ()
+    uncut: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
 
     @property
     def said(self) -> dict[str, object]:
@@ -130,6 +138,9 @@ class _Binder:
         self.must: list[str] = []
         self.never: dict[str, Op] = {}
         self.memory = float("inf")
+        self.pipeline: dict[str, int | str] = {}
+        self.pivots: dict[str, Op] = {}
+        self.uncut: dict[str, tuple[Op, ...]] = {}
 
     def finish(self) -> Limits:
         must = dict.fromkeys(self.must)
@@ -142,6 +153,9 @@ class _Binder:
             must=tuple(outer),
             never=tuple(self.never.values()),
             memory=self.memory,
+            pipeline=self.pipeline,
+            pivots=tuple(self.pivots.values()),
+            uncut=self.uncut,
         )
 
     def add(self, item: Constraint) -> None:
@@ -150,6 +164,11 @@ class _Binder:
             return
         if isinstance(item, Memory):
             self.memory = min(self.memory, item.bytes)
+            return
+        if isinstance(item, Piping):
+            old = self.pipeline.setdefault(item.what, item.value)
+            if old != item.value:
+                self.faults.append(f"{item.said}: another entry asks for {item.what}: {old}; leave one of them out")
             return
         if unknown := list(self._unknown(item.target)):
             self.faults += [f"{item.said}: {fault}" for fault in unknown]
@@ -162,7 +181,7 @@ class _Binder:
             self.axes.setdefault(item.on, ())
         adders: dict[type, Callable[..., None]] = {
             Split: self._split, Whole: self._whole, Together: self._together, Recompute: self._recompute,
-            Zero: self._zero,
+            Zero: self._zero, Cutting: self._cut,
         }  # fmt: skip
         adders[type(item)](item, ops)
 
@@ -237,6 +256,16 @@ class _Binder:
         for path in dict.fromkeys(item.target.place(op.module_path, self.classes) or "" for op in ops):
             self.faults += [f"{item.said}: it asks for {path!r}, {why}" for why in faults_of(self.graph, path)]
             self.must.append(path)
+
+    def _cut(self, item: Cutting, ops: Sequence[Op]) -> None:
+        modules: dict[str, list[Op]] = {}
+        for op in ops:
+            modules.setdefault(item.target.place(op.module_path, self.classes) or "", []).append(op)
+        for path, held in modules.items():
+            if item.before:
+                self.pivots[path] = held[0]
+            else:
+                self.uncut[path] = tuple(held)
 
     def _zero(self, item: Zero, ops: Sequence[Op]) -> None:
         names = {op.name for op in ops}

@@ -87,9 +87,11 @@ def draw_pipeline(
         )
         for part, (mesh, choices) in zip(line.parts(cuts), held, strict=True)
     )
-    first = drawn[stages[0]]
+    plans = [one.plan for one in drawn.values()]
     return replace(
-        first.plan,
+        plans[0],
+        storage={key: held for plan in plans for key, held in plan.storage.items()},
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         policy=str(request),
         cluster=cluster,
         entries={graph.entry: segments},
@@ -135,6 +137,7 @@ def cut_in_time(draft: Draft, axis: Axis) -> None:
         if all(name in given for name in op.inputs) and not any(graph.values[name].gradient for name in op.outputs):
             given.update(op.outputs)
             early.append(op)
+    draft.foreseen[axis.name] = frozenset(name for op in early for name in op.outputs)
     for op in reversed(early):
         if draft.chosen(op, axis) is not None and any(_wanted_whole(draft, axis, op, name) for name in op.outputs):
             del draft.choices[op.name][axis.name]
@@ -197,9 +200,20 @@ def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool =
     """The schedule that a plan names, over its devices."""
     meshes, count = _meshes(plan), plan.microbatches if microbatches is None else microbatches
     seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
-    if training:
-        return spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
-    return forward_only([mesh.devices for mesh in meshes], count)
+    held = tuple(tuple(sorted(mesh.devices)) for mesh in meshes)
+    if not training:
+        return forward_only(held, count)
+    made = spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
+    if made.holders != held:
+        raise PlanError(
+            f"the schedule {made.name} has segments on devices {_listed(made.holders)}, and the plan on "
+            f"{_listed(held)}; name another schedule, or cut the model as this one wants it"
+        )
+    return made
+
+
+def _listed(seats: Sequence[Sequence[int]]) -> str:
+    return ", ".join("+".join(map(str, seat)) for seat in seats)
 
 
 def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:

@@ -73,16 +73,19 @@ class Line:
     def places(self) -> tuple[int, ...]:
         """Where the line may be cut (before the op there): where least goes on, and not inside a checkpointed region.
 
-        Of several places in a row between which nothing is multiplied, the first.
+        Of several places in a row between which nothing is multiplied, the last: a bias and an activation stay with
+        their product.
         """
         ops, load, facts = self.ops, (*self.crossing, 0), self.facts
         found: list[int] = []
         for at in range(1, len(ops)):
             if ops[at].region is not None and ops[at].region == ops[at - 1].region:
                 continue
-            low = load[at - 1] >= load[at] <= load[at + 1] or at + 1 == len(ops)
+            low = (at == 1 or load[at - 1] >= load[at]) and load[at] <= load[at + 1]
             alike = found[-1:] == [at - 1] and load[at] == load[at - 1]
-            if low and (not alike or is_product(facts.signatures[ops[at - 1].name])):
+            if alike and not is_product(facts.signatures[ops[at - 1].name]):
+                found[-1] = at
+            elif low or at + 1 == len(ops):
                 found.append(at)
         return tuple(found)
 

@@ -20,7 +20,7 @@ REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
 """Policies that split the batch."""
 RECOMPUTE = "recompute"
 """The word that asks for every repeated layer to be run again in backward."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "eager", "interleaved", "zb", "zbv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
     words = text.replace(" ", "").split(",")
     stages: tuple[int, ...] = ()
     schedule, chunks, free = "", 0, ""
+    _check_once(text, words)
     for item in words:
         policy, equals, number = item.partition("=")
         if item in ("", "single", RECOMPUTE):
@@ -88,6 +89,8 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
         elif policy == "pp":
             stages = _stages(text, number)
         elif not equals and len(stages) > 1 and policy in names and len(set(stages)) > 1:
+            if free:
+                raise PlanError(f"the plan {text!r} gives unequal stages {free} and {policy}; they take one policy")
             free = policy
         else:
             _check_part(text, item, names, parts)
@@ -107,6 +110,15 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
             f"start {request.size} (torchrun --nproc-per-node={request.size}) or change the plan"
         )
     return request
+
+
+def _check_once(text: str, words: Sequence[str]) -> None:
+    kinds = [word.partition("=")[0] for word in words]
+    named = [kind for kind in kinds if kind in SCHEDULES]
+    if kinds.count("pp") > 1:
+        raise PlanError(f"the plan {text!r} names pp twice")
+    if len(named) > 1:
+        raise PlanError(f"the plan {text!r} names the schedules {', '.join(named)}; a pipeline has one")
 
 
 def _check_part(text: str, item: str, names: tuple[str, ...], parts: Sequence[tuple[str, Axis]]) -> None:

@@ -45,8 +45,8 @@ class Tables:
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
         self.homes = [self._home(number) for number in range(len(skeleton.home_firsts))]
-        arrays = [self._fill(table) for table in skeleton.tables]
-        self.factors = tuple(Factor(entry.variables, arrays[entry.table]) for entry in skeleton.entries)
+        self.arrays = [self._fill(table) for table in skeleton.tables]
+        self.factors = tuple(Factor(entry.variables, self.arrays[entry.table]) for entry in skeleton.entries)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

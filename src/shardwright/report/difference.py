@@ -21,7 +21,8 @@ from ..probe import probing
 from ..rules import Analysis, analyse
 from ..verify.measure import render
 from .made import Made, made_for, spelled_out
-from .screen import KINDS, said_time
+from .parts import said_time
+from .screen import KINDS
 from .traffic import said_bytes
 
 
@@ -230,13 +231,16 @@ def _terms(a: Plan, b: Plan) -> Iterator[Changed]:
 
 
 def _choices(plan: Plan, entry: str) -> dict[str, str]:
-    held = plan.entries[entry][0].choices if entry in plan.entries else {}
-    return {name: said(choice) for name, choice in held.items()}
+    segments = plan.entries.get(entry, ())
+    return {name: said(choice) for segment in segments for name, choice in segment.choices.items()}
 
 
 def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
-    held = plan.entries[entry][0].recomputed() if entry in plan.entries else {}
-    return {path: "recomputed" if again else "kept" for path, again in held.items()}
+    found: dict[str, str] = {}
+    for segment in plan.entries.get(entry, ()):
+        for path, again in segment.recomputed().items():
+            found[path] = "recomputed" if again or found.get(path) == "recomputed" else "kept"
+    return found
 
 
 def _storage(plan: Plan) -> dict[str, str]:

@@ -66,8 +66,8 @@ class Explanation:
         plan = self.plan
         yield Text(f"{plan.model} under {plan.policy or 'an own plan'}, plan {plan.name}", style="bold")
         said = plan.predicted.get(self.entry)
-        devices = f"{plan.mesh.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
-        yield Text(f"mesh {plan.mesh}: {devices}" + (f"; {priced_for(said)}" if said else ""))
+        devices = f"{plan.size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
+        yield Text(f"{_laid_out(plan)}: {devices}" + (f"; {priced_for(said)}" if said else ""))
         shown = ", ".join(f"{entry} {digits}" for entry, digits in plan.fingerprints.items())
         parts = f"; {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         yield Text(f"made for the graphs: {shown}{parts}")
@@ -144,6 +144,15 @@ def explain(
     if op is not None:
         return why(plan, facts, op, made_for(plan, entry, cluster, training))
     return Explanation(plan=plan, program=lower(graph, plan, facts), entry=entry, full=True)
+
+
+def _laid_out(plan: Plan) -> str:
+    """The mesh, or the stages of a pipeline and theirs."""
+    if not plan.is_pipeline:
+        return f"mesh {plan.mesh}"
+    seats = len({segment.mesh.devices for segment in plan.segments})
+    meshes = ", ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
+    return f"{seats} stage{'s' if seats > 1 else ''} by {plan.schedule}, mesh {meshes}"
 
 
 def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:

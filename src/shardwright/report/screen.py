@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..plan import Plan
 from ..plan.folding import star
+from .parts import indented, part_of_time, percent, said_time, table_of
+from .pipeline import pipeline_screen
 from .traffic import said_bytes
 
 MOST_SENT = 7  # rows of the table of what is sent
@@ -29,8 +30,14 @@ Said = Mapping[str, Any]
 def screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
     """The parts of the screen, top to bottom, for a plan that says what it costs."""
     said = plan.predicted[entry]
+    if "pipeline" in said:
+        yield from _stored(said)
+        yield from pipeline_screen(plan, entry)
+        yield from _memory(said)
+        return
     yield from _mesh(said)
     yield from _time(said)
+    yield from _pipelines(said)
     yield _sent(said["sent"])
     yield from _memory(said)
     yield _dearest("dearest ops", said["ops"], said["seconds"])
@@ -50,26 +57,43 @@ def _mesh(said: Said) -> Iterator[RenderableType]:
         where = "inside of a node" if use["nodes"] == 1 else f"over {use['nodes']} nodes"
         links = f", {' and '.join(use['links'])}" if use["links"] else ""
         kinds = {"the batch": use["batch"], "the weights": use["weights"], "the sequence or others": use["other"]}
-        shares = [f"{kind} in {_percent(part)}" for kind, part in kinds.items() if part >= 0.0005]
+        shares = [f"{kind} in {percent(part)}" for kind, part in kinds.items() if part >= 0.0005]
         work = f"splits {', '.join(shares)} of the arithmetic" if shares else "its devices all do the same"
-        yield _indented(f"{use['axis']}={use['size']} {where}{links}: {work}")
-    total = sum(said["stored"].values())
-    if total:
-        shares = [f"{how} {_percent(size / total)}" for how, size in said["stored"].items()]
-        yield _indented(f"parameters ({said_bytes(total)}): {'; '.join(shares)}")
+        yield indented(f"{use['axis']}={use['size']} {where}{links}: {work}")
+    yield from _stored(said)
     others = [one for one in said.get("meshes", ()) if one["outcome"] != "chosen"]
     if others:
         words = [f"{one['mesh']} {_outcome(one, said['seconds'])}" for one in others[:MOST_MESHES]]
         more = f"; {len(others) - MOST_MESHES} more" if len(others) > MOST_MESHES else ""
-        yield _indented(f"other meshes: {'; '.join(words)}{more}")
+        yield indented(f"other meshes: {'; '.join(words)}{more}")
     elif "meshes" in said:
-        yield _indented("there is no other mesh")
+        yield indented("there is no other mesh")
+
+
+def _stored(said: Said) -> Iterator[RenderableType]:
+    total = sum(said["stored"].values())
+    if total:
+        shares = [f"{how} {percent(size / total)}" for how, size in said["stored"].items()]
+        yield indented(f"parameters ({said_bytes(total)}): {'; '.join(shares)}")
+
+
+def _pipelines(said: Said) -> Iterator[RenderableType]:
+    """What became of the pipelines beside a plan that is none."""
+    held = said.get("pipelines")
+    if held is None:
+        return
+    best, count = held["best"], held["looked"] + held["left"]
+    if best is not None:
+        more = percent(best["seconds"] / said["seconds"] - 1)
+        yield indented(f"of {count} pipelines the best that was tried is {more} slower: {best['said']}")
+    else:
+        yield indented(f"none of {count} pipelines can be faster")
 
 
 def _outcome(mesh: Said, best: float) -> str:
     kind, bound = mesh["outcome"], mesh["bound"]
     if kind == "slower":
-        return f"is {_percent(mesh['seconds'] / best - 1)} slower"
+        return f"is {percent(mesh['seconds'] / best - 1)} slower"
     if kind == "does not fit":
         return f"does not fit ({said_bytes(mesh['memory'])} at least)" if "memory" in mesh else "was not made to fit"
     at_best = "" if bound is None else _against(bound, best)
@@ -81,7 +105,7 @@ def _against(bound: float, best: float) -> str:
     ratio = bound / best - 1
     if abs(ratio) < 5e-4:
         return "as fast at best"
-    return f"at least {_percent(ratio)} slower" if ratio >= 0 else f"at most {_percent(-ratio)} faster"
+    return f"at least {percent(ratio)} slower" if ratio >= 0 else f"at most {percent(-ratio)} faster"
 
 
 def _time(said: Said) -> Iterator[RenderableType]:
@@ -89,17 +113,17 @@ def _time(said: Said) -> Iterator[RenderableType]:
     line = f"a step takes {said_time(step)}"
     if "bound" in said:
         where = "on the meshes that were looked at" if said["stopped"] else "of all that was searched"
-        line += f"; nothing {where} takes less than {said_time(said['bound'])} (gap {_percent(said['gap'])})"
+        line += f"; nothing {where} takes less than {said_time(said['bound'])} (gap {percent(said['gap'])})"
     yield Text(line, style="bold")
     if said.get("stopped"):
-        yield _indented("the search was stopped before its end: there may be better plans")
+        yield indented("the search was stopped before its end: there may be better plans")
     kinds = {
         "compute": said["compute"],
         "waiting for communication": said["waited"],
         "communication beside compute that shows": said["exposed"],
         "update": said["update"],
     }
-    yield _indented(", ".join(f"{kind} {said_time(held)} ({_percent(held / step)})" for kind, held in kinds.items()))
+    yield indented(", ".join(part_of_time(kind, held, step) for kind, held in kinds.items()))
 
 
 def _sent(sent: Sequence[Said]) -> Table:
@@ -110,7 +134,7 @@ def _sent(sent: Sequence[Said]) -> Table:
         held = rows.setdefault(key, [0, 0.0, 0.0])
         for at, amount in enumerate((one["count"], one["seconds"], one["hidden"])):
             held[at] += amount
-    table = _table("communication", "over", "how", ">tensors", ">takes", ">shows", ">hidden")
+    table = table_of("communication", "over", "how", ">tensors", ">takes", ">shows", ">hidden")
     ordered = sorted(rows.items(), key=lambda item: -item[1][1])
     for (axes, collective, how), (count, seconds, hidden) in ordered[:MOST_SENT]:
         times = (said_time(held) for held in (seconds, seconds - hidden, hidden))
@@ -127,20 +151,20 @@ def _sent(sent: Sequence[Said]) -> Table:
 
 def _memory(said: Said) -> Iterator[RenderableType]:
     held, limit, at = said["memory"], said["limit"], said["at"]
-    part = f"{_percent(held['peak'] / limit)} of the {said_bytes(limit)} that may be used"
+    part = f"{percent(held['peak'] / limit)} of the {said_bytes(limit)} that may be used"
     line = f"memory {said_bytes(held['peak'])}, {part}"
     if held["peak"] > limit:
         line += ": IT DOES NOT FIT"
     yield Text(line, style="bold" if held["peak"] <= limit else "bold red")
     kinds = ", ".join(f"{kind} {said_bytes(held[kind])}" for kind in KINDS if held[kind])
-    yield _indented(f"{kinds}; most in {at['phase']}, at {star(at['op'].strip(' /'))}")
+    yield indented(f"{kinds}; most in {at['phase']}, at {star(at['op'].strip(' /'))}")
 
 
 def _dearest(title: str, parts: Sequence[Said], step: float, *more: str) -> Table:
-    table = _table(title, *more, ">count", ">takes", ">share")
+    table = table_of(title, *more, ">count", ">takes", ">share")
     for part in parts:
         sends = (Text(part["sends"]),) if more else ()
-        numbers = (str(part["count"]), said_time(part["seconds"]), _percent(part["seconds"] / step))
+        numbers = (str(part["count"]), said_time(part["seconds"]), percent(part["seconds"] / step))
         table.add_row(Text(f"  {part['name']}"), *sends, *numbers)
     if not parts:
         table.add_row("  none")
@@ -157,9 +181,9 @@ def notes_of(plan: Plan, most: int | None = MOST_NOTES) -> Iterator[RenderableTy
     yield Text("notes", style="bold")
     shown = list(count.items())[:most]
     for folded, held in shown:
-        yield _indented(f"- {held[0]}" if len(held) == 1 else f"  - {folded} ({len(held)} times)")
+        yield indented(f"- {held[0]}" if len(held) == 1 else f"  - {folded} ({len(held)} times)")
     if len(shown) < len(count):
-        yield _indented(f"- and {len(count) - len(shown)} more, which explain(plan, full=True) shows")
+        yield indented(f"- and {len(count) - len(shown)} more, which explain(plan, full=True) shows")
 
 
 def star_words(note: str) -> str:
@@ -186,27 +210,3 @@ def in_ranges(paths: Sequence[str]) -> list[str]:
 def _layer(path: str) -> int:
     """The first number of a path; -1 if it has none."""
     return next((int(part) for part in path.split(".") if part.isdigit()), -1)
-
-
-def _indented(text: str) -> Padding:
-    return Padding(Text(text), (0, 0, 0, 2), expand=False)
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in heads:
-        number = head.startswith(">")
-        table.add_column(head.lstrip(">"), justify="right" if number else "left", no_wrap=head != heads[0])
-    return table
-
-
-def said_time(seconds: float) -> str:
-    """A time as people say it."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}" if abs(seconds) < 100 * size else f"{seconds / size:.0f} {unit}"
-    return "0" if seconds == 0 else f"{seconds * 1e6:.2g} us"
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.1f} %" if abs(part) < 0.0995 else f"{100 * part:.0f} %"

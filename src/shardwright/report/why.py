@@ -17,7 +17,7 @@ from ..plan.whatif import Asked, Way, alternatives, find_ops
 from ..rules import FAN, ROWS, Analysis
 from ..verify.measure import render
 from .made import Made
-from .screen import said_time
+from .parts import said_time
 from .traffic import said_bytes
 
 MOST = 24  # ways that are looked at

@@ -108,8 +108,10 @@ class GradientSync:
             self._begin(task)
 
     @told
-    def _arrived(self, entry: Entry, gradient: Tensor) -> None:
+    def _arrived(self, entry: Entry, gradient: Tensor | None) -> None:
         """Autograd has this backward's gradient of one parameter, and is about to add it to `.grad`."""
+        if gradient is None:  # a function of which it is an input has none for it
+            return
         _expect_plain(entry, gradient)
         if not self.enabled:
             if not entry.pending:
@@ -229,6 +231,8 @@ def _kind(held: Held, parameter: Parameter, groups: Groups | None, tied: bool) -
         raise RankError(f"parameter {held.name} does not know the groups of its mesh, so it can't be synced")
     axes = summing_axes(held, groups.mesh)
     split = zero_axes(held, groups.mesh.sizes)
-    if not held.trainable or not (axes or tied) or (held.level == 3 and split):
+    if held.level == 3 and split:  # comes as a share that is summed
+        axes, split = (), ()
+    if not held.trainable or not (axes or tied):
         return None
     return Kind(groups, axes, split if held.level == 2 and not tied else (), held.dtype, tied)

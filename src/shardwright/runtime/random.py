@@ -5,6 +5,9 @@ came before, and a recomputation in backward draws the same mask again. The key 
 
     (seed, step, microbatch, op, where the rank stands on the axes that split the value)
 
+Time is one of these axes: what microbatches do not split is drawn once for all of them. The microbatch itself is in
+the key only where each is a batch of its own.
+
 In **exact** mode the key is (seed, step, op) alone: every rank draws the mask of the whole
 value and takes its piece of it. That is slow, and makes any number of ranks agree with
 one device to the last bit, which is how dropout is verified. `ExactDropout` makes an
@@ -51,6 +54,12 @@ class Randomness:
     step: int = 0
     microbatch: int = 0
     exact: bool = False
+    apart: bool = False  # each microbatch is a batch of its own
+
+    @property
+    def batch(self) -> tuple[int, int, int]:
+        """What a key begins with."""
+        return self.seed, self.step, self.microbatch if self.apart else 0
 
     def advance(self) -> None:
         self.step += 1
@@ -70,7 +79,7 @@ class Randomness:
     def drawing(self, op: str) -> Iterator[None]:
         """For random ops that know no pieces (`rand_like`): all ranks draw the same, whole, by the key of the op."""
         with _GENERATOR, torch.random.fork_rng():
-            torch.manual_seed(seed_of((self.seed, self.step, self.microbatch, op)))
+            torch.manual_seed(seed_of((*self.batch, op)))
             yield
 
     def dropout(self, x: Tensor, p: float, op: str, splits: Splits = (), *, training: bool = True) -> Tensor:
@@ -83,7 +92,7 @@ class Randomness:
         """The mask for a local shape: True with probability 1 - p."""
         if not self.exact:
             where = sorted((group.axes, group.index) for _, group, _ in splits if group.size > 1)
-            return _draw(shape, device, p, (self.seed, self.step, self.microbatch, op, where))
+            return _draw(shape, device, p, (*self.batch, op, where))
         mask = _draw(_whole_shape(shape, splits), device, p, (self.seed, self.step, op))
         for dim, group, cut in splits:
             mask = blocks.take(mask, dim, cut or blocks.plain(mask.shape[dim]), group.size, group.index)

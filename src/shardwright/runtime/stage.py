@@ -102,6 +102,7 @@ class Stage:
         self._lent: frozenset[str] = frozenset()  # units that are open around the region that runs
         for name in wanted:
             setattr(self, name, groups[tuple(name.split("_"))])
+        self._own = frozenset(self.__dict__)  # what no part of the model may stand in the place of
         self.sizes()
 
     def sizes(self) -> None:
@@ -124,12 +125,16 @@ class Stage:
         for part in path:
             if part not in at.__dict__:
                 setattr(at, part, Branch(f"{at}.{part}".lstrip(".")))
-                if at is self.held and not hasattr(type(self), part) and part not in self.__dict__:
+                if at is self.held and self._is_free(part):
                     self.__dict__[part] = at.__dict__[part]
             at = at.__dict__[part]
         setattr(at, last, tensor)
-        if not path and not hasattr(type(self), last):
+        if not path and self._is_free(last):
             self.__dict__[last] = tensor
+
+    def _is_free(self, name: str) -> bool:
+        """Whether a part of the model may be an attribute of this name; else it is found in `held` only."""
+        return name not in self._own and not hasattr(type(self), name)
 
     def start(self) -> None:
         """A forward begins: whatever the last one left open is not."""

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..ir import Op
 from ..layout import Layout
 from ..lower.program import base_of
@@ -109,6 +110,11 @@ def trace(
     count = size or ranks_of(plan)
     wish = plan_for(model, example, plan, task)
     made = compile_program(task.module, task.args, task.kwargs, wish, count, promote=task.promote)
+    if made.plan.is_pipeline:
+        raise InputError(
+            f"{made.plan.policy} runs by a schedule, and only plans without stages and microbatches are followed op by "
+            "op; look first at the plan of one stage, such as tp=2"
+        )
     original = _original(task, made)
     every = ranks.run_threads(count, _on_rank, task, made, timeout=timeout)
     limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance

@@ -1,12 +1,12 @@
 """A little model in four parts, written by hand as the compiler would write it, and its single-device twin.
 
-    h, mask = first(x)             mask is an integer that crosses
+    h, mask, side = first(x)       mask is an integer that crosses, side has nothing to do with the loss
     y       = second(h)
     z       = third(y, h, mask)    h skips a part, and goes to two takers
-    loss .. = last(z, h, target)   the mean over the labels that count
+    loss .. = last(z, h, side, target)   the mean over the labels that count
 
 Any neighbouring parts make a segment. Rows are cut into microbatches, and those over the axis dp of the segment's mesh.
-Tied, the last part has the weight of the first.
+Tied, the last part has the weight of the first. One parameter is never used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from shardwright.runtime.stages import Stages
 from shardwright.runtime.world import Groups, Moment
 
 ROWS, WIDTH = 24, 6
-SHAPES = {"w0": (WIDTH, WIDTH), "b0": (WIDTH,), "w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH), "w3": (WIDTH, WIDTH)}
+SHAPES = {"w0": (WIDTH, WIDTH), "b0": (WIDTH,), "ws": (WIDTH,), "w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH),
+          "w3": (WIDTH, WIDTH), "idle": (3,)}  # fmt: skip
 
 
 def values(dtype=torch.float64):
@@ -51,7 +52,7 @@ def batch(step=0, rows=ROWS, dtype=torch.float64):
 
 
 def first(p, x):
-    return F.gelu(p.linear(x, p.w0, p.b0)), (x.sum(1) > 0).long()
+    return F.gelu(p.linear(x, p.w0, p.b0)), (x.sum(1) > 0).long(), x * p.ws
 
 
 def second(p, h):
@@ -62,18 +63,20 @@ def third(p, y, h, mask):
     return (p.again(lambda y, h: (y + h) * mask[:, None] + p.linear(y, p.w2), y, h),)
 
 
-def last(p, z, h, target):
+def last(p, z, h, side, target):
     logits = p.linear(z, p.w3) + h
     loss = p.share(F.cross_entropy(logits, target, reduction="sum", ignore_index=-100), target)
     hits = (logits.argmax(1) == target).sum()
-    return p.whole(logits), p.added(loss), p.added(hits), p.once(p.w1_or(p.w3).square().sum())
+    decay = p.once(p.w1_or(p.w3).square().sum())
+    return p.whole(logits), p.added(loss), p.added(hits), decay, p.whole(torch.sin(side))
 
 
+OUT = ("logits", "loss", "hits", "decay", "aside")
 PARTS = (
-    (first, ("x",), ("h", "mask"), ("w0", "b0")),
+    (first, ("x",), ("h", "mask", "side"), ("w0", "b0", "ws")),
     (second, ("h",), ("y",), ("w1",)),
     (third, ("y", "h", "mask"), ("z",), ("w2",)),
-    (last, ("z", "h", "target"), ("logits", "loss", "hits", "decay"), ("w3",)),
+    (last, ("z", "h", "side", "target"), OUT, ("w3", "idle")),
 )
 INPUTS = ("x", "target")
 
@@ -97,7 +100,7 @@ class Single(torch.nn.Module):
         known = {"x": x, "target": target}
         for function, takes, gives, _ in PARTS:
             known.update(zip(gives, function(self, *(known[name] for name in takes)), strict=True))
-        return known["loss"], known["logits"], known["hits"], known["decay"]
+        return known["loss"], known["logits"], known["hits"], known["decay"], known["aside"]
 
 
 class Segment(Stage):
@@ -188,7 +191,7 @@ def parts_of(segments):
         parts = PARTS[at : at + many]
         inner = [name for part in parts for name in part[2]]
         takes = dict.fromkeys(name for part in parts for name in part[1] if name not in inner)
-        later = {name for part in PARTS[at + many :] for name in part[1]} | {"logits", "loss", "hits", "decay"}
+        later = {name for part in PARTS[at + many :] for name in part[1]} | set(OUT)
         found.append((parts, tuple(takes), tuple(name for name in inner if name in later)))
         at += many
     return found
@@ -211,6 +214,7 @@ def crossings_of(cut, meshes, rows, dtype):
                         shape=shape,
                         dtype=torch.int64 if name == "mask" else dtype,
                         gradient=name != "mask",
+                        outputs=frozenset([4]) if name == "side" else None,
                         given=given,
                         taken=taken,
                     )
@@ -229,6 +233,7 @@ def leaving_of(last_segment, rows, dtype):
         out("logits", "cat", (rows, WIDTH)),
         out("hits", "sum", (), False, torch.int64),
         out("decay", "same", ()),
+        out("aside", "cat", (rows, WIDTH)),
     )
 
 

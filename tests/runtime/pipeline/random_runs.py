@@ -14,7 +14,7 @@ import torch
 from shardwright.layout import Axis, Mesh, make_layout, plain_cut, whole
 from shardwright.runtime.pipeline import Crossing, Leaving, Pipeline, Placed
 from shardwright.runtime.pipeline.executor import Executor, Run
-from shardwright.runtime.pipeline.script import write
+from shardwright.runtime.pipeline.script import WHOLE_STEP, write
 from shardwright.runtime.random import Randomness
 from shardwright.runtime.stage import Stage
 from shardwright.runtime.world import Moment
@@ -192,13 +192,14 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
     return pipeline, leaves
 
 
-def run_rank(case: Case, rank: int, transport) -> tuple[dict, dict]:
-    """The sums and the weights' gradients that a rank has, by segment."""
+def run_rank(case: Case, rank: int, transport, apart=False) -> tuple[dict, dict]:
+    """The sums and the weights' gradients that a rank has, by segment; `apart`: all forwards, then all backwards."""
     pipeline, leaves = pipeline_of(case, rank)
     executor = Executor(pipeline, rank, transport, torch.device("cpu"))
-    run = Run((batch(case),), grad=True)
+    run = Run((batch(case),), frozenset(range(len(case.sinks))))
     run.seed = lambda out, microbatch: torch.ones((), dtype=torch.float64)
-    executor.run(write(pipeline, case.schedule, rank), run)
+    for kinds in ("PF", "BW") if apart else (WHOLE_STEP,):
+        executor.run(write(pipeline, case.schedule, rank, kinds), run)
     assert not run.flights
     assert not run.parcels
     sums = {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RankError
 from shardwright.schedule import forward_only, kind_named, spread, with_prologue
 from tests.runtime.ranks import run_processes
 
@@ -139,11 +139,13 @@ def cleared(model, parameters):
 
 def hooked(model, parameters):
     seen = []
-    for key, parameter in parameters.items():
+    used = [key for key in parameters if key not in ("idle", "ws")]
+    for key in used:
+        parameter = parameters[key]
         parameter.register_hook(lambda gradient: gradient * 2)
         parameter.register_post_accumulate_grad_hook(lambda p, key=key: seen.append(key))
     model(*chain.batch())[0].backward()
-    assert sorted(seen) == sorted(parameters)
+    assert sorted(seen) == sorted(used)
 
 
 def scaled(model, parameters):
@@ -161,7 +163,7 @@ def of_inputs(model, parameters):
 
 
 def asked_for(model, parameters):
-    found = torch.autograd.grad(model(*chain.batch())[0], list(parameters.values()))
+    found = torch.autograd.grad(model(*chain.batch())[0], list(parameters.values()), allow_unused=True)
     return dict(zip(parameters, found, strict=True))
 
 
@@ -189,9 +191,15 @@ def without_gradients(model, parameters):
     return list(outputs)
 
 
+def inference_first(model, parameters):
+    with torch.inference_mode():
+        model(*chain.batch())
+    model(*chain.batch(1))[0].backward()
+
+
 def several_outputs(model, parameters):
-    loss, logits, _, decay = model(*chain.batch())
-    (loss + 0.1 * decay + logits.square().mean()).backward()
+    loss, logits, _, decay, aside = model(*chain.batch())
+    (loss + 0.1 * decay + logits.square().mean() + aside.sum()).backward()
 
 
 def loss_outside(model, parameters):
@@ -205,7 +213,7 @@ def loss_outside(model, parameters):
 
 USES = [
     divided, two_calls_one_backward, twice_through_one_graph, accumulated, cleared, hooked, scaled, of_inputs,
-    asked_for, frozen, other_memory, without_gradients,
+    asked_for, frozen, other_memory, without_gradients, inference_first,
 ]  # fmt: skip
 OUTSIDE = [*USES, several_outputs, loss_outside]
 
@@ -258,7 +266,7 @@ def refusals(rank):
         except InputError as error:
             found.append(str(error))
 
-    loss, logits, _, decay = built.running(chain.batch())
+    loss, logits, _, decay, _ = built.running(chain.batch())
     note(lambda: logits.sum().backward())
     note(lambda: (loss + decay).backward())
     note(lambda: loss.backward(create_graph=True))
@@ -274,6 +282,27 @@ def test_what_is_refused_says_what_to_do():
         assert "leave create_graph out" in found[2]
         assert found[3] is None
         assert "retain_graph=True" in found[4]
+
+
+def broken(rank):
+    """All ranks raise alike, and the script goes on."""
+    built = ready(rank, "1f1b", "2", 4)
+    for placed in built.pipeline.placed:
+        if placed.stage is not None:
+            placed.stage.random = None
+    found = []
+    for _ in range(2):
+        try:
+            built.running(chain.batch())
+        except (RankError, AttributeError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_pipeline_that_broke_off_does_not_go_on():
+    for first, second in run_processes(2, broken):
+        assert "'NoneType' object has no attribute 'microbatch'" in first
+        assert "an earlier step of this pipeline broke off" in second
 
 
 def evaluations(rank):
@@ -367,7 +396,7 @@ def underflowing(rank):
         for parameter in built.parameters.values():
             parameter.grad = None
         (built.running(tiny_batch())[0] * SCALE).backward()
-        found.append({key: g.double() / SCALE for key, g in gradients(built.parameters).items()})
+        found.append({key: g.double() / SCALE for key, g in gradients(built.parameters).items() if g is not None})
     return found
 
 
@@ -380,4 +409,4 @@ def test_the_schedule_is_seeded_with_the_last_scale():
     def error(found):
         return ((found["w0"] - model.w0.grad).norm() / model.w0.grad.norm()).item()
 
-    assert error(merged(second)) < 0.02 < error(merged(first))
+    assert error(merged(second)) < 0.3 * error(merged(first))

@@ -14,13 +14,13 @@ from tests.runtime.ranks import run_processes
 from .random_runs import compare, mutated, pipeline_of, random_case, run_rank
 
 
-def run_threads(case, timeout=10.0):
+def run_threads(case, apart=False, timeout=10.0):
     transports = QueueTransport.between(len(case.schedule.devices), timeout)
     results, errors = [None] * len(transports), []
 
     def run(rank):
         try:
-            results[rank] = run_rank(case, rank, transports[rank])
+            results[rank] = run_rank(case, rank, transports[rank], apart)
         except BaseException as error:
             errors.append(error)
 
@@ -49,7 +49,7 @@ def test_random_schedules_run(block):
     for seed in range(block * 500, block * 500 + 500):
         case = random_case(seed)
         assert passes(case), case
-        compare(case, run_threads(case))
+        compare(case, run_threads(case, apart=seed % 4 == 0))
 
 
 @pytest.mark.parametrize("block", range(4))

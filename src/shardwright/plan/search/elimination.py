@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,6 +29,7 @@ from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
 
 CHUNK = 2**22  # cells of a temporary array: 32 MB
 MOST_CELLS = 2**24  # of a table that is kept: 128 MB
+MOST_DIMS = 60  # of a table: numpy has no more than 64
 MOST_WORK = 2**31  # cells that all steps together look at for one solve: some seconds
 
 
@@ -104,6 +106,11 @@ class Elimination:
         """Whether any states are not forbidden."""
         return not self.forbidden.any() or math.isfinite(self.run(np.zeros(self.leaves.shape[1])).value)
 
+    def with_tables(self, tables: Sequence[Floats]) -> Elimination:
+        """The same steps for a problem that differs in the numbers of its tables only, one for each group."""
+        groups = tuple(Group(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
+        return replace(self, groups=groups, **_leaves(groups, self.leaves.shape[1]))
+
     def run(self, weights: Floats) -> Run:
         """All tables for these weights."""
         cells = self.leaves @ weights
@@ -169,7 +176,7 @@ class _Steps:
         if key not in self.known:
             shape = tuple(sizes[v] for v in (variable, *rest))
             self.work += math.prod(shape)
-            if math.prod(shape[1:]) > MOST_CELLS or self.work > MOST_WORK:
+            if math.prod(shape[1:]) > MOST_CELLS or self.work > MOST_WORK or len(shape) > MOST_DIMS:
                 raise TooWide(f"a table over {len(rest)} variables would have {math.prod(shape[1:]):,} cells")
             inputs = [_input(node, places, shape) for node, places in key]
             self.steps.append(Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape))
@@ -184,13 +191,18 @@ class _Steps:
 
     def finish(self, left: Sequence[int]) -> Elimination:
         problem = self.problem
-        tables = [group.table.reshape(-1, len(problem.memory)) for group in problem.groups]
-        leaves = np.concatenate([np.zeros((0, len(problem.memory))), *tables])
-        forbidden = np.isinf(leaves[:, 0])
-        leaves[forbidden] = 0.0
         rows = tuple(np.concatenate(each) for each in self.rows)
         roots = tuple(sorted((node, left.count(node)) for node in set(left)))
-        return Elimination(problem.groups, tuple(self.steps), rows, roots, len(problem.sizes), leaves, forbidden)
+        leaves = _leaves(problem.groups, len(problem.memory))
+        return Elimination(problem.groups, tuple(self.steps), rows, roots, len(problem.sizes), **leaves)
+
+
+def _leaves(groups: Sequence[Group], kinds: int) -> dict[str, Any]:
+    """All cells of all tables, and which of them are forbidden."""
+    leaves = np.concatenate([np.zeros((0, kinds)), *(group.table.reshape(-1, kinds) for group in groups)])
+    forbidden = np.isinf(leaves[:, 0])
+    leaves[forbidden] = 0.0
+    return {"leaves": leaves, "forbidden": forbidden}
 
 
 def _input(node: int, places: Scope, shape: tuple[int, ...]) -> Input:

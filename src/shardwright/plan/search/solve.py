@@ -62,13 +62,15 @@ def solve(
     progress: Progress | None = None,
     aim: float = 0.001,
     hint: Floats | None = None,
+    exact: bool = True,
 ) -> Solution:
     """The fastest states within the limit, and how near to the best they are known to be.
 
     Ends early when the bound exceeds `upper`, when `stop()` says so, or when the gap is at most `aim`. `hint` are the
-    multipliers of a solution of a problem like this one: with them the bound is good from the start.
+    multipliers of a solution of a problem like this one: with them the bound is good from the start. Without `exact`
+    it is content with mixes of the points that were met.
     """
-    search = _Search(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim, hint)
+    search = _Search(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim, hint, exact)
     try:
         eliminate(problem)
     except TooWide as reason:
@@ -84,6 +86,7 @@ class _Search:
     progress: Progress
     aim: float
     hint: Floats | None
+    exact: bool = True
     best: Point | None = None
     bound: float = -math.inf
     stopped: bool = False
@@ -98,7 +101,7 @@ class _Search:
                 break
         self.bound = max(self.bound, dual.bound)
         if self.best is not None and not self.done(dual.bound):
-            for improve in (self.mix_pool, self.splice, self.search_front):
+            for improve in (self.mix_pool, self.splice, self.search_front) if self.exact else (self.mix_pool,):
                 improve(dual)
                 if self.done(dual.bound):
                     break

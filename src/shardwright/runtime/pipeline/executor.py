@@ -11,7 +11,9 @@ outputs: autograd keeps what it needs of them itself. What is sent is sent as it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ from .parts import Leaving, Pipeline, Placed
 from .routes import Leg
 from .script import Message, Script, Turn
 from .transport import Arrival, Transport
+
+ROOM = 2  # by how many microbatches a rank may run ahead of those it sends to, where nothing else holds it back
 
 Seed = Callable[[Leaving, int], Tensor | None]
 """The gradient of an output of the model in a microbatch, or None if none enters there."""
@@ -67,8 +71,10 @@ class Flight(NamedTuple):
 class Run:
     """The state of one call: what is under way and what came out."""
 
-    def __init__(self, inputs: Sequence[Tensor], grad: bool) -> None:
-        self.inputs, self.grad = inputs, grad
+    def __init__(self, inputs: Sequence[Tensor], seeded: frozenset[int] = frozenset()) -> None:
+        self.inputs = inputs
+        self.seeded = seeded  # the outputs of the model that may get a gradient
+        self.grad = bool(seeded)
         self.parcels: dict[tuple[StepKind, int, int], Parcel] = {}
         self.flights: dict[tuple[int, int], Flight] = {}
         self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of what leaves
@@ -126,11 +132,16 @@ class Executor:
             if placed.stage is not None:
                 placed.stage.weights.collects = placed.number in script.apart
                 placed.stage.weights.clear()
+        sent: deque[tuple[int, Arrival]] = deque()
         with Untouched():
             for turn in script.turns:
                 for message in turn.asks:
                     self._ask(message, run)
                 self._does[turn.step.kind](turn, run)
+                while sent and sent[0][0] <= turn.step.microbatch - ROOM:
+                    sent.popleft()[1].wait()
+                if turn.sends and script.orderly:
+                    sent.append((turn.step.microbatch, self.transport.mark()))
         self.transport.flush()
 
     # -- steps ---------------------------------------------------------------------------
@@ -168,7 +179,8 @@ class Executor:
         for number in turn.takes:
             crossing = self.pipeline.crossings[number]
             leaf = self._take("F", number, step.microbatch, run)
-            leaves[crossing.value] = leaf.requires_grad_() if run.grad and crossing.gradient else leaf
+            wants = run.grad and crossing.has_gradient(run.seeded)
+            leaves[crossing.value] = leaf.requires_grad_() if wants else leaf
         args = [self._input(step, take, run) if isinstance(take, int) else leaves[take] for take in placed.takes]
         outs = self._call(stage, args, run)
         given = dict(zip(placed.gives, outs, strict=True))
@@ -223,7 +235,8 @@ class Executor:
         flight = run.flights[key] if run.keep else run.flights.pop(key)
         edges = [(edge, gradients[value]) for value, edge in flight.edges if value in gradients]
         if edges:
-            torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], retain_graph=run.keep)
+            with self._as_usual():
+                torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], retain_graph=run.keep)
         for number, legs in turn.sends:
             value = self.pipeline.crossings[number].value
             leaf = flight.leaves[value]
@@ -231,6 +244,11 @@ class Executor:
             self._send("B", number, step.microbatch, legs, gradient, run)
         for leaf in flight.leaves.values():
             leaf.grad = None
+
+    def _as_usual(self) -> AbstractContextManager[Any]:
+        """Around a backward: the user's autocast is for forwards, though both run within one call of the model."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _expect(self, number: int, step: Step, value: Tensor) -> None:
         """A message has neither shape nor dtype, so a wrong one must not be sent."""
@@ -259,7 +277,8 @@ class Executor:
 
     def _weights(self, turn: Turn, run: Run) -> None:
         _, stage = self._at(turn.step)
-        stage.weights.run(turn.step.microbatch)
+        with self._as_usual():
+            stage.weights.run(turn.step.microbatch)
 
     # -- messages ------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ the old one, which mostly is 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RankError
 
 from ..faults import told
 from ..gradients import GradientSync
@@ -35,7 +35,7 @@ from .executor import Executor, Run
 from .nonfinite import show_everywhere
 from .outputs import Sharing, share
 from .parts import Leaving, Pipeline
-from .script import Script, pairs_of, write
+from .script import WHOLE_STEP, Script, pairs_of, write
 from .standins import StandIns, harvest
 from .ties import Ties
 from .transport import usual
@@ -60,6 +60,7 @@ class Loop:
             sync.ties.connect(self.transport)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may hold nothing to train
         self.scale = torch.ones((), device=self.device, dtype=torch.float64)  # the last gradient of a loss
+        self.broken = False  # whether a run did not come to its end
         self._task = -1  # the backward that was begun, as autograd numbers them
 
     def begin_backward(self, parameters: Sequence[ShardParameter], scaled: bool) -> None:
@@ -84,28 +85,45 @@ class Running:
         self.standins = StandIns(pipeline.placed)
         self.share = Sharing(pipeline, loop.rank, loop.device)
         self.loss = loss_of(pipeline.leaving)
-        self._scripts: dict[str, Script] = {}
+        self._scripts: dict[tuple[str, frozenset[int]], Script] = {}
 
-    def script(self, kinds: str) -> Script:
-        """What this rank does: "" for inference, or the steps of these kinds of a training step."""
-        if kinds not in self._scripts:
-            schedule = self.pipeline.schedule if kinds else self.pipeline.forward
-            self._scripts[kinds] = write(self.pipeline, schedule, self.loop.rank, kinds or "PF")
-        return self._scripts[kinds]
+    def script(self, kinds: str, seeded: frozenset[int]) -> Script:
+        """What this rank does for steps of these kinds, if these outputs have a gradient: none in inference."""
+        key = kinds, seeded
+        if key not in self._scripts:
+            schedule = self.pipeline.schedule if seeded else self.pipeline.forward
+            self._scripts[key] = write(self.pipeline, schedule, self.loop.rank, kinds, seeded)
+        return self._scripts[key]
 
     def __call__(self, tensors: Sequence[Tensor], training: bool = True) -> tuple[Tensor, ...]:
         """The model's tensor outputs, whole on every rank. `training` as in `model.training`."""
         if not (torch.is_grad_enabled() and any(out.gradient for out in self.pipeline.leaving)):
             self.standins.current()
-            return tuple(self.finished(self.run(Run(tensors, grad=False), "")))
-        inside = training and self.loop.backward == "inside" and self.loss is not None
-        call = Call(self, tensors)
+            return tuple(self.finished(self.run(Run(tensors), "PF", frozenset())))
+        loss = self.loss if training and self.loop.backward == "inside" else None
+        inside = loss is not None
+        call = Call(self, tensors, range(len(self.pipeline.leaving)) if loss is None else [loss])
         function = _Inside if inside else _Outside
+        with torch.no_grad():
+            if inside:
+                call.step()
+            else:
+                self.run(call.run, "PF", call.run.seeded)
+            call.outputs = self.finished(call.run)
         found: tuple[Tensor, ...] = function.apply(call, self.loop.anchor, *call.wanting)  # type: ignore[no-untyped-call]
+        call.outputs = []
         return found
 
-    def run(self, run: Run, kinds: str) -> Run:
-        self.executor.run(self.script(kinds), run)
+    def run(self, run: Run, kinds: str, seeded: frozenset[int]) -> Run:
+        """Go through steps of some kinds."""
+        if self.loop.broken:
+            raise RankError(
+                "an earlier step of this pipeline broke off, with messages between ranks under way; "
+                "start the script again, from a checkpoint"
+            )
+        self.loop.broken = True
+        self.executor.run(self.script(kinds, seeded), run)
+        self.loop.broken = False
         return run
 
     def finished(self, run: Run) -> list[Tensor]:
@@ -125,21 +143,36 @@ def loss_of(leaving: Sequence[Leaving]) -> int | None:
 class Call:
     """One call of the model whose gradients are wanted."""
 
-    def __init__(self, running: Running, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, running: Running, tensors: Sequence[Tensor], seeded: Iterable[int]) -> None:
         self.running, self.pipeline, self.loop = running, running.pipeline, running.loop
         self.leaves = [leaf for leaf in running.standins.current() if leaf.requires_grad]
         self.inputs = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
         self.trained = running.standins.trained
         self.wanting = [*self.trained, *(tensors[at] for at in self.inputs)]
-        self.run = Run(tensors, grad=True)
-        self.gradients: list[Tensor | None] | None = None  # kept aside, in the order of `wanting`
+        self.run = Run(tensors, frozenset(seeded))
+        self.scale = running.loop.scale  # what the schedule is seeded with
+        self.outputs: list[Tensor] = []
+        self.gradients: list[Tensor] | None = None  # kept aside, in the order of `wanting`
 
-    def backward(self, kinds: str, keep: bool = False) -> list[Tensor | None]:
+    def step(self) -> None:
+        """Run the whole schedule, and keep its gradients. What has none does not want one any longer."""
+        seeded = self.pipeline.leaving[self.running.loss]  # type: ignore[index]
+        seed = self.scale.to(seeded.dtype)
+
+        def seeds(out: Leaving, microbatch: int) -> Tensor | None:
+            return share(out, seed, self.pipeline.microbatches, microbatch) if out is seeded else None
+
+        self.run.seed = seeds
+        found = self.backward(WHOLE_STEP, self.run.seeded)
+        self.wanting = [one for one, gradient in zip(self.wanting, found, strict=True) if gradient is not None]
+        self.gradients = [gradient for gradient in found if gradient is not None]
+
+    def backward(self, kinds: str, seeded: frozenset[int], keep: bool = False) -> list[Tensor | None]:
         """Run steps, and give the gradients of all that wants one."""
         harvest(self.leaves)
         harvest(list(self.run.input_leaves.values()))
         self.run.keep = keep
-        self.running.run(self.run, kinds)
+        self.running.run(self.run, kinds, seeded)
         return [*harvest(self.leaves), *(self._input(at) for at in self.inputs)]
 
     @told
@@ -162,27 +195,22 @@ class Call:
             )
 
 
+def _differentiable(ctx: Any, call: Call) -> tuple[Tensor, ...]:
+    """The outputs of a call, as those of an autograd function that gets gradients as they are, or None."""
+    ctx.call = call
+    ctx.set_materialize_grads(False)
+    leaving = zip(call.outputs, call.pipeline.leaving, strict=True)
+    ctx.mark_non_differentiable(*(tensor for tensor, out in leaving if not out.gradient))
+    return tuple(call.outputs)
+
+
 class _Inside(torch.autograd.Function):
-    """Forward runs the whole schedule, backward hands out what was kept aside."""
+    """After the whole schedule: backward hands out what was kept aside."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *wanting: Tensor) -> tuple[Tensor, ...]:
-        running, loss = call.running, call.running.loss
-        ctx.call, ctx.scale = call, call.loop.scale
-        ctx.set_materialize_grads(False)
-        seeded = call.pipeline.leaving[loss]  # type: ignore[index]
-        seed = ctx.scale.to(seeded.dtype)
-
-        def seeds(out: Leaving, microbatch: int) -> Tensor | None:
-            return share(out, seed, call.pipeline.microbatches, microbatch) if out is seeded else None
-
-        call.run.seed = seeds
-        call.gradients = call.backward("PFBW")
-        outputs = running.finished(call.run)
-        call.run = Run((), grad=False)
-        leaving = zip(outputs, call.pipeline.leaving, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, out in leaving if not out.gradient))
-        return tuple(outputs)
+        call.run = Run(())
+        return _differentiable(ctx, call)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -198,40 +226,31 @@ class _Inside(torch.autograd.Function):
         call.loop.begin_backward(call.trained, scaled=gradient is not None and gradient.item() != 1.0)
         if gradient is None:
             return (None, None, *(None for _ in call.wanting))
-        return (None, None, *_scaled(call, gradient, ctx.scale))
+        return (None, None, *_scaled(call, gradient))
 
 
-def _scaled(call: Call, gradient: Tensor, seed: Tensor) -> list[Tensor | None]:
+def _scaled(call: Call, gradient: Tensor) -> list[Tensor]:
     """The kept gradients for the loss's gradient; they are given away unless backward may come again."""
     if call.gradients is None:
         raise InputError("backward came twice through one call of a pipeline; pass retain_graph=True to the first")
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     kept, call.gradients = call.gradients, call.gradients if keep else None
     now = gradient.detach().double()
-    call.loop.scale = torch.where(torch.isfinite(now) & (now != 0), now, seed)
-    ratio = now / seed
-    if ratio.is_cpu and ratio.item() == 1.0:
-        return list(kept)
-    there = [one for one in kept if one is not None]
-    if keep:
-        there = [one.clone() for one in there]
-    torch._foreach_mul_(there, ratio)
-    scaled = iter(there)
-    return [None if one is None else next(scaled) for one in kept]
+    call.loop.scale = torch.where(torch.isfinite(now) & (now != 0), now, call.scale)
+    ratio = now / call.scale
+    if kept and not (ratio.is_cpu and ratio.item() == 1.0):
+        kept = [one.clone() for one in kept] if keep else kept
+        torch._foreach_mul_(kept, ratio)
+    return kept
 
 
 class _Outside(torch.autograd.Function):
-    """Forward runs all F, backward all B."""
+    """After all F: backward runs all B."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *wanting: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.done = call, False
-        ctx.set_materialize_grads(False)
-        call.running.run(call.run, "PF")
-        outputs = call.running.finished(call.run)
-        leaving = zip(outputs, call.pipeline.leaving, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, out in leaving if not out.gradient))
-        return tuple(outputs)
+        ctx.done = False
+        return _differentiable(ctx, call)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -242,6 +261,7 @@ class _Outside(torch.autograd.Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.done = not keep
         given = {id(out): gradient for out, gradient in zip(call.pipeline.leaving, gradients, strict=True)}
+        seeded = frozenset(at for at, gradient in enumerate(gradients) if gradient is not None)
 
         def seeds(out: Leaving, microbatch: int) -> Tensor | None:
             gradient = given[id(out)]
@@ -249,4 +269,4 @@ class _Outside(torch.autograd.Function):
 
         call.run.seed = seeds
         call.loop.begin_backward(call.trained, scaled=True)
-        return (None, None, *call.backward("BW", keep))
+        return (None, None, *call.backward("BW", seeded, keep))

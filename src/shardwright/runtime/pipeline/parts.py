@@ -43,6 +43,11 @@ class Crossing:
     gradient: bool
     given: Layout  # on the giver's mesh: cut or whole on each axis
     taken: Layout  # on the taker's mesh
+    outputs: frozenset[int] | None = None  # the numbers of those that depend on it by gradients; None: all may
+
+    def has_gradient(self, seeded: frozenset[int]) -> bool:
+        """Whether a gradient comes back if only these outputs of the model have one."""
+        return self.gradient and (self.outputs is None or not self.outputs.isdisjoint(seeded))
 
     def __post_init__(self) -> None:
         faults = []

@@ -22,6 +22,7 @@ from shardwright.schedule import Schedule, Step, StepKind
 from .parts import Crossing, Pipeline
 from .routes import Leg, routes
 
+WHOLE_STEP = "PFBW"
 AHEAD = 1  # how many steps ahead of its use a message is asked for
 
 
@@ -52,6 +53,7 @@ class Script:
     rank: int
     turns: tuple[Turn, ...]
     apart: frozenset[int]  # the segments whose weights' gradients are steps of their own
+    orderly: bool  # on all ranks, microbatch by microbatch
 
 
 def legs_of(pipeline: Pipeline, crossing: Crossing, kind: StepKind) -> tuple[Leg, ...]:
@@ -78,20 +80,27 @@ def only(schedule: Schedule, kinds: str) -> Schedule:
     return replace(schedule, devices=tuple(rows[id(row)] for row in schedule.devices))
 
 
-def write(pipeline: Pipeline, schedule: Schedule, rank: int, kinds: str = "PFBW") -> Script:
-    """The script of a rank, for steps of some kinds."""
+def write(
+    pipeline: Pipeline,
+    schedule: Schedule,
+    rank: int,
+    kinds: str = WHOLE_STEP,
+    seeded: frozenset[int] | None = None,
+) -> Script:
+    """The script of a rank, for steps of some kinds. `seeded` are the outputs that have a gradient; None: all."""
+    seeded = frozenset(range(len(pipeline.leaving))) if seeded is None else seeded
     row = schedule.devices[rank] if rank < len(schedule.devices) else ()
     apart = frozenset(step.segment for step in row if step.kind == "W")
     schedule = only(schedule, kinds)
     steps = tuple(step for step in row if step.kind in kinds)
     sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Leg, ...]]]] = defaultdict(list)
     takes: dict[tuple[StepKind, int], list[int]] = defaultdict(list)
-    for number, crossing, kind, sender, taker in _ways(pipeline):
+    for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
         legs = tuple(leg for leg in legs_of(pipeline, crossing, kind) if leg.source == rank)
         if legs:
             sends[kind, sender].append((number, legs))
         takes[kind, taker].append(number)
-    asks = _asks(pipeline, schedule, rank, steps)
+    asks = _asks(pipeline, schedule, rank, steps, seeded)
     turns = [
         Turn(
             step=step,
@@ -101,22 +110,33 @@ def write(pipeline: Pipeline, schedule: Schedule, rank: int, kinds: str = "PFBW"
         )
         for at, step in enumerate(steps)
     ]
-    return Script(rank=rank, turns=tuple(turns), apart=apart)
+    return Script(rank=rank, turns=tuple(turns), apart=apart, orderly=_orderly(schedule))
 
 
-def _ways(pipeline: Pipeline) -> Iterator[tuple[int, Crossing, StepKind, int, int]]:
+def _orderly(schedule: Schedule) -> bool:
+    """Whether a rank may wait until others have got what it sent: all go through the microbatches in one order.
+
+    Then everybody can come to the end of a microbatch without anything of a later one.
+    """
+    rows = {id(row): [step.microbatch for step in row if step.kind != "P"] for row in schedule.devices}
+    return all(row == sorted(row) for row in rows.values())
+
+
+def _ways(pipeline: Pipeline, seeded: frozenset[int]) -> Iterator[tuple[int, Crossing, StepKind, int, int]]:
     """(number, crossing, kind, the segment that sends, the segment that takes) for values and their gradients."""
     for number, crossing in enumerate(pipeline.crossings):
         yield number, crossing, "F", crossing.giver, crossing.taker
-        if crossing.gradient:
+        if crossing.has_gradient(seeded):
             yield number, crossing, "B", crossing.taker, crossing.giver
 
 
-def _asks(pipeline: Pipeline, schedule: Schedule, rank: int, steps: tuple[Step, ...]) -> list[list[Message]]:
+def _asks(
+    pipeline: Pipeline, schedule: Schedule, rank: int, steps: tuple[Step, ...], seeded: frozenset[int]
+) -> list[list[Message]]:
     """For each step the messages to ask for before it."""
     at = {step: place for place, step in enumerate(steps)}
     arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Leg, int]]]] = defaultdict(lambda: defaultdict(list))
-    for number, crossing, kind, sender, taker in _ways(pipeline):
+    for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
         for leg in legs_of(pipeline, crossing, kind):
             if leg.target == rank != leg.source:
                 arriving[leg.source][kind, sender].append((number, leg, taker))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..parameters import ShardParameter, Untouched
@@ -34,7 +35,7 @@ class StandIns:
     def current(self) -> list[Tensor]:
         """The leaves, in the order of `parameters`; made again where a parameter has got other memory."""
         found = []
-        with Untouched():
+        with Untouched(), torch.inference_mode(False):  # what is made for inference can't train later
             for number, parameter in enumerate(self.parameters):
                 leaf = self._leaves[number]
                 if leaf is None or not _same(leaf, parameter):

@@ -24,7 +24,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Mesh
 
 from ..buckets import Entry, TiedBucket
-from ..holding import Held, zero_axes
+from ..holding import Held, kept_layout, zero_axes
 from ..parameters import ShardParameter, raw_gradient, set_raw_gradient
 from ..world import here
 from .routes import Leg, routes
@@ -65,22 +65,18 @@ class Ties:
         here = [at for at, (mesh, _) in enumerate(sides) if self.rank in mesh.devices]
         if len(here) > 1:
             raise LayoutError(f"parameter {name} is held twice on rank {self.rank}; its segments there can share it")
-        if any(held.level == 3 for _, held in sides):
-            raise LayoutError(
-                f"parameter {name} is held by several stages and stored split; use ZeRO level 1 or 2 for it"
-            )
         sends: list[Leg] = []
         takes: list[tuple[int, Leg]] = []
         for at, (giver, given) in enumerate(sides):
             for to, (taker, taken) in enumerate(sides):
                 if at != to:
-                    legs = routes(_cuts(given), giver, _cuts(taken), taker, given.shape)
+                    legs = routes(_lies(given, giver), giver, _lies(taken, taker), taker, given.shape)
                     self.pairs |= {(leg.source, leg.target) for leg in legs}
                     sends += [leg for leg in legs if leg.source == self.rank]
                     takes += [(at, leg) for leg in legs if leg.target == self.rank]
         if here:
             mesh, held = sides[here[0]]
-            shape = held.layout.local_shape(held.shape, mesh.sizes, mesh.coordinates(self.rank))
+            shape = _lies(held, mesh).local_shape(held.shape, mesh.sizes, mesh.coordinates(self.rank))
             self._ties[name] = Tie(shape=shape, stages=len(sides), own=here[0], sends=tuple(sends), takes=tuple(takes))
 
     def __contains__(self, name: object) -> bool:
@@ -149,6 +145,6 @@ def _hand_out(entry: Entry, total: Tensor) -> None:
     entry.seen, entry.true = False, None
 
 
-def _cuts(held: Held) -> Layout:
-    """How a summed gradient lies: as the parameter, and whole on the axes that it is summed over."""
-    return Layout(cuts=held.layout.cuts)
+def _lies(held: Held, mesh: Mesh) -> Layout:
+    """How a summed gradient lies: as the parameter is kept, and whole on the axes that it is summed over."""
+    return Layout(cuts=kept_layout(held, mesh.sizes).cuts)

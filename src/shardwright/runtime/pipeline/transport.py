@@ -46,6 +46,9 @@ class Transport(Protocol):
     def receive(self, buffer: Tensor, source: int) -> Arrival:
         """Begin to fill a contiguous buffer with the next message of a rank."""
 
+    def mark(self) -> Arrival:
+        """To wait until all that was sent so far has arrived."""
+
     def flush(self) -> None:
         """Wait until all that was sent has arrived: a rank must not go before that."""
 
@@ -62,7 +65,19 @@ class TorchTransport:
 
     def connect(self, pairs: Pairs) -> None:
         """Make it possible that the first of a pair sends to the second. All ranks do it together, with equal pairs."""
-        self._groups.update(pair_groups(pairs, self._device))
+        found = pair_groups(pairs, self._device)
+        if self._device.type != "cpu":
+            self._greet({pair: group for pair, group in found.items() if pair not in self._groups})
+        self._groups.update(found)
+
+    def _greet(self, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
+        """NCCL connects two ranks at their first message, and both wait for that: so all do it now, in one order."""
+        token = torch.zeros(1, device=self._device)
+        for (source, target), group in sorted(groups.items(), key=lambda item: item[0]):
+            if source == self._rank:
+                dist.send(token, target, group=group)
+            elif target == self._rank:
+                dist.recv(token, source, group=group)
 
     @told
     def send(self, tensor: Tensor, to: int) -> None:
@@ -83,10 +98,11 @@ class TorchTransport:
         assert work is not None
         return _Arrival(work)
 
-    @told
+    def mark(self) -> Arrival:
+        return _NOTHING if self._keeper is None else self._keeper.mark()
+
     def flush(self) -> None:
-        if self._keeper is not None:
-            self._keeper.flush()
+        self.mark().wait()
 
 
 class _Arrival:
@@ -112,20 +128,22 @@ class Keeper:
         self._thread: threading.Thread | None = None
 
     def keep(self, work: dist.Work, tensor: Tensor) -> None:
-        if self._error is not None:
-            raise self._error
+        self.raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shardwright-sends", daemon=True)
             self._thread.start()
         self._sent.put((work, tensor))
 
-    def flush(self) -> None:
-        """Wait until all has arrived."""
-        if self._thread is not None:
-            gate = threading.Lock()
-            gate.acquire()
-            self._sent.put(gate)
-            gate.acquire()  # here, not in `threading`: who watches this rank must see that it waits for others
+    def mark(self) -> Arrival:
+        """To wait until all that is kept now has arrived."""
+        if self._thread is None:
+            return _NOTHING
+        gate = threading.Lock()
+        gate.acquire()
+        self._sent.put(gate)
+        return _Mark(self, gate)
+
+    def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -144,6 +162,24 @@ class Keeper:
                 work.wait()
             except RuntimeError as error:
                 self._error = error
+
+
+class _Mark:
+    def __init__(self, keeper: Keeper, gate: threading.Lock) -> None:
+        self._keeper, self._gate = keeper, gate
+
+    @told
+    def wait(self) -> None:
+        self._gate.acquire()  # here, not in `threading`: who watches this rank must see that it waits for others
+        self._keeper.raise_error()
+
+
+class _Nothing:
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+_NOTHING = _Nothing()
 
 
 def usual() -> TorchTransport | QueueTransport:
@@ -187,8 +223,12 @@ class QueueTransport:
         self._asked[source].append(asked)
         return asked
 
-    def flush(self) -> None:
+    def mark(self) -> Arrival:
         """What is in a queue stays there."""
+        return _NOTHING
+
+    def flush(self) -> None:
+        """There is nothing to wait for."""
 
     def fill(self, source: int) -> None:
         """Wait for the next message of a rank, and put it where it was asked for."""

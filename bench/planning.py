@@ -1,0 +1,196 @@
+"""How long plans for large models take to find, after capture: `python -m bench.planning` prints one table.
+
+python -m bench.planning                    all
+python -m bench.planning --models gpt3      some of them
+
+Models are on the meta device, so nothing is allocated. Seconds are those of the search alone; capture is beside them.
+"""
+
+import argparse
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from shardwright.cluster import find
+from shardwright.cost import Training, flops
+from shardwright.parallelize import captured_graph
+from shardwright.plan import Plan
+from shardwright.planning import Batching, Setting, make_plan, only_scalars
+from shardwright.probe import probing
+from shardwright.rules import analyse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, where it is planned for, and how long that may take."""
+
+    make: Callable[[], tuple[nn.Module, Any]]
+    cluster: str
+    limit: float  # seconds
+    precision: str | None = "bfloat16"
+    batching: Batching = field(default_factory=Batching)
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions beside a short way."""
+
+    def __init__(self, given: int, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(given, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
+        short = nn.Sequential(nn.Conv2d(given, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.short = short if stride != 1 or given != out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn1(self.conv1(x)).relu()
+        y = self.bn2(self.conv2(y)).relu()
+        return (self.bn3(self.conv3(y)) + self.short(x)).relu()
+
+
+class ResNet(nn.Module):
+    """A residual net of bottlenecks, with all channels but those of pictures `wide` times as many."""
+
+    def __init__(self, layers: tuple[int, ...] = (3, 8, 36, 3), wide: int = 8, classes: int = 1000) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 64 * wide, 7, 2, 3, bias=False), nn.BatchNorm2d(64 * wide)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.stages = nn.ModuleList()
+        given = 64 * wide
+        for number, count in enumerate(layers):
+            width = 64 * wide * 2**number
+            blocks = []
+            for at in range(count):
+                blocks.append(Bottleneck(given, width, 4 * width, 2 if at == 0 and number else 1))
+                given = 4 * width
+            self.stages.append(nn.Sequential(*blocks))
+        self.head = nn.Linear(given, classes)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.pool(self.bn(self.conv(x)).relu())
+        for stage in self.stages:
+            x = stage(x)
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
+def ids(rows: int, length: int) -> Tensor:
+    return torch.zeros(rows, length, dtype=torch.int64, device="meta")
+
+
+def bert() -> tuple[nn.Module, Any]:
+    """Hidden 2048, 96 layers: 4.9 billion parameters."""
+    config = transformers.BertConfig(
+        hidden_size=2048, num_hidden_layers=96, num_attention_heads=32, intermediate_size=8192, vocab_size=30528,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(config)
+    return model, ((ids(256, 512),), {"labels": ids(256, 512)})
+
+
+def resnet(rows: int = 512) -> tuple[nn.Module, Any]:
+    """152 layers, 8 times as wide: 3.7 billion parameters."""
+    with torch.device("meta"):
+        model = ResNet()
+    return model, (torch.zeros(rows, 3, 224, 224, device="meta"), torch.zeros(rows, dtype=torch.int64, device="meta"))
+
+
+def gpt3() -> tuple[nn.Module, Any]:
+    """175 billion parameters, a batch of 1536 sequences of 2048."""
+    config = transformers.GPT2Config(
+        vocab_size=51200, n_positions=2048, n_embd=12288, n_layer=96, n_head=96, attn_pdrop=0.0, resid_pdrop=0.0,
+        embd_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    return model, ((ids(1536, 2048),), {"labels": ids(1536, 2048), "use_cache": False})
+
+
+def llama() -> tuple[nn.Module, Any]:
+    """Llama 3 405B, a batch of 2048 sequences of 8192."""
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
+        num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    return model, ((ids(2048, 8192),), {"labels": ids(2048, 8192), "use_cache": False})
+
+
+CASES = {
+    "bert": Case(make=bert, cluster="4x8xA100-80GB", limit=20.0),
+    "resnet": Case(make=resnet, cluster="4x8xA100-80GB", limit=20.0),
+    "resnet-local": Case(
+        make=lambda: resnet(64), cluster="4x8xA100-80GB", limit=20.0, batching=Batching(microbatches=8, local=True)
+    ),
+    "gpt3": Case(make=gpt3, cluster="128x8xA100-80GB", limit=60.0),
+    "llama": Case(make=llama, cluster="512x8xH100", limit=60.0),
+}
+
+
+def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
+    case = CASES[name]
+    module, example = case.make()
+    cluster = find(case.cluster)
+    began = time.monotonic()
+    captured = captured_graph(module, example)
+    graph = only_scalars(captured.graph)
+    facts = analyse(graph, probing(captured.functions))
+    middle = time.monotonic()
+    show(f"{name} was captured in {middle - began:.1f} s")
+    setting = Setting(
+        cluster=cluster,
+        training=Training(compute=case.precision),
+        progress=lambda what, best: show(f"{time.monotonic() - middle:6.1f} s  {what}, best {best:.4g} s"),
+    )
+    plan = make_plan(graph, facts, "auto", cluster.size, setting, case.batching)
+    took = time.monotonic() - middle
+    said = plan.predicted["train"]
+    count = sum(parameter.numel() for parameter in module.parameters())
+    work = 3 * sum(flops(facts.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
+    rate = work / said["seconds"] / cluster.size / 1e12
+    colour = "green" if took <= case.limit else "red"
+    return (
+        name, f"{count / 1e9:.1f} B", case.cluster, f"{middle - began:.1f}", f"[{colour}]{took:.1f}",
+        f"{case.limit:.0f}", in_words(plan), f"{said['seconds']:.3g}", f"{rate:.0f}",
+    )  # fmt: skip
+
+
+def in_words(plan: Plan) -> str:
+    if not plan.is_pipeline:
+        return str(plan.mesh)
+    seats = len({segment.mesh.devices for segment in plan.segments})
+    meshes = " | ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
+    return f"pp={seats} x {meshes}, {plan.microbatches} microbatches, {plan.schedule}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--verbose", action="store_true", help="say what is being looked at")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    console = Console(width=200)
+    table = Table(
+        "model", "parameters", "cluster", "capture s", "search s", "at most", "plan", "a step, s", "TFLOP/s a device",
+        title="Plans for large models",
+        caption=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {platform.machine()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}",
+    )  # fmt: skip
+    for name in args.models:
+        table.add_row(*row(name, console.print if args.verbose else (lambda text: None)))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

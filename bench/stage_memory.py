@@ -1,0 +1,126 @@
+"""The memory of the ranks of a pipeline, predicted and measured: `python -m bench.stage_memory` prints one table.
+
+As in `bench.memory`, measured is what torch has allocated at the worst moment of the second training step, here on
+every rank.
+"""
+
+import argparse
+import gc
+import platform
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tests.models.zoo import loss_of
+from torch.profiler import ProfilerActivity
+
+import shardwright as sw
+from shardwright.plan import Plan
+from shardwright.verify.ranks import run_processes
+
+from .memory import GOAL, MODELS, Measured, alive, mib, patient
+
+Case = tuple[str, int, int, int, str]
+CASES: tuple[Case, ...] = (  # model, ranks, stages, microbatches, schedule
+    ("mlp", 2, 2, 4, "1f1b"),
+    ("mlp", 2, 2, 4, "zb"),
+    ("gpt", 2, 2, 4, "1f1b"),
+    ("gpt", 2, 2, 4, "zbv"),
+    ("gpt", 2, 2, 4, "interleaved"),
+    ("gpt", 4, 4, 8, "1f1b"),
+    ("gpt", 4, 2, 4, "1f1b"),
+    ("llama", 2, 2, 4, "zb"),
+)
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan that the search finds for a case."""
+    name, ranks, stages, microbatches, schedule = case
+    module, args, kwargs = MODELS[name]()
+    asked = [{"stages": stages}, {"microbatches": microbatches}, {"schedule": schedule}]
+    return sw.plan(module, example=(args, kwargs), cluster=ranks, constraints=asked)
+
+
+def measure_here(rank: int, name: str, path: str) -> Measured:
+    """Two steps on this rank, of which the second is measured."""
+    others = alive()
+    module, args, kwargs = MODELS[name]()
+    optimizer = torch.optim.AdamW(module.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        compiled, optimizer = sw.parallelize(module, optimizer, example=(args, kwargs), plan=path, directory=folder)
+    del module
+    gc.collect()
+    start = sum(size for address, size in alive().items() if address not in others)
+
+    def step() -> None:
+        with torch.profiler.record_function("forward"):
+            loss = loss_of(compiled(*args, **kwargs))
+        with torch.profiler.record_function("backward"):
+            loss.backward()
+        del loss
+        with torch.profiler.record_function("update"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with patient(), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+        step()
+    return found_in(profile.profiler.kineto_results.events(), start)
+
+
+def found_in(events: Sequence[Any], start: int) -> Measured:
+    begins = {name: max(e.start_ns() for e in events if e.name() == name) for name in ("forward", "backward", "update")}
+    most = dict.fromkeys(begins, 0)
+    held = before = start
+    for when, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        held += change
+        now = [name for name, begin in begins.items() if when >= begin]
+        if now:
+            most[now[-1]] = max(most[now[-1]], held)
+        else:
+            before = held
+    return Measured(before, **most, after=held)
+
+
+def rows(case: Case) -> list[tuple[str, ...]]:
+    name, ranks, *_ = case
+    plan = plan_of(case)
+    said = plan.predicted["train"]["pipeline"]["stages"]
+    by_rank = {}
+    for segment, stage in zip(plan.segments, said, strict=True):
+        by_rank |= dict.fromkeys(segment.mesh.devices, stage["memory"])
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        plan.save(file.name)
+        found: list[Measured] = run_processes(ranks, measure_here, name, file.name, timeout=300.0)
+    table = []
+    for rank, truth in enumerate(found):
+        off = by_rank[rank] / truth.peak - 1
+        colour = "green" if abs(off) <= 1.5 * GOAL else "red"
+        phases = " ".join(mib(size) for size in (truth.forward, truth.backward, truth.update))
+        whole = "" if truth.complete else "releases were missed"
+        words = (*map(str, case), str(rank))
+        table.append((*words, mib(by_rank[rank]), mib(truth.peak), f"[{colour}]{off:+.1%}", phases, whole))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))))
+    args = parser.parse_args()
+    table = Table(
+        "model", "ranks", "stages", "microbatches", "schedule", "rank", "predicted", "measured", "off",
+        "call, backward, update", "",
+        title="The most memory a rank of a pipeline has in a step, MiB",
+        caption=f"AdamW, gloo, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
+    )  # fmt: skip
+    for number in args.cases:
+        for row in rows(CASES[number]):
+            table.add_row(*row)
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()

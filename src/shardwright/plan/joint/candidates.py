@@ -1,0 +1,101 @@
+"""The pipelines that are looked at: seats, numbers of microbatches, schedules, each with a bound on its step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...schedule import kind_named
+from .blocks import Blocks
+from .fronts import Fronts
+from .seats import Seat, rows_of_seats, seated
+from .setup import Setup
+
+SCHEDULES = {
+    "1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6
+}  # fmt: skip
+"""The schedules that are looked at, and how much of the other stages' time a microbatch waits for, at best."""
+
+MOST_COUNTS = 8
+"""Numbers of microbatches that are looked at on some seats."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Candidate:
+    """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds."""
+
+    bound: float
+    seats: tuple[Seat, ...]
+    microbatches: int
+    schedule: str
+
+
+class Candidates:
+    """All candidates of a setup. `cut` says whether the batch may be cut at all."""
+
+    def __init__(self, setup: Setup, blocks: Blocks, fronts: Fronts, *, cut: bool) -> None:
+        self.setup, self.blocks, self.fronts, self.cut = setup, blocks, fronts, cut
+        self.batch = setup.facts.graph.batch or 1
+
+    def __iter__(self) -> Iterator[Candidate]:
+        asked = self.setup.asked
+        for runs in rows_of_seats(self.setup.cluster, self.setup.size):
+            stages = sum(count for count, _, _ in runs)
+            if stages > self.blocks.count or asked.stages not in (None, stages):
+                continue
+            for seats in seated(runs, self.setup.cluster, self.setup.names):
+                if all(self._has_axes(seat) for seat in dict.fromkeys(seats)):
+                    yield from self._on(seats)
+            if self.setup.stop():
+                return
+
+    def _on(self, seats: tuple[Seat, ...]) -> Iterator[Candidate]:
+        equal = len({len(seat.devices) for seat in seats}) == 1 and len(self.setup.cluster.devices) == 1
+        for microbatches in self.counts(seats):
+            quick = self.fronts.quick(seats, microbatches)
+            for schedule in self._schedules(len(seats), microbatches):
+                rest = fill_of(schedule) * (len(seats) - 1) if equal else 0.0
+                yield Candidate(quick * (microbatches + rest), seats, microbatches, schedule)
+
+    def _has_axes(self, seat: Seat) -> bool:
+        """Whether a seat has the axes that people name, in their sizes."""
+        sizes = dict(zip(seat.names, (seat.data, seat.inner), strict=True))
+        return all(
+            sizes.get(name, 1) > 1 and all(one.size in (None, sizes[name]) for one in asked)
+            for name, asked in self.setup.limits.axes.items()
+        )
+
+    def _schedules(self, stages: int, microbatches: int) -> Iterator[str]:
+        asked = self.setup.asked.schedule
+        if stages == 1:
+            yield asked or "1f1b"
+            return
+        for name in (asked,) if asked is not None else SCHEDULES:
+            segments = kind_named(name).segments
+            if stages * segments <= self.blocks.count and (segments == 1 or microbatches >= stages):
+                yield name
+
+    def counts(self, seats: Sequence[Seat]) -> list[int]:
+        """Numbers of microbatches: the batch divides by them on all seats."""
+        asked = self.setup.asked.microbatches
+        if any(self.batch % seat.data for seat in seats):
+            return []
+        if self.setup.local:
+            return [asked or 1]
+        rows = math.gcd(*(self.batch // seat.data for seat in seats))
+        fitting = [count for count in range(1, rows + 1) if rows % count == 0] if self.cut else [1]
+        if asked is not None:
+            return [count for count in fitting if count == asked]
+        if len(seats) == 1:
+            fitting = fitting[1:]  # a flat plan is looked at elsewhere
+        if len(fitting) <= MOST_COUNTS:
+            return fitting
+        wanted = [len(seats) * 2.0**power for power in range(-1, MOST_COUNTS - 2)]
+        near = {min(fitting, key=lambda count: abs(math.log(count / wish))) for wish in wanted}
+        return sorted({*near, fitting[-1]})
+
+
+def fill_of(schedule: str) -> float:
+    """How much of the other stages' time a microbatch waits for, at best."""
+    return SCHEDULES.get(schedule, 1.0)

@@ -1,0 +1,75 @@
+"""The fronts of all kinds of seats, each made once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..tables import Tables
+from .blocks import Blocks, Where
+from .front import Front, Way
+from .seats import Seat
+from .setup import Setup
+from .solver import Solver
+from .stage import Sums, sums_of
+from .timed import Timed
+
+
+class Fronts:
+    """What the blocks of a graph use on seats, whatever the number of microbatches."""
+
+    def __init__(self, setup: Setup, blocks: Blocks) -> None:
+        self.setup, self.blocks, self.cluster = setup, blocks, setup.cluster
+        self.timed = Timed(
+            setup.facts, setup.cluster, setup.training, setup.limits, setup.names,
+            recompute=setup.recompute, local=setup.local,
+        )  # fmt: skip
+        self.where: dict[bool, Where] = {}
+        self._solver = Solver()
+        self._fronts: dict[tuple[object, ...], Front | None] = {}
+        self._quick: dict[tuple[object, ...], float] = {}
+        self._kinds: dict[Seat, tuple[object, ...]] = {}
+        self._sums: dict[tuple[int, int], Sums] = {}
+
+    def kind(self, seat: Seat) -> tuple[object, ...]:
+        if seat not in self._kinds:
+            self._kinds[seat] = seat.kind(self.cluster)
+        return self._kinds[seat]
+
+    def of(self, seat: Seat, microbatches: int) -> Front | None:
+        """None if some op can't be split as a seat asks for."""
+        key = (self.kind(seat), microbatches)
+        if key not in self._fronts:
+            self._fronts[key] = self._made(seat, microbatches)
+        return self._fronts[key]
+
+    def _made(self, seat: Seat, microbatches: int) -> Front | None:
+        plain = self.timed.tables(seat, microbatches)
+        if plain is None:
+            return None
+        for skeleton in (self.timed.frame.plain, self.timed.frame.recomputing):
+            if bool(skeleton.layers) not in self.where:
+                self.where[bool(skeleton.layers)] = Where(skeleton, self.blocks)
+
+        def again() -> Tables | None:
+            return self.timed.tables(seat, microbatches, again=True)
+
+        return Front(plain, again, self.where, self._solver, microbatches)
+
+    def quick(self, seats: Sequence[Seat], microbatches: int) -> float:
+        """Seconds of a microbatch on a seat, if all were equally busy: what is done once a step is left out."""
+        speed = 0.0
+        for seat in seats:
+            device = self.cluster.device(seat.devices[0])
+            key = (device, seat.data * self.setup.parts(microbatches), seat.inner)
+            if key not in self._quick:
+                front = self.of(seat, microbatches)
+                self._quick[key] = math.inf if front is None else front.least
+            speed += 1.0 / self._quick[key]
+        return 1.0 / speed if speed else math.inf
+
+    def sums(self, front: Front, way: Way, width: int) -> Sums:
+        key = (id(way), width)
+        if key not in self._sums:
+            self._sums[key] = sums_of(front, way, width)
+        return self._sums[key]

@@ -1,0 +1,106 @@
+"""The stages of a pipeline solved by themselves, exactly, each within its own memory.
+
+A stage of a trial is a mix of ways in parts. Here its ops, parameters and layers are variables again, what lies outside
+is held where a solution of the whole has it, and so are the values that cross: both sides see them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...cost.resources import phases, row
+from ..search import Factor, Problem, solve
+from ..tables import Tables
+from .blocks import Where
+from .front import Front, Way
+from .stage import Stage, stage_of
+
+AIM = 0.01
+"""The relative gap at which a stage is solved well enough."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Solved:
+    """A stage that was solved: what it takes, and the states of all variables (its own are its own)."""
+
+    stage: Stage
+    way: Way
+    begin: int
+    end: int
+
+
+class Refiner:
+    """Solves runs of blocks. Runs that are alike are solved once."""
+
+    def __init__(self, where: dict[bool, Where], stop: Callable[[], bool]) -> None:
+        self.where, self.stop = where, stop
+        self._anchors: dict[int, Way | None] = {}
+        self._known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+
+    def solve(self, front: Front, begin: int, end: int, flight: float, room: float) -> Solved | None:
+        """The fastest way for a run of blocks that keeps within `room` bytes; None if none was found."""
+        assert front.fastest is not None
+        plain = front.fastest.between(begin, end)
+        stage = stage_of(plain, front.overlap)
+        if stage.memory(flight) <= room:
+            return Solved(stage=stage, way=front.fastest, begin=begin, end=end)
+        return self._within(front, front.again or front.plain, begin, end, flight, room)
+
+    def _within(self, front: Front, tables: Tables, begin: int, end: int, flight: float, room: float) -> Solved | None:
+        if id(tables) not in self._anchors:
+            self._anchors[id(tables)] = front._solve(tables, front.time)
+        anchor = self._anchors[id(tables)]
+        if anchor is None:
+            return None
+        where = self.where[bool(tables.skeleton.layers)]
+        entries = where.entries(begin, end)
+        held = where.outside(begin, end)
+        rows = where.rows[entries]
+        real = np.arange(rows.shape[1])[None, :] < where.counts[entries][:, None]
+        variables = np.unique(rows[real])
+        at_anchor = np.where(held[variables], anchor.states[variables], -1)
+        relative = np.where(real, np.searchsorted(variables, rows), -1)
+        alike = (where.tables[entries].tobytes(), relative.tobytes(), at_anchor.tobytes())
+        key = (id(tables), alike, flight, round(room / 2**20))
+        if key not in self._known:
+            problem = self._problem(front, tables, where, entries, variables, held, anchor, flight, room)
+            self._known[key] = solve(problem, stop=self.stop, aim=AIM, exact=False).states
+        found = self._known[key]
+        if found is None:
+            return None
+        states = anchor.states.copy()
+        free = ~held[variables]
+        states[variables[free]] = np.array(found)[free]
+        way = front._way(tables, states)
+        return Solved(stage=stage_of(way.between(begin, end), front.overlap), way=way, begin=begin, end=end)
+
+    def _problem(
+        self, front: Front, tables: Tables, where: Where, entries: np.ndarray, variables: np.ndarray,
+        held: np.ndarray, anchor: Way, flight: float, room: float,
+    ) -> Problem:  # fmt: skip
+        number = {int(variable): at for at, variable in enumerate(variables)}
+        cut: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+
+        def factor(entry: int) -> Factor:
+            own = tuple(int(v) for v in where.rows[entry, : where.counts[entry]])
+            at = tuple(int(anchor.states[v]) if held[v] else -1 for v in own)
+            key = (int(where.tables[entry]), at)
+            if key not in cut:
+                table = tables.arrays[key[0]]
+                for dim, state in enumerate(at):
+                    table = table if state < 0 else table.take([state], axis=dim)
+                cut[key] = table
+            return Factor(tuple(number[v] for v in own), cut[key])
+
+        blocks = tables.blocks
+        return Problem(
+            sizes=tuple(1 if held[v] else tables.sizes[v] for v in variables),
+            factors=tuple(factor(int(entry)) for entry in entries),
+            blocks=tuple(blocks[v] for v in variables),
+            phases=phases(front.overlap, front.microbatches),
+            memory=row(stored=1.0, kept=flight),
+            limit=room,
+        )

@@ -1,0 +1,248 @@
+"""The search over pipelines: stages, the devices and the mesh of each, microbatches, the schedule, cuts, recomputation.
+
+    for every row of seats, number of microbatches and schedule    bound a step from below (`candidates`)
+    the most promising first                                       cut the line (`cuts`), each stage with the ways that
+                                                                   fit its memory (`front`, `stage`), and simulate it
+    until no bound is lower                                        than the best that was found
+
+One stage with several microbatches is a pipeline too: gradients are added up within a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...cluster import collective_time
+from ...cost import strides_of
+from ...rules import Analysis
+from ...schedule import kind_named
+from ..segments import Line
+from .blocks import Blocks
+from .candidates import Candidate, Candidates, fill_of
+from .cuts import cut_line
+from .front import Way
+from .fronts import Fronts
+from .seats import Seat
+from .setup import Setup
+from .stage import Choice, Stage
+from .timed import fault_of_time
+from .trial import Mix, Trial, flights, run_of
+
+KEPT_TRIALS = 40
+"""Trials of which the next best are told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piped:
+    """The best pipeline, the others that were tried (the fastest first), and what was looked at."""
+
+    best: Trial | None
+    others: tuple[Trial, ...]
+    blocks: Blocks
+    bound: float
+    looked: int
+    left: int  # candidates that were bounded away
+    stopped: bool
+
+
+class Search:
+    """One search. `fault` says why the batch can't be cut, if it can't."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.facts, self.cluster = setup, setup.facts, setup.cluster
+        self.line, limits = Line(setup.facts), setup.limits
+        self.blocks = Blocks(self.line, setup.training, pivots=limits.pivots, uncut=limits.uncut.values())
+        self.fronts = Fronts(setup, self.blocks)
+        self.fault = fault_of_time(setup.facts)
+        self.candidates = Candidates(setup, self.blocks, self.fronts, cut=self.fault is None)
+        self.reserve = standing_bytes(setup.facts)
+        self.leaving = self._leaving()
+        self.best: Trial | None = None
+        self.trials: list[Trial] = []
+        self._entering: dict[tuple[object, ...], np.ndarray] = {}
+
+    def _leaving(self) -> float:
+        """Seconds until every rank has the outputs of the model: those that have rows, once a step."""
+        values = [self.facts.graph.values[held.value] for held in self.facts.graph.outputs if held.value is not None]
+        bytes = sum(value.elements * self.setup.training.item(value) for value in values if value.shape)
+        span = self.cluster.span(range(self.setup.size))
+        return collective_time("broadcast", bytes, span, self.cluster.measured)
+
+    @property
+    def upper(self) -> float:
+        best = math.inf if self.best is None else self.best.seconds
+        return min(best, self.setup.upper) * (1.0 - self.setup.slack)
+
+    def run(self) -> Piped:
+        candidates = sorted(self.candidates, key=lambda held: held.bound)
+        looked, stopped, bound = 0, False, math.inf
+        for candidate in candidates:
+            if candidate.bound >= self.upper:
+                bound = candidate.bound
+                break
+            if self.setup.stop():
+                stopped = True
+                break
+            looked += 1
+            trial = self.tried(candidate)
+            if trial is not None:
+                self.trials.append(trial)
+                if trial.seconds < (self.best.seconds if self.best is not None else math.inf):
+                    self.best = trial
+                self.setup.progress(f"tried {trial}", self.best.seconds if self.best is not None else math.inf)
+        others = sorted((held for held in self.trials if held is not self.best), key=lambda held: held.seconds)
+        return Piped(
+            best=self.best,
+            others=tuple(others[:KEPT_TRIALS]),
+            blocks=self.blocks,
+            bound=min(bound, self.best.seconds if self.best is not None else math.inf),
+            looked=looked,
+            left=len(candidates) - looked,
+            stopped=stopped,
+        )
+
+    def any_seat(self) -> Seat:
+        """A seat of one device."""
+        return Seat(devices=(0,), data=1, inner=1, names=self.setup.names)
+
+    def tried(self, candidate: Candidate) -> Trial | None:
+        """The best cuts of a candidate, simulated; None if nothing fits, or if it can't be the best."""
+        seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
+        kind = kind_named(schedule)
+        holders = [seat for (seat,) in kind.holders(len(seats))]
+        flight = flights(schedule, len(seats), microbatches)
+        if self.tight(candidate, flight, kind.segments) >= self.upper:
+            return None
+        width = self.width(len(holders))
+        choices: list[Choice] = []
+        known: dict[tuple[object, ...], Choice] = {}
+        for seat in holders:
+            key = (self.fronts.kind(seats[seat]), flight[seat])
+            if key not in known:
+                made = self.choice(seats[seat], microbatches, flight[seat], kind.segments, width)
+                if made is None:
+                    return None
+                known[key] = made
+            choices.append(known[key])
+        pairs = [(seats[a], seats[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
+        entering = [self.entering(giver, taker, microbatches) for giver, taker in pairs]
+        stages = self.stages(choices, entering)
+        both = [2.0 * more for more in entering]
+        fill = fill_of(schedule)
+        found = cut_line(stages, both, (microbatches - 1) * kind.segments, fill)
+        if found is None or found.seconds >= self.upper:
+            return None
+        return self.simulated(candidate, choices, found.bounds)
+
+    def tight(self, candidate: Candidate, flight: Sequence[float], segments: int) -> float:
+        """About what a step takes at least, if all seats share one memory."""
+        seats, microbatches = candidate.seats, candidate.microbatches
+        front = self.fronts.of(seats[0], microbatches)
+        if len({self.fronts.kind(seat) for seat in seats}) > 1 or front is None:
+            return candidate.bound
+        room = sum(self.setup.room(seat) - self.reserve for seat in seats)
+        least = front.least_within(2.0 ** math.floor(math.log2(max(1.0, min(flight) / segments))), room)
+        fill = fill_of(candidate.schedule)
+        return least * (microbatches / len(seats) + fill * (1 - 1 / len(seats)))
+
+    def stages(self, choices: Sequence[Choice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Seconds of each stage: what it computes, or what its link is busy. Without the runs that are not allowed."""
+        known: dict[tuple[int, int], np.ndarray] = {}
+        found = []
+        for choice, more in zip(choices, entering, strict=True):
+            key = (id(choice), id(more))
+            if key not in known:
+                seconds = np.maximum(choice.seconds, more[: len(choice.seconds), None])
+                for bound in self.blocks.pivots:
+                    first = np.arange(seconds.shape[0])[:, None]
+                    last = first + 1 + np.arange(seconds.shape[1])[None, :]
+                    seconds = np.where((first < bound) & (bound < last), np.inf, seconds)
+                known[key] = seconds
+            found.append(known[key])
+        return found
+
+    def width(self, segments: int) -> int:
+        """How many blocks a segment may have: all that are within some times its share of the work."""
+        count = self.blocks.count
+        if count <= 64 or segments <= 2:
+            return count
+        load = np.concatenate([[0.0], np.cumsum(np.add.reduceat(self.blocks.weights, self.blocks.places[:-1]))])
+        most = 2.5 * load[-1] / segments
+        ends = np.searchsorted(load, load[:-1] + most, side="right")
+        return int(np.max(ends - np.arange(count)))
+
+    def choice(self, seat: Seat, microbatches: int, flight: float, segments: int, width: int) -> Choice | None:
+        front = self.fronts.of(seat, microbatches)
+        if front is None or front.fastest is None:
+            return None
+        room = (self.setup.room(seat) - self.reserve) / segments
+        each = flight / segments
+        fastest = self.fronts.sums(front, front.fastest, width)
+        ways: list[Way] = [front.fastest]
+        if float((fastest.stored + each * fastest.kept).max()) > room:
+            ways = front.ways(2.0 ** math.ceil(math.log2(max(1.0, each))))
+        return Choice(front, ways, [self.fronts.sums(front, way, width) for way in ways], each, room)
+
+    def entering(self, giver: Seat, taker: Seat, microbatches: int) -> np.ndarray:
+        """Seconds that the values of a microbatch take from one seat to another, for each bound."""
+        ends = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
+        spans = tuple(self.cluster.span(pair) for pair in ends) if giver.devices != taker.devices else ()
+        key = (spans, microbatches, min(giver.data, taker.data))
+        if key not in self._entering:
+            rows, rest = self.blocks.crossing
+            bytes = rows / self.setup.parts(microbatches) / min(giver.data, taker.data) + rest
+            measured = self.cluster.measured
+            self._entering[key] = np.array([
+                max((collective_time("send", held, span, measured) for span in spans), default=0.0)
+                for held in bytes.tolist()
+            ])  # fmt: skip
+        return self._entering[key]
+
+    def simulated(self, candidate: Candidate, choices: Sequence[Choice], bounds: tuple[int, ...]) -> Trial:
+        picked = [choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)]
+        stages, mixes = [stage for stage, _ in picked], tuple(mix for _, mix in picked)
+        return self.timed_trial(candidate.seats, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
+
+    def timed_trial(
+        self, seats: tuple[Seat, ...], microbatches: int, schedule: str, stages: Sequence[Stage],
+        mixes: tuple[Mix, ...], bounds: tuple[int, ...],
+    ) -> Trial:  # fmt: skip
+        """A pipeline of these stages, with the time that it takes."""
+        holders = [seat for (seat,) in kind_named(schedule).holders(len(seats))]
+        links = tuple(
+            float(self.entering(seats[giver], seats[taker], microbatches)[bound])
+            for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
+        )
+        _, total = run_of(schedule, len(seats), microbatches, stages, links)
+        once = self.leaving + max(
+            sum(part.once for part, held in zip(stages, holders, strict=True) if held == seat)
+            for seat in range(len(seats))
+        )
+        busy = sum(part.forward + part.backward for part in stages) * microbatches / len(seats)
+        return Trial(
+            seats=seats,
+            microbatches=microbatches,
+            schedule=schedule,
+            parts=tuple(stages),
+            mixes=mixes,
+            bounds=bounds,
+            links=links,
+            seconds=self.setup.training.accumulate * total + once,
+            once=once,
+            bubble=1.0 - busy / total if total else 0.0,
+        )
+
+
+def standing_bytes(facts: Analysis) -> float:
+    """Bytes of the batch as it is passed, of buffers and of constants, which every rank has whole."""
+    graph, views = facts.graph, strides_of(facts.graph).views
+    found = {held.value for held in graph.inputs} | {held.value for held in graph.buffers}
+    for op in graph.ops:
+        if facts.is_constant(op) and op.name not in views:
+            users = [user for name in op.outputs for user, _ in graph.users[name]]
+            found |= set() if all(facts.is_constant(user) for user in users) else set(op.outputs)
+    return float(sum(graph.values[name].bytes for name in found))

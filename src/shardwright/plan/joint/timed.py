@@ -1,0 +1,183 @@
+"""The tables of a seat at one number of microbatches: the batch is split over devices and over time.
+
+Both are one axis here: with 4 groups of devices and 8 microbatches an axis of 32 splits the batch, of which 4 are at a
+time. So ops and conversions cost what they cost for one microbatch. What else differs from a flat mesh:
+
+    conversions    across time there are none: what would need one is priced so high that nobody takes it
+    parameters     are summed and split over the devices only, once a step and not beside anything; each microbatch adds
+                   to gradients that are kept aside, a copy beside .grad; casts for computing are kept once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ...cluster import Cluster
+from ...conversion import SENDS
+from ...cost import Training, local_elements
+from ...cost.moves import LETTERS, STEPS, Moves
+from ...cost.resources import Resource
+from ...errors import PlanError
+from ...ir import Graph, Parameter
+from ...ir.graph import ITEM_SIZE
+from ...layout import Axis, Layout, Mesh
+from ...rules import Analysis, Signature
+from ..constraints import Demand
+from ..draft import Draft
+from ..frame import Frame
+from ..homes import Sent, Storage, Storing, level_of
+from ..limits import Limits
+from ..policies import dp
+from ..skeleton import Skeleton
+from ..spaces import Spaces
+from ..tables import Tables
+from .seats import Seat
+
+NEVER = 1e9
+"""Seconds of what can't be done."""
+
+SMALL = 16
+"""Bytes of a number, such as a loss: those of all microbatches are added up when they leave."""
+
+
+def split_by(seat: Seat, microbatches: int) -> Mesh:
+    """The mesh on which the ops of a seat are split: that of its devices, the batch also over time."""
+    sizes = (seat.data * microbatches, seat.inner)
+    return Mesh(axes=tuple(Axis(name=n, size=s) for n, s in zip(seat.names, sizes, strict=True) if s > 1))
+
+
+class TimedMoves(Moves):
+    """Prices of conversions of one microbatch."""
+
+    def __init__(self, seat: Seat, cluster: Cluster, microbatches: int) -> None:
+        mesh = split_by(seat, microbatches)
+        sizes = {seat.names[0]: seat.data, seat.names[1]: seat.inner}
+        real = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in mesh.names), devices=seat.devices)
+        super().__init__(mesh, cluster, real)
+        self.time = seat.names[0] if microbatches > 1 else None
+
+    def _table(self, axis: str, parts: int, base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        if axis != self.time:
+            return super()._table(axis, parts, base, gradient)
+        key = (axis, base, gradient)
+        if key not in self._tables:
+            letters, exchange, regather = (held.copy() for held in super()._table(axis, parts, base, gradient))
+            for (a, b), kind in STEPS.items():
+                forward, backward = SENDS[kind]
+                if (forward or (backward and gradient)) and base > SMALL:
+                    letters[LETTERS.index(a), LETTERS.index(b)] = (NEVER, 0.0, 0.0, 0.0)
+            exchange[:] = regather[:] = (NEVER, 0.0, 0.0, 0.0)
+            self._tables[key] = letters, exchange, regather
+        return self._tables[key]
+
+
+class TimedStoring(Storing):
+    """Homes of parameters in a pipeline."""
+
+    def __init__(self, spaces: Spaces, microbatches: int, most: Mapping[str, int]) -> None:
+        super().__init__(spaces, most=most)
+        self.microbatches = microbatches
+        self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
+
+    def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
+        sizes = self.mesh.sizes
+        yield from (held for held in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis, _ in held))
+
+    def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[Sent]:
+        sizes, level = self.mesh.sizes, level_of(held)
+        for sent in super().sends(parameter, layout, held, unit):
+            if all(sizes[axis] == 1 for axis in sent.axes):
+                continue
+            yield sent if level == 3 else sent._replace(resource=Resource.UPDATE)
+
+    def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
+        found = super()._used(parameter, layout, held, unit)
+        found[Resource.STORED] += found[Resource.KEPT]
+        found[Resource.KEPT] = 0.0
+        if self.spaces.backward and parameter.trainable:
+            value = self.graph.values[parameter.value]
+            count = local_elements(value.shape, layout, self.mesh)
+            aside = (self.shares(count, held)[3] if level_of(held) == 3 else count) * ITEM_SIZE.get(value.dtype, 4)
+            found[Resource.STORED] += aside
+            if self.microbatches > 1:
+                adding = self.moves.device.op_time(0.0, 3.0 * aside, "pointwise", "")
+                found[Resource.COMPUTE_BACKWARD] += adding
+        return found
+
+
+def over_time(facts: Analysis, name: str) -> dict[str, str]:
+    """What each op does on an axis that splits the batch over devices or time: its role, or what passes sums on."""
+    axis = Axis(name=name, size=2)
+    draft = Draft(facts.graph, Mesh(axes=(axis,)), facts)
+    dp(draft, axis)
+    choices = draft.finish("").choices(facts.graph.entry)
+    return {op.name: choices.get(op.name, {}).get(name, "") for op in facts.live}
+
+
+def fault_of_time(facts: Analysis) -> str | None:
+    """Why a batch can't be run in microbatches; None if it can, as far as ops say by themselves."""
+    if facts.graph.batch is None or not facts.batch:
+        return "its inputs have no common batch dim"
+    for op in facts.live:
+        signature = facts.signatures[op.name]
+        if "batch_norm" in op.target and op.argument("training", True) and _reads_batch(signature, facts.graph):
+            return f"{op} is over the whole batch"
+    return None
+
+
+def _reads_batch(signature: Signature, graph: Graph) -> bool:
+    return any(role.atom in signature.facts.batch for role in signature.roles)
+
+
+class Timed:
+    """What the tables of all seats of a pipeline stand on: one frame, in which ops split the batch alike."""
+
+    def __init__(
+        self, facts: Analysis, cluster: Cluster, training: Training, limits: Limits, names: tuple[str, str],
+        *, recompute: bool = True, local: bool = False,
+    ) -> None:  # fmt: skip
+        """`local`: the graph is that of one microbatch."""
+        self.local = local
+        self.facts, self.cluster, self.training, self.names = facts, cluster, training, names
+        self.picks = over_time(facts, names[0])
+        demands = dict(limits.demands)
+        for op, pick in self.picks.items():
+            demands[op] = (*demands.get(op, ()), Demand((pick,), names[0]))
+        self.limits = replace(limits, demands=demands)
+        self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute)
+        self._known: dict[tuple[object, ...], Tables | None] = {}
+
+    def tables(self, seat: Seat, microbatches: int, *, again: bool = False) -> Tables | None:
+        """The numbers of a seat; `again`: with layers that may be recomputed. None if an op has no way."""
+        key = (seat.kind(self.cluster), microbatches, again)
+        if key not in self._known:
+            self._known[key] = self._make(seat, microbatches, again)
+        return self._known[key]
+
+    def _make(self, seat: Seat, microbatches: int, again: bool) -> Tables | None:
+        skeleton = self.frame.recomputing if again else self.frame.plain
+        if again:
+            like = self.tables(seat, microbatches)
+            return Tables(skeleton, like.spaces, like.storing, like.rows, like) if like is not None else None
+        return self._plain(skeleton, seat, microbatches)
+
+    def _plain(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Tables | None:
+        moves = TimedMoves(seat, self.cluster, 1 if self.local else microbatches)
+        demands = self.limits.demands
+        if self.names[0] not in moves.mesh.names:
+            demands = {op: tuple(d for d in held if d.axis != self.names[0]) for op, held in demands.items()}
+        if any(demand.axis not in (None, *moves.mesh.names) for held in demands.values() for demand in held):
+            return None  # it is about an axis that the seat does not have
+        spaces = Spaces(
+            skeleton.kinds, moves, data=(self.names[0],), demands=demands, twins=skeleton.twins.values(),
+        )  # fmt: skip
+        try:
+            if not all(spaces.of(kind).size for kind in range(len(skeleton.kinds.first))):
+                return None
+        except PlanError:
+            return None
+        rows = tuple(name for name in self.names[:1] if name in moves.mesh.names)  # outputs are joined by the loop
+        return Tables(skeleton, spaces, TimedStoring(spaces, microbatches, self.limits.most), rows)

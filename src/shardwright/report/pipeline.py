@@ -1,0 +1,107 @@
+"""A pipeline on one screen, from the plan file: the picture of its schedule, its stages, what almost won."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..plan import Plan
+from ..schedule import Edge, Times, draw, kind_named
+from .parts import indented, part_of_time, percent, said_time, table_of
+from .traffic import said_bytes
+
+MOST_LINES = 8  # of the picture
+MOST_STAGES = 8
+MOST_OTHERS = 4
+WIDTH = 110
+
+Said = Mapping[str, Any]
+
+
+def pipeline_screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
+    """The parts of the screen about time and stages."""
+    said = plan.predicted[entry]
+    yield from _time(said)
+    if len(said["pipeline"]["stages"]) > 1:
+        yield Text(picture(plan, entry))
+    yield _stages(said["pipeline"]["stages"])
+    yield from _others(said)
+
+
+def _time(said: Said) -> Iterator[RenderableType]:
+    step, pipeline = said["seconds"], said["pipeline"]
+    yield Text(f"a step takes {said_time(step)}", style="bold")
+    if said["stopped"]:
+        yield indented("the search was stopped before its end: there may be better plans")
+    kinds = {
+        "compute": said["compute"],
+        "waiting for communication in stages": said["waited"],
+        "bubble and messages": said["exposed"],
+        "sync and update": said["update"],
+    }
+    yield indented(", ".join(part_of_time(kind, held, step) for kind, held in kinds.items()))
+    slowest = f"the slowest stage computes {percent(pipeline['balance'] - 1)} longer than the mean"
+    yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
+
+
+def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
+    """The schedule as it is predicted to run, the first and last lines of a large one."""
+    stages = plan.predicted[entry]["pipeline"]["stages"]
+    seats = len(dict.fromkeys(stage["devices"] for stage in stages))
+    kind = kind_named(plan.schedule)
+    apart = kind.make(2, 2).splits_weights
+    times = [
+        Times(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
+        for stage in stages
+    ]
+    edges = [Edge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
+    some = min(plan.microbatches, 3 * seats + 2)
+    head, *lines = draw(kind.make(seats, some), times, edges, width).splitlines()
+    if len(lines) > MOST_LINES:
+        half = MOST_LINES // 2
+        lines = [*lines[:half], f"   .. {len(lines) - 2 * half} more stages", *lines[-half:]]
+    shown = "" if some == plan.microbatches else f" (drawn with {some} of {plan.microbatches} microbatches)"
+    return "\n".join([head.partition(", bubble")[0] + shown, *lines])
+
+
+def _stages(stages: Sequence[Said]) -> Table:
+    table = table_of("segment", "devices", "mesh", "has", ">recomputed", ">forward", ">backward", ">memory")
+    rows = [(number, stage) for number, stage in enumerate(stages)]
+    cut = len(rows) > MOST_STAGES
+    shown = [*rows[: MOST_STAGES // 2], *rows[-(MOST_STAGES // 2) :]] if cut else rows
+    for at, (number, stage) in enumerate(shown):
+        if cut and at == MOST_STAGES // 2:
+            table.add_row(f"  .. {len(rows) - MOST_STAGES} more")
+        again = str(stage["recompute"]) if stage["recompute"] else "-"
+        numbers = (again, said_time(stage["forward"]), said_time(stage["backward"]), said_bytes(stage["memory"]))
+        table.add_row(f"  {number}", stage["devices"], stage["mesh"], Text(_layers(stage["layers"])), *numbers)
+    return table
+
+
+def _layers(paths: Sequence[str], most: int = 3) -> str:
+    """Modules in words: "words, blocks.0-3, norm"."""
+    found: list[str] = []
+    for key, held in groupby(paths, key=lambda path: path.rpartition(".")[0] if path[-1:].isdigit() else path):
+        run = list(held)
+        ends = f"{run[0].rpartition('.')[2]}-{run[-1].rpartition('.')[2]}"
+        found.append(f"{key}.{ends}" if len(run) > 1 else run[0])
+    named = [path for path in found if not path.startswith("/")] or found
+    return ", ".join(named[:most]) + (f", {len(named) - most} more" if len(named) > most else "")
+
+
+def _others(said: Said) -> Iterator[RenderableType]:
+    pipeline, best = said["pipeline"], said["seconds"]
+    flat = pipeline["flat"]
+    if flat is None:
+        yield indented("without a pipeline nothing was looked for, or nothing fits")
+    else:
+        yield indented(f"without a pipeline ({flat['mesh']}) a step takes {percent(flat['seconds'] / best - 1)} longer")
+    words = [f"{one['said']}: {percent(one['seconds'] / best - 1)} slower" for one in pipeline["others"][:MOST_OTHERS]]
+    if words:
+        yield indented("next best: " + "; ".join(words))
+    yield indented(f"{pipeline['looked']} pipelines were tried, {pipeline['left']} can't be faster by a bound")

@@ -1,0 +1,209 @@
+"""Programs of segments: how values go between them, how outputs leave, who holds what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.capture import capture
+from shardwright.errors import PlanError
+from shardwright.layout import FANNED, WHOLE, Block, Cut, Partial, make_layout, piece_of, whole
+from shardwright.lower import Pipelined, lower_pipeline
+from shardwright.lower.place import in_time, settled
+from shardwright.plan import read_request
+from shardwright.plan.pipeline import MB, draw_pipeline
+from shardwright.rules import analyse
+from tests.plan.graphs import facts_of, graph_of
+
+
+def lowered(text: str, name: str = "gpt", microbatches: int = 2, batch: int = 12, **options) -> Pipelined:
+    graph, facts = graph_of(name, batch), facts_of(name, batch)
+    return lower_pipeline(graph, draw_pipeline(graph, read_request(text), facts, "", microbatches), facts, **options)
+
+
+def lowered_module(
+    module: nn.Module, *args: Tensor, text: str = "pp=2", microbatches: int = 2, local=False
+) -> Pipelined:
+    graph = capture(module, args, {}).graph
+    facts = analyse(graph)
+    return lower_pipeline(graph, draw_pipeline(graph, read_request(text), facts, "", microbatches, local), facts)
+
+
+# Between segments.
+
+
+def test_what_crosses_has_the_shape_of_a_microbatch():
+    (passage,) = lowered("pp=2", microbatches=3).passages
+
+    assert passage.shape == (4, 12, 32)
+    assert (passage.giver, passage.taker, passage.gradient) == (0, 1, True)
+    assert passage.given == passage.taken == whole(3), "time is not in the layouts between devices"
+
+
+@pytest.mark.parametrize("text", ["pp=2,dp=2", "pp=2,tp=2", "pp=2,sp=2"])
+def test_meshes_that_are_alike_give_as_the_other_takes(text):
+    for passage in lowered(text).passages:
+        assert passage.given == passage.taken
+
+
+def test_rows_of_a_microbatch_are_split_over_devices():
+    (passage,) = lowered("pp=2,dp=2").passages
+
+    assert passage.shape == (6, 12, 32)
+    assert piece_of(passage.given, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
+
+
+def test_so_are_microbatches_of_each_groups_own_rows():
+    (passage,) = lowered("pp=2,dp=2", mode="rows").passages
+
+    assert passage.shape == (6, 12, 32)
+    assert piece_of(passage.given, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
+
+
+def test_meshes_that_differ_have_each_their_layout():
+    (passage,) = lowered("pp=1+3,dp").passages
+
+    assert passage.given == whole(3)
+    assert passage.taken.cut_of("dp") is not None
+
+
+def test_partial_sums_are_summed_before_they_go_on():
+    for passage in lowered("pp=2,tp=2").passages:
+        placements = [held for layout in (passage.given, passage.taken) for _, held in layout.rest]
+        assert not any(isinstance(held, Partial) for held in placements)
+        assert FANNED not in placements
+
+
+def test_a_mask_of_whole_numbers_crosses_without_a_gradient():
+    passages = lowered("pp=2", "masked").passages
+
+    assert {passage.dtype: passage.gradient for passage in passages} == {"float32": True, "int64": False}
+
+
+def test_a_skip_goes_straight_to_where_it_is_read():
+    made = lowered("pp=4", "unet")
+
+    assert any(taker - giver > 1 for giver, taker in made.edges)
+    programs = made.programs
+    for passage in made.passages:
+        assert passage.value in programs[passage.taker].received
+        assert passage.value in [output.value for output in programs[passage.giver].graph.outputs]
+
+
+# Who holds what.
+
+
+@pytest.mark.parametrize("text", ["pp=2", "pp=4", "pp=2,interleaved", "pp=1+3,dp"])
+def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
+    made = lowered(text)
+    held = [{one.key for one in program.holdings} for program in made.programs]
+
+    assert set().union(*held) == {parameter.key for parameter in made.graph.parameters}
+    assert [number for number, keys in enumerate(held) if "wte.weight" in keys] == [0, len(held) - 1]
+    assert sum(map(len, held)) == len(set().union(*held)) + 1, "all others by one segment"
+
+
+def test_segments_of_one_device_hold_a_tied_weight_alike():
+    made = lowered("pp=2,tp=2,zbv")
+    first, last = (
+        next(one for one in p.holdings if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
+    )
+
+    assert first.layout == last.layout
+
+
+def test_homes_of_an_entry_before_are_kept():
+    made = lowered("pp=2,tp=2")
+    homes = [{one.key: one.layout for one in program.holdings} for program in made.programs]
+    fixed = [
+        {key: whole(len(layout.cuts)) if key.endswith("up.weight") else layout for key, layout in held.items()}
+        for held in homes
+    ]
+
+    again = lowered("pp=2,tp=2", homes=fixed)
+
+    found = [{one.key: one.layout for one in program.holdings} for program in again.programs]
+    assert found == fixed != homes
+
+
+# How outputs leave.
+
+
+class Outputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> dict:
+        h = self.a(x).tanh()
+        y = self.b(h)
+        return {
+            "loss": y.square().mean(), "h": h, "y": y.t(), "weights": self.b.weight.square().sum(), "twice": h, "n": 2,
+        }  # fmt: skip
+
+
+def test_losses_are_summed_rows_joined_and_what_time_does_not_cut_is_the_same():
+    exits = lowered_module(Outputs(), torch.randn(4, 6)).exits
+
+    assert [(held.path, held.how, held.shape) for held in exits] == [
+        ("loss", "sum", ()), ("h", "cat", (4, 6)), ("y", "cat", (6, 4)), ("weights", "same", ()),
+        ("twice", "cat", (4, 6)),
+    ]  # fmt: skip
+    by_path = {held.path: held for held in exits}
+    assert (by_path["h"].dim, by_path["y"].dim) == (0, 1)
+    assert (by_path["h"].segment, by_path["loss"].segment) == (0, 1)
+    assert by_path["h"].value == by_path["twice"].value
+
+
+def test_batches_of_their_own_are_averaged_or_joined():
+    exits = lowered_module(Outputs(), torch.randn(4, 6), microbatches=3, local=True).exits
+
+    found = {held.path: (held.how, held.shape) for held in exits}
+    assert found["loss"] == ("mean", ())
+    assert found["h"] == ("cat", (12, 6))
+
+
+def test_a_value_that_crosses_and_is_an_output_leaves_whole():
+    made = lowered_module(Outputs(), torch.randn(4, 6), text="pp=2,dp=2")
+    (passage,) = (held for held in made.passages if held.value == made.exits[1].value)
+
+    assert passage.given == whole(2)
+    assert passage.taken.cut_of("dp") is not None
+
+
+# Layouts in time.
+
+TIME = Cut(axis=MB, blocks=(Block(1, 8, 1),))
+ROWS = Cut(axis="dp", blocks=(Block(1, 4, 1),))
+
+
+def test_an_output_is_in_time_as_it_is_made():
+    sizes = {MB: 2, "dp": 2}
+
+    assert in_time(whole(2), make_layout(((TIME, ROWS), ()), {}), sizes) == make_layout(((TIME,), ()), {})
+    assert in_time(whole(0), make_layout((), {MB: Partial("sum"), "dp": WHOLE}), sizes).placement(MB) == Partial("sum")
+    assert in_time(whole(1), whole(1), sizes) == whole(1)
+
+
+def test_time_comes_before_devices_unless_it_is_inside_them():
+    rows = make_layout(((ROWS,), ()), {})
+    made = make_layout(((TIME,), ()), {})
+
+    assert [cut.axis for cut in in_time(rows, made, {MB: 2, "dp": 2}).cuts[0]] == [MB, "dp"]
+    assert [cut.axis for cut in in_time(rows, made, {"dp": 2, MB: 2}).cuts[0]] == ["dp", MB]
+
+
+def test_settling_forgets_sums_over_devices_but_not_over_time():
+    held = make_layout(((TIME,), ()), {"tp": Partial("sum"), "dp": FANNED})
+
+    assert settled(held) == make_layout(((TIME,), ()), {})
+    assert settled(make_layout((), {MB: Partial("sum"), "tp": FANNED})) == make_layout((), {MB: Partial("sum")})
+
+
+def test_a_plan_for_another_graph_is_refused():
+    graph, facts = graph_of("gpt", 12), facts_of("gpt", 12)
+    plan = draw_pipeline(graph, read_request("pp=2"), facts, "", 2)
+
+    with pytest.raises(PlanError, match="another graph"):
+        lower_pipeline(graph_of("masked", 12), plan, facts_of("masked", 12))

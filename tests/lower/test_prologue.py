@@ -1,0 +1,171 @@
+"""What all microbatches need: found before the first where inputs alone decide it, refused where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.errors import LoweringError
+from shardwright.lower import Program
+from shardwright.planning import Batching
+from shardwright.verify import compile_program
+
+ROWS = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def net(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).tanh()).tanh())
+
+    def rows(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean(1)
+
+
+def x(**options) -> Tensor:
+    return torch.randn(ROWS, 6, **options)
+
+
+def programs_of(module: nn.Module, *args: Tensor, plan: str = "single", microbatches: int = 4) -> tuple[Program, ...]:
+    size = 1 if plan == "single" else 2
+    return compile_program(module, args, {}, plan, size, batching=Batching(microbatches=microbatches)).programs
+
+
+def early_of(module: nn.Module, *args: Tensor, plan: str = "single") -> list[tuple[str, tuple[str, ...]]]:
+    """How each value of the prologue is reduced, and over which axes of devices."""
+    return [(held.how, held.axes) for program in programs_of(module, *args, plan=plan) for held in program.early]
+
+
+class Masked(Net):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.rows(x) * mask).sum() / mask.sum()
+
+
+class Clamped(Net):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.rows(x) * mask).sum() / mask.sum().clamp(min=1)
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x / x.abs().max()).mean()
+
+
+class Centred(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x - x.mean(0, keepdim=True)).mean()
+
+
+class Counted(Net):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), target)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.scaled, x, use_reentrant=False).mean()
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.rows(x / x.abs().max())
+
+
+@pytest.mark.parametrize("plan", ["single", "pp=2", "dp=2"])
+@pytest.mark.parametrize(
+    ("net", "more", "how"),
+    [
+        (Masked, (torch.ones(ROWS),), "sum"),
+        (Clamped, (torch.ones(ROWS),), "sum"),
+        (Scaled, (), "max"),
+        (Centred, (), "sum"),
+        (Counted, (torch.zeros(ROWS, dtype=torch.long),), "sum"),
+    ],
+)
+def test_what_inputs_alone_decide_is_found_before_the_first_microbatch(net, more, how, plan):
+    axes = ("dp",) if plan == "dp=2" else ()
+
+    assert early_of(net(), x(), *more, plan=plan) == [(how, axes)]
+
+
+def test_a_prologue_asks_for_the_inputs_that_it_needs_and_forward_does_without_its_ops():
+    (program,) = programs_of(Masked(), x(), torch.ones(ROWS))
+
+    assert [held.path for held in program.asked] == ["mask"]
+    assert [op.target for op in program.prologue] == ["comm.take", "aten.sum.default"]
+    makers = {name: op for op in program.body for name in op.outputs}
+    (division,) = (op for op in program.body if op.target == "aten.div.Tensor")
+    assert program.early[0].value == division.inputs[1]
+    assert program.early[0].value not in makers
+    assert sum(op.target == "aten.sum.default" for op in program.body) == 1, "that of the losses"
+
+
+def test_without_microbatches_there_is_none():
+    (program,) = programs_of(Masked(), x(), torch.ones(ROWS), microbatches=1)
+
+    assert not program.early and not program.prologue
+
+
+class Weighted(Net):
+    """The divisor has parameters in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.a(x).sigmoid().mean(1)
+        return (self.rows(x) * weight).sum() / weight.sum()
+
+
+class Standardized(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.rows(h / h.std(0)).mean()
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(self.norm(x)).mean()
+
+
+class Contrastive(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(x)
+        return F.cross_entropy(h @ h.T, torch.arange(ROWS))
+
+
+class Middle(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x).median()
+
+
+@pytest.mark.parametrize("plan", ["single", "pp=2"])
+@pytest.mark.parametrize(
+    ("net", "op"),
+    [
+        (Weighted, "/ div (aten.div.Tensor)"),
+        (Standardized, "/ std (aten.std"),
+        (Normed, "norm / _native_batch_norm_legit_functional"),
+        (Contrastive, "/ matmul"),
+        (Middle, "/ median (aten.median.default)"),
+        (Checkpointed, "/ div (aten.div.Tensor)"),
+    ],
+)
+def test_what_would_have_to_see_other_microbatches_is_refused_with_its_line_and_two_ways_out(net, op, plan):
+    with pytest.raises(LoweringError) as error:
+        programs_of(net(), x(), plan=plan)
+
+    said = str(error.value)
+    assert op in said and "test_prologue.py:" in said
+    assert "microbatches=1" in said and 'microbatch_semantics="local"' in said
+
+
+def test_gradients_that_would_go_back_to_inputs_are_not_lost():
+    """The mean of an input that wants a gradient hands one back to every row, in all microbatches."""
+    with pytest.raises(LoweringError, match="/ sub"):
+        programs_of(Centred(), x(requires_grad=True))
