@@ -43,6 +43,13 @@ class Entry:
     stage: Stage | None = None
     running: Running | None = None
 
+    @property
+    def stages(self) -> list[Stage]:
+        """The programs of this rank."""
+        if self.running is None:
+            return [self.stage] if self.stage is not None else []
+        return [placed.stage for placed in self.running.pipeline.placed if placed.stage is not None]
+
 
 @dataclass(kw_only=True)
 class Holding:
@@ -251,6 +258,8 @@ class ParallelModel(nn.Module):
         entry = self._entry(args, kwargs)
         holding = self._ready()
         holding.check_filled()
+        for stage in entry.stages:
+            stage.renew()
         tensors = entry.flatten(args, kwargs)
         self._check(entry, tensors)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
