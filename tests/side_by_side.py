@@ -12,7 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 BY_FILE = ("parity",)
-FIRST = ("parity/test_gloo.py", "coverage", "runtime", "rules", "plan", "probe", "parity/test_faults.py", "capture")
+FIRST = (
+    "plan", "runtime", "parity/test_gloo.py", "checkpoint", "parity/test_pipelines.py", "coverage", "rules",
+    "parity/test_loop.py", "parity/test_faults.py", "capture", "parity/test_experts.py",
+)  # fmt: skip
 NOTHING_THERE = 5  # pytest's exit code where it finds no test
 
 

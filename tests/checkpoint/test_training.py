@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy
@@ -95,6 +96,37 @@ def test_buffers_are_saved_unless_they_are_rebuilt(tmp_path):
     for key, held in net.state_dict().items():
         assert torch.equal(held, other.state_dict()[key]), key
     assert other.head.weight is other.up.weight
+
+
+class Scaled(nn.Module):
+    """A buffer that is loaded, and what is computed of it alone, which a program computes once."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), norm
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        return self.down((self.norm(self.up(x)) * (2 * self.scale).exp()).relu()).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_what_is_computed_of_buffers_once_is_computed_again(tmp_path, plan):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8) if plan == "tp=2" else nn.LayerNorm(8)
+    net, other, x = Scaled(norm).double(), Scaled(norm).double(), torch.randn(6, 4, dtype=torch.float64)
+    other.scale.copy_(torch.linspace(0, 1, 8))
+    sw.save(tmp_path / "x", other)
+
+    def go(model):
+        seen = [model(x).item(), model.eval()(x).item(), model.train()(x).item(), model.eval()(x).item()]
+        sw.load(tmp_path / "x", model, rng=False)
+        return [*seen, model(x).item(), model.train()(x).item()]
+
+    nets = [copy.deepcopy(net) for _ in range(2)]
+    wanted = go(net)
+    for found in run_ranks(2, lambda rank: go(sw.parallelize(nets[rank], plan=plan, directory=tmp_path / "made"))):
+        assert found == pytest.approx(wanted, rel=1e-10)
 
 
 class Counter:

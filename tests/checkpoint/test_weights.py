@@ -90,6 +90,57 @@ def test_from_a_folder_and_to_a_folder(pools, original, plan):
     ended.generate(IDS[:, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
+def without_values(make):
+    """A model whose parameters are on meta, and whose buffers (rotary angles) are not."""
+    torch.manual_seed(0)
+    model = make()
+    for module in model.modules():
+        for key, held in list(module._parameters.items()):
+            if held is not None:
+                module._parameters[key] = torch.nn.Parameter(held.to("meta"))
+    model.tie_weights()
+    return model
+
+
+def start_empty(rank, name, plan, folder):
+    """A model that never is whole anywhere: its pieces are made empty, and filled from the files."""
+    model = without_values(MODELS[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    example = {"input_ids": IDS, "labels": IDS}
+    model, optimizer = sw.parallelize(model, optimizer, plan=plan, example=example, directory=f"{folder}/generated")
+    with pytest.raises(InputError, match="were on meta and have no values yet"):
+        model(**example)
+    with pytest.raises(InputError, match="were on meta and have no values yet"):
+        sw.save(f"{folder}/never", model)
+    load_weights(f"{folder}/hf", model)
+    losses = []
+    for _ in range(2):
+        loss = model(**example).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["zero3=2", "pp=2"])
+def test_a_model_on_meta_is_filled_piece_by_piece(pools, original, plan):
+    name, folder, loss, _ = original
+    for losses in pools[2].run(start_empty, name, plan, str(folder), timeout=240):
+        assert losses[0] == pytest.approx(loss, rel=1e-5)
+        assert losses[1] < losses[0]
+
+
+def unlike(rank, folder):
+    model = without_values(llama) if rank else llama()
+    with pytest.raises(InputError, match="some ranks have parameters on meta"):
+        sw.parallelize(model, plan="dp=2", example={"input_ids": IDS, "labels": IDS}, directory=folder)
+
+
+def test_all_ranks_have_values_or_none(pools, tmp_path):
+    pools[2].run(unlike, str(tmp_path), timeout=120)
+
+
 def test_tied_weights_once_or_under_all_keys(tmp_path):
     net, _ = little()
     save_weights(tmp_path / "once.safetensors", net)

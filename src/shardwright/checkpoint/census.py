@@ -7,7 +7,7 @@ parameter with several keys (tied weights) is kept under the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,8 +103,15 @@ class Census:
     def sorted(self, names: set[str]) -> list[str]:
         return sorted(names, key=lambda name: (self._order.get(name, len(self._order)), name))
 
-    def check_compiled(self) -> None:
-        """Several ranks have one model only once it is compiled."""
+    def filled(self, names: Iterable[str]) -> None:
+        """What has these keys was loaded."""
+        for prefix, part in self.compiled.items():
+            part._ready().filled({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+
+    def check_ready(self) -> None:
+        """Several ranks have one model only once it is compiled; and what is on meta has nothing to save."""
+        for part in self.compiled.values():
+            part._ready().check_filled()
         if self.world > 1 and not self.compiled and isinstance(self.model, ParallelModel):
             self.model._ready()
 

@@ -105,7 +105,7 @@ def begin(
     meeting = meet()
     meeting.settle()
     census = Census(held.model)
-    census.check_compiled()
+    census.check_ready()
     tensors, said = meeting.together(lambda: held.collect(census, data))
     writing = _plan(path, meeting, census, tensors, said)
     manifest = Manifest(

@@ -89,6 +89,7 @@ class Training:
             mine = loose.place(f"rng/{census.rank % world}")
             set_later.append(lambda: set_generators(mine))
         read_into({**targets, **loose.places}, index, names)
+        census.filled({key.removeprefix("model/") for key in names})
         for place in places:
             place.set()
         for act in set_later:

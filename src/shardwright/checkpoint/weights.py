@@ -53,7 +53,7 @@ def save_weights(
         raise InputError(f'tied={tied!r} is not known; use "once" or "all"')
     meeting, census = meet(), Census(model)
     meeting.settle()
-    census.check_compiled()
+    census.check_ready()
     own = census.tensors()
     specs = {key: Spec(dtype=_cast(held, dtype), shape=census.shapes[key]) for key, held in _kinds(census, own).items()}
     source = Gathered(census, own, specs)
@@ -84,6 +84,7 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True) -> 
         index, tied = index_of_weights(Path(path))
         names = fit(census, index, tied, "", strict, str(path))
         read_into({key: held for key, held in census.tensors().items() if key in names}, index, names)
+        census.filled(names)
 
     meeting.together(read)
 

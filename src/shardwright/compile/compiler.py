@@ -292,10 +292,9 @@ class Compiler:
         for buffer in made.program.graph.buffers:
             constant = captured.constants.get(buffer.value)
             tensor = holding.buffers[buffer.key] if constant is None else constant.to(self.world.device)
-            stage.place(buffer.key, tensor)
+            stage.place(buffer.key, tensor, unchanging=buffer.update is None)
         stage.parts = {key: self._part(call) for key, call in captured.opaques.items()}
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.device(self.world.device):
-            stage.constants()
+        stage.renew()
         return stage
 
     def _part(self, call: Opaque) -> OpaquePart:

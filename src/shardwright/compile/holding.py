@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ class Holder:
 
     def hold(self, seats: Sequence[Seat], units: Sequence[str] = ()) -> Holding:
         """What this rank holds. All ranks must call it. `units` are those of ZeRO-3, in their order."""
+        self._check_meta()
         every = [seat.groups() for seat in seats]
         mine = next(number for number, seat in enumerate(seats) if self.world.rank in seat.mesh.devices)
         seat, groups = seats[mine], every[mine]
@@ -61,7 +63,20 @@ class Holder:
             replica_axes=replica_axes(seat.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
             seats=every_held,
+            empty={key for key in own if old[key].is_meta},
         )
+
+    def _check_meta(self) -> None:
+        """Parameters may be on meta, on all ranks or on none: those with values share them, and would wait."""
+        lost = [key for key, held in self.module.named_buffers() if held.is_meta]
+        if lost:
+            raise InputError(f"the buffers {', '.join(lost)} are on meta; parameters may be, buffers need values")
+        if dist.is_initialized() and self.world.size > 1:
+            count = sum(held.is_meta for held in self.module.parameters())
+            most = torch.tensor([count, -count], device=self.world.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            if int(most[0]) != -int(most[1]):
+                raise InputError("some ranks have parameters on meta and others have them with values; make all alike")
 
     def replaced(
         self, pieces: Mapping[str, ShardParameter], seats: Sequence[Seat]
@@ -85,6 +100,8 @@ class Holder:
     def _piece(self, full: Tensor, held: Held, groups: Groups) -> ShardParameter:
         sizes = groups.mesh.sizes
         local = scatter(full.to(held.dtype), held, sizes, coordinates(groups), kept_layout(held, sizes))
+        if local.is_meta:  # the values come with a checkpoint; until then the model does not run
+            local = torch.empty_like(local, device=self.world.device)
         made = make_parameter(local, held, groups)
         made.prefix = self.prefix
         return made
@@ -92,7 +109,7 @@ class Holder:
     def _shared(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""
         if tensor.is_meta:
-            raise InputError("the model has parameters on meta; materialise and initialise them before parallelize")
+            return tensor.detach()
         copied = tensor.detach().to(self.world.device, copy=True).contiguous()
         if self.promote and copied.is_floating_point():
             copied = copied.double()

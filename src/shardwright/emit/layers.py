@@ -28,7 +28,7 @@ from ..rules import is_drawn_whole
 from .sizes import SizeNames
 
 RESERVED = frozenset(
-    "fixed held random device updates zero open close update place sizes constants forward opaque experts parts "
+    "fixed held random device updates zero open close update place sizes constants renew forward opaque experts parts "
     "at_key start region mb known weights counts prologue".split()
 )
 """What a stage has of its own; a model with a part of such a name is reached through `self.held`."""

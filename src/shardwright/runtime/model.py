@@ -8,9 +8,9 @@ function that does (`compile_entry`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,13 @@ class Entry:
     stage: Stage | None = None
     running: Running | None = None
 
+    @property
+    def stages(self) -> list[Stage]:
+        """The programs of this rank."""
+        if self.running is None:
+            return [self.stage] if self.stage is not None else []
+        return [placed.stage for placed in self.running.pipeline.placed if placed.stage is not None]
+
 
 @dataclass(kw_only=True)
 class Holding:
@@ -58,10 +65,23 @@ class Holding:
     replica_axes: tuple[str, ...]
     persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
     seats: state.Seats = ()  # of a pipeline: for each mesh what its ranks hold
+    empty: set[str] = field(default_factory=set)  # first keys of what was on meta and has no values yet
 
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
         return {key: self.buffers[key] for key in self.persistent}
+
+    def filled(self, keys: Container[str]) -> None:
+        """What has these keys has values."""
+        self.empty -= {held.name for held in self.held if any(key in keys for key in held.keys)}
+
+    def check_filled(self) -> None:
+        if self.empty:
+            some = ", ".join(sorted(self.empty)[:4])
+            raise InputError(
+                f"{len(self.empty)} parameters were on meta and have no values yet ({some}); load them first: "
+                "shardwright.checkpoint.load_weights(path, model), sw.load, or model.load_state_dict"
+            )
 
 
 class ParallelModel(nn.Module):
@@ -193,7 +213,10 @@ class ParallelModel(nn.Module):
             return super().load_state_dict(values, strict, assign)
         held = self._holding
         elsewhere = [key for _, helds in held.seats for one in helds for key in one.keys]
-        return state.load_state(values, held.held, held.parameters, held.saved_buffers, held.groups, strict, elsewhere)
+        given = (values, held.held, held.parameters, held.saved_buffers, held.groups)
+        found = state.load_state(*given, strict, elsewhere)
+        held.filled(values)
+        return found
 
     def hold(self, holding: Holding) -> None:
         """Take the pieces in, under the original names."""
@@ -234,6 +257,9 @@ class ParallelModel(nn.Module):
             args, kwargs = self._gathered(args, kwargs)
         entry = self._entry(args, kwargs)
         holding = self._ready()
+        holding.check_filled()
+        for stage in entry.stages:
+            stage.renew()
         tensors = entry.flatten(args, kwargs)
         self._check(entry, tensors)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
@@ -328,6 +354,7 @@ def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: 
         return
     mine = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
     state.load_state(mine, holding.held, holding.parameters, holding.saved_buffers, holding.groups, strict=False)
+    holding.filled(mine)
     with torch._C.DisableTorchFunctionSubclass():
         for held in holding.held:
             local = holding.parameters[held.name].detach().as_subclass(Tensor)

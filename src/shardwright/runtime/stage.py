@@ -98,6 +98,8 @@ class Stage:
         self.updates: dict[str, Tensor] = {}
         self.zero: Zero3 | None = None
         self.parts: dict[str, Part] = {}
+        self._unchanging: list[Tensor] = []  # buffers that constants may have been computed of
+        self._versions: list[int] | None = None  # of those, when constants were computed
         self._opened: dict[str, tuple[str, ...]] = {}  # the keys of units that are gathered now
         self._lent: frozenset[str] = frozenset()  # units that are open around the region that runs
         for name in wanted:
@@ -111,6 +113,14 @@ class Stage:
     def constants(self) -> None:
         """What is computed once."""
 
+    def renew(self) -> None:
+        """Compute the constants, and again if a buffer has changed since: loaded, or trained by another program."""
+        versions = [held._version for held in self._unchanging]
+        if versions != self._versions:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.device(self.device):
+                self.constants()
+            self._versions = versions
+
     def prologue(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """This rank's `counts` of the microbatch that runs."""
         return ()
@@ -118,8 +128,10 @@ class Stage:
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
-    def place(self, key: str, tensor: Tensor | None) -> None:
-        """Put a tensor where the program looks for it."""
+    def place(self, key: str, tensor: Tensor | None, unchanging: bool = False) -> None:
+        """Put a tensor where the program looks for it; `unchanging` if this program never changes it."""
+        if unchanging and tensor is not None:
+            self._unchanging.append(tensor)
         *path, last = key.split(".")
         at = self.held
         for part in path:
