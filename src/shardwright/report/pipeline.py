@@ -104,4 +104,4 @@ def _others(said: Said) -> Iterator[RenderableType]:
     words = [f"{one['said']}: {percent(one['seconds'] / best - 1)} slower" for one in pipeline["others"][:MOST_OTHERS]]
     if words:
         yield indented("next best: " + "; ".join(words))
-    yield indented(f"{pipeline['looked']} pipelines were tried, {pipeline['left']} can't be faster by a bound")
+    yield indented(f"{pipeline['looked']} pipelines were tried, {pipeline['left']} promised no more")

@@ -32,6 +32,7 @@ ATTEMPTS = 4
 LEFT_OUT = (
     "the search: in a pipeline the outer axis of a stage splits the batch and nothing else, and the inner one lies "
     "inside of a node",
+    "the search: pipelines are left out by estimates of their step, so that none of them is proved to be slower",
 )
 
 MOST_SOLVED = 4

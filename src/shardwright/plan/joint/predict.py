@@ -30,8 +30,7 @@ def predicted(outcome: Outcome, cluster: Cluster, training: Training, graph: Gra
     return {
         "for": made_for(cluster, training, graph),
         "seconds": _short(trial.seconds),
-        "bound": _short(min(found.piped.bound, trial.seconds)),
-        "gap": _short(max(0.0, trial.seconds / max(found.piped.bound, 1e-12) - 1.0)),
+        "estimate": _short(min(found.piped.bound, trial.seconds)),  # of the best that was looked at; no proof
         "stopped": found.piped.stopped,
         "compute": _short(_mean(trial, "compute")),
         "waited": _short(_mean(trial, "waited")),
@@ -81,7 +80,7 @@ def beside(outcome: Outcome) -> dict[str, Any]:
     return {
         "pipelines": {
             "best": None if best is None else {"said": said(best, names), "seconds": _short(best.seconds)},
-            "bound": _short(min(piped.bound, 1e12)),
+            "estimate": _short(min(piped.bound, 1e12)),
             "looked": piped.looked,
             "left": piped.left,
             "stopped": piped.stopped,
