@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-BY_FILE = ("parity", "runtime")
+BY_FILE = ("parity",)
 FIRST = (
-    "plan", "parity/test_gloo.py", "checkpoint", "parity/test_pipelines.py", "coverage", "rules",
-    "runtime/pipeline/test_random_runs.py", "parity/test_loop.py", "parity/test_faults.py", "capture",
+    "runtime", "plan", "parity/test_gloo.py", "checkpoint", "parity/test_pipelines.py", "coverage", "rules",
+    "parity/test_loop.py", "parity/test_faults.py", "capture",
     "parity/test_experts.py",
 )  # fmt: skip
 NOTHING_THERE = 5  # pytest's exit code where it finds no test
