@@ -5,23 +5,18 @@ every rank.
 """
 
 import argparse
-import gc
 import platform
 import tempfile
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from tests.models.zoo import loss_of
-from torch.profiler import ProfilerActivity
 
 import shardwright as sw
 from shardwright.plan import Plan
 from shardwright.verify.ranks import run_processes
 
-from .memory import GOAL, MODELS, Measured, alive, mib, patient
+from .memory import GOAL, MODELS, Measured, measure_case, mib
 
 Case = tuple[str, int, int, int, str]
 CASES: tuple[Case, ...] = (  # model, ranks, stages, microbatches, schedule
@@ -46,43 +41,7 @@ def plan_of(case: Case) -> Plan:
 
 def measure_here(rank: int, name: str, path: str) -> Measured:
     """Two steps on this rank, of which the second is measured."""
-    others = alive()
-    module, args, kwargs = MODELS[name]()
-    optimizer = torch.optim.AdamW(module.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        compiled, optimizer = sw.parallelize(module, optimizer, example=(args, kwargs), plan=path, directory=folder)
-    del module
-    gc.collect()
-    start = sum(size for address, size in alive().items() if address not in others)
-
-    def step() -> None:
-        with torch.profiler.record_function("forward"):
-            loss = loss_of(compiled(*args, **kwargs))
-        with torch.profiler.record_function("backward"):
-            loss.backward()
-        del loss
-        with torch.profiler.record_function("update"):
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with patient(), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-        step()
-    return found_in(profile.profiler.kineto_results.events(), start)
-
-
-def found_in(events: Sequence[Any], start: int) -> Measured:
-    begins = {name: max(e.start_ns() for e in events if e.name() == name) for name in ("forward", "backward", "update")}
-    most = dict.fromkeys(begins, 0)
-    held = before = start
-    for when, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        held += change
-        now = [name for name, begin in begins.items() if when >= begin]
-        if now:
-            most[now[-1]] = max(most[now[-1]], held)
-        else:
-            before = held
-    return Measured(before, **most, after=held)
+    return measure_case(MODELS[name], path)
 
 
 def rows(case: Case) -> list[tuple[str, ...]]:

@@ -44,7 +44,7 @@ from ..runtime.world import Groups, Moment, World
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
-from .seats import check_held, find_seats
+from .seats import Seat, check_held, find_seats
 
 Outputs = Literal["all", "scalars"]
 
@@ -138,11 +138,11 @@ class Compiler:
                 programs = (lower(graph, plan, facts, homes=self.homes[0] if self.homes else None, mode=mode),)
             made = [generate(program, self.directory) for program in programs]
         self.programs.append(programs[0])
-        if model._holding is None:
-            self._hold(model, plan, made)
         seats = find_seats(plan.entries[graph.entry], made)
-        check_held(seats, model._ready().seats, made)
         groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
+        if model._holding is None:
+            self._hold(model, made, seats, groups)
+        check_held(seats, model._ready().seats, made)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
         return self._load(model, captured, made[0], next(iter(groups.values())))
@@ -218,14 +218,15 @@ class Compiler:
             raise PlanError(said[1])
         return read_plan(said[0], graph)
 
-    def _hold(self, model: ParallelModel, plan: Plan, made: Sequence[Generated]) -> None:
+    def _hold(
+        self, model: ParallelModel, made: Sequence[Generated], seats: Sequence[Seat], groups: Mapping[Mesh, Groups]
+    ) -> None:
         assert self.module is not None
         holder = Holder(
             module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix
         )
-        seats = find_seats(plan.segments, made)
         units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
-        holding = holder.hold(seats, tuple(units))
+        holding = holder.hold(seats, groups, tuple(units))
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
         if self.optimizer is not None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..layout import Mesh
 from ..plan.rows import replica_axes
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter
@@ -34,12 +35,11 @@ class Holder:
     promote: bool = False
     prefix: str = ""
 
-    def hold(self, seats: Sequence[Seat], units: Sequence[str] = ()) -> Holding:
+    def hold(self, seats: Sequence[Seat], every: Mapping[Mesh, Groups], units: Sequence[str] = ()) -> Holding:
         """What this rank holds. All ranks must call it. `units` are those of ZeRO-3, in their order."""
         self._check_meta()
-        every = [seat.groups() for seat in seats]
-        mine = next(number for number, seat in enumerate(seats) if self.world.rank in seat.mesh.devices)
-        seat, groups = seats[mine], every[mine]
+        seat = next(seat for seat in seats if self.world.rank in seat.mesh.devices)
+        groups = every[seat.mesh]
         old = dict(self.module.named_parameters(remove_duplicate=False))
         pieces: dict[str, ShardParameter] = {}
         own = {one.name: one for one in seat.held}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..ir import Op, Value
 from ..ir.graph import Slot
 from ..layout import whole
+from .counting import count_op, from_inputs, with_count
 from .local import COUNTED
 from .program import Program
 
@@ -35,47 +36,17 @@ def count_early(program: Program) -> Program:
     for op in program.body:
         if op.target not in COUNTED or not op.argument("rows") or op.argument("count") is not None:
             continue
-        labels = _from_inputs(op.inputs[op.argument("target").index], makers, held)
+        labels = from_inputs(op.inputs[op.argument("target").index], makers, held)
         weight = op.argument("weight")
         if labels is None or op.argument("reduction", 1) != 1 or (weight and op.inputs[weight.index] in makers):
             continue
-        count = _count_op(op)
+        count = count_op(op, "runtime.begin_count", over=op.argument("rows"))
         (name,) = count.outputs
         values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), whole(0)
-        changed[op.name] = replace(op, inputs=(*op.inputs, name)).with_arguments(count=Slot(len(op.inputs)))
+        changed[op.name] = with_count(op, name)
         first |= {made.name: made for made in (*labels, count)}
     rest = (changed.get(op.name, op) for op in program.body if op.name not in first)
     return program.with_(body=(*first.values(), *rest), values=values, layouts=layouts)
-
-
-def _from_inputs(value: str, makers: dict[str, Op], held: set[str]) -> list[Op] | None:
-    """The ops that make a value of the inputs alone, in order; None if something else is needed."""
-    if value not in makers:
-        return None if value in held else []
-    op, found = makers[value], dict[str, Op]()
-    if op.region is not None or not op.target.startswith(("aten.", "comm.take")):
-        return None
-    for name in op.inputs:
-        before = _from_inputs(name, makers, held)
-        if before is None:
-            return None
-        found |= {made.name: made for made in before}
-    return [*found.values(), op]
-
-
-def _count_op(loss: Op) -> Op:
-    slots = [(key, loss.argument(key)) for key in ("target", "weight") if loss.argument(key) is not None]
-    arguments = [(key, Slot(at)) for at, (key, _) in enumerate(slots)]
-    arguments += [(key, loss.argument(key)) for key in ("rows", "ignore_index") if loss.argument(key) is not None]
-    return replace(
-        loss,
-        name=f"{loss.name} count",
-        region=None,
-        target="runtime.begin_count",
-        inputs=tuple(loss.inputs[slot.index] for _, slot in slots),
-        outputs=(f"count@{loss.outputs[0]}",),
-        arguments=tuple(arguments),
-    )
 
 
 def awaited_later(program: Program) -> Program:

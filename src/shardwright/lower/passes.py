@@ -61,12 +61,12 @@ def lower(
         plan_name=plan.name,
         plan_policy=plan.policy,
     )
-    return run(task, show)
+    return run(Placer(task), show)
 
 
-def run(task: Task, show: Callable[[str, Program], None] | None = None) -> Program:
+def run(placer: Placer, show: Callable[[str, Program], None] | None = None) -> Program:
     """Place, and run all passes."""
-    program = Placer(task).run()
+    program = placer.run()
     if show is not None:
         show("place: layouts and converters", program)
     for name, step in PASSES:

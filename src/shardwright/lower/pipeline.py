@@ -107,7 +107,7 @@ def lower_pipeline(
         placer = Placer(task)
         taken |= {(value, number): placer.taken_as(value) for value in task.entering}
         given |= {value: placer.given_as(value) for value in task.leaving}
-        programs[number] = run(task)
+        programs[number] = run(placer)
         homes_here = {held.key: held.layout for held in programs[number].holdings}
         settled[segments[number].mesh] = settled.get(segments[number].mesh, {}) | homes_here
     passages = tuple(_passage(graph, held, given, taken, meshes) for held in cut.crossings)

@@ -14,11 +14,10 @@ from typing import cast
 from ..conversion import SENDS
 from ..errors import LoweringError, raise_all
 from ..ir import Op, Value
-from ..ir.graph import Slot
 from ..layout import Reduction, whole
 from ..plan.pipeline import MB
+from .counting import count_op, from_inputs, with_count
 from .local import COUNTED
-from .overlap import _from_inputs
 from .program import Early, Program
 from .tidy import prune
 
@@ -53,30 +52,17 @@ class _Prologue:
 
     def count(self, op: Op) -> None:
         """The mean of a loss divides by the labels that count in all microbatches."""
-        slots = [(key, op.argument(key)) for key in ("target", "weight") if op.argument(key) is not None]
-        sources = [op.inputs[slot.index] for _, slot in slots]
-        if not self._take(sources):
+        counting = count_op(op, "runtime.count_labels")
+        if not self._take(counting.inputs):
             return
-        name = f"count@{op.outputs[0]}"
-        arguments = [(key, Slot(at)) for at, (key, _) in enumerate(slots)]
-        arguments += [(key, op.argument(key)) for key in ("ignore_index",) if op.argument(key) is not None]
-        counting = replace(
-            op,
-            name=f"{op.name} count",
-            region=None,
-            target="runtime.count_labels",
-            inputs=tuple(self._early(source) for source in sources),
-            outputs=(f"{name}@early",),
-            arguments=tuple(arguments),
-        )
-        self.first[counting.name] = counting
+        (name,) = counting.outputs
+        inputs = tuple(self._early(source) for source in counting.inputs)
+        self.first[counting.name] = replace(counting, inputs=inputs, outputs=(f"{name}@early",))
         for made in (name, f"{name}@early"):
             self.values[made], self.layouts[made] = Value(name=made, shape=(), dtype="int64"), whole(0)
         axes = tuple(axis for axis in op.argument("rows") if axis != MB)
         self.early.append(Early(value=name, source=f"{name}@early", axes=axes))
-        self.changed[op.name] = replace(op, inputs=(*op.inputs, name)).with_arguments(
-            count=Slot(len(op.inputs)), rows=()
-        )
+        self.changed[op.name] = with_count(op, name, rows=())
 
     def reduce(self, op: Op) -> None:
         """A sum (or max, or min) over time of what comes from inputs alone, and hands no gradient back to them."""
@@ -87,12 +73,11 @@ class _Prologue:
         self.early.append(Early(value=op.outputs[0], source=self._early(op.inputs[0]), how=how, axes=axes))
         self.changed[op.name] = None
 
-    def _take(self, sources: tuple[str, ...] | list[str]) -> bool:
+    def _take(self, sources: tuple[str, ...]) -> bool:
         """Have these values made in the prologue, if they come from inputs alone."""
-        chains = [_from_inputs(source, self.makers, self.held) for source in sources]
-        for chain in chains:
-            if chain is None:
-                return False
+        chains = [from_inputs(source, self.makers, self.held) for source in sources]
+        if any(chain is None for chain in chains):
+            return False
         for op in (made for chain in chains for made in chain or ()):
             again = replace(op, inputs=tuple(map(self._early, op.inputs)), outputs=tuple(map(self._early, op.outputs)))
             self.first.setdefault(op.name, again)

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -127,32 +128,23 @@ def search(
     size: int | None = None,
     progress: Progress | None = None,
 ) -> Found:
-    """The best plan for a graph on a cluster."""
-    try:
-        return try_search(facts, cluster, training, wishes, size=size, progress=progress)
-    except NothingFits as error:
-        raise error.why() from None
+    """The best plan for a graph on a cluster. Raises NothingFits where there is none."""
+    return _Search(facts, cluster, training, wishes or Wishes(), size, progress or (lambda what, best: None)).run()
 
 
 class NothingFits(PlanError):
-    """There is no flat plan. Finding out why may take a while, so that is done when somebody asks."""
+    """There is no flat plan. Finding out why may take a while, so that is done when somebody reads it."""
 
     def __init__(self, why: Callable[[], PlanError]) -> None:
-        super().__init__("no flat plan fits")
-        self.why = why
+        super().__init__()
+        self._why = why
 
+    @cached_property
+    def _said(self) -> str:
+        return str(self._why())
 
-def try_search(
-    facts: Analysis,
-    cluster: Cluster,
-    training: Training,
-    wishes: Wishes | None = None,
-    *,
-    size: int | None = None,
-    progress: Progress | None = None,
-) -> Found:
-    """As `search`, but raises NothingFits."""
-    return _Search(facts, cluster, training, wishes or Wishes(), size, progress or (lambda what, best: None)).run()
+    def __str__(self) -> str:
+        return self._said
 
 
 class _Search:

@@ -7,7 +7,6 @@ inputs alone, which is computed for all of them first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,11 +18,11 @@ from ..rules import Analysis, analyse
 from ..schedule import Schedule, fewer, forward_only, kind_named, spread
 from .draft import Draft
 from .plan import Plan, Segment
-from .policies import POLICIES, dp
+from .policies import apply, dp
 from .recompute import faults_of
-from .rows import replica_axes
+from .rows import replicas
 from .segments import Line, balanced
-from .strings import REPLICAS, Request
+from .strings import Request
 
 MB = "mb"
 """The axis in time: the coordinate on it is the number of the microbatch that runs."""
@@ -71,8 +70,9 @@ def draw_pipeline(
     stages = request.stages or (request.mesh.size,)
     name = request.schedule or USUAL
     kind = kind_named(f"{name}:{request.chunks}" if request.chunks else name)
-    count = microbatches or usual_microbatches(graph, len(stages), _replicas(request))
-    check_microbatches(graph, count, max(_replicas(request, size) for size in stages), local)
+    groups = max(replicas(request.mesh_of(size)) for size in stages)
+    count = microbatches or usual_microbatches(graph, len(stages), groups)
+    check_microbatches(graph, count, groups, local)
     line = Line(facts)
     cuts = balanced(line, [flops(facts.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
     drawn = {size: _drawn(facts, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
@@ -112,15 +112,11 @@ class _Drawn:
 
 
 def _drawn(facts: Analysis, request: Request, size: int, microbatches: int) -> _Drawn:
-    parts = request.parts_of(size)
-    mesh = Mesh(axes=tuple(axis for _, axis in parts))
+    mesh = request.mesh_of(size)
     draft = Draft(facts.graph, timed(mesh, microbatches), facts)
     if microbatches > 1:
         cut_in_time(draft, Axis(name=MB, size=microbatches))
-    for policy, axis in parts:
-        POLICIES[policy](draft, axis)
-    if request.recompute:
-        draft.recompute_layers()
+    apply(draft, request, size)
     return _Drawn(draft, mesh)
 
 
@@ -160,13 +156,6 @@ def _recomputed(line: Line, part: Sequence[str], paths: Sequence[str]) -> tuple[
     return tuple(path for path in paths if any(op.name in inside for op in line.graph.under[path]))
 
 
-def _replicas(request: Request, size: int = 0) -> int:
-    found = 1
-    for policy, axis in request.parts_of(size or max(request.stages, default=1)):
-        found *= axis.size if policy in REPLICAS else 1
-    return found
-
-
 def check_microbatches(graph: Graph, count: int, replicas: int, local: bool) -> None:
     """Refuse a number of microbatches that the batch does not divide by."""
     if count == 1 and replicas == 1:
@@ -187,9 +176,9 @@ def check_microbatches(graph: Graph, count: int, replicas: int, local: bool) -> 
 
 def microbatches_of(plan: Plan, graph: Graph) -> int:
     """The number of microbatches of an entry: the plan's, or the next smaller one that a smaller batch divides by."""
-    replicas = max(math.prod(mesh.sizes[name] for name in replica_axes(mesh)) for mesh in _meshes(plan))
+    groups = max(map(replicas, _meshes(plan)))
     rows = (graph.batch or 1) * (plan.microbatches if plan.local else 1)
-    return next((count for count in range(plan.microbatches, 1, -1) if rows % (count * replicas) == 0), 1)
+    return next((count for count in range(plan.microbatches, 1, -1) if rows % (count * groups) == 0), 1)
 
 
 def _meshes(plan: Plan) -> list[Mesh]:

@@ -18,7 +18,8 @@ from ..layout import Axis, share
 from ..rules import Analysis
 from .draft import Draft
 from .plan import Plan
-from .strings import REPLICAS, Request
+from .rows import replicas
+from .strings import Request
 
 Policy = Callable[[Draft, Axis], None]
 
@@ -111,22 +112,24 @@ def draw(graph: Graph, request: Request, facts: Analysis | None = None, cluster:
     """The plan that a plan string asks for."""
     _check_sizes(graph, request)
     draft = Draft(graph, request.mesh, facts)
-    for name, axis in request.parts:
-        POLICIES[name](draft, axis)
-    if request.recompute:
-        draft.recompute_layers()
+    apply(draft, request)
     return draft.finish(str(request), cluster)
 
 
+def apply(draft: Draft, request: Request, size: int = 0) -> None:
+    """Write what a request asks for on a draft, of the whole or of a stage of `size` devices."""
+    for name, axis in request.parts_of(size):
+        POLICIES[name](draft, axis)
+    if request.recompute:
+        draft.recompute_layers()
+
+
 def _check_sizes(graph: Graph, request: Request) -> None:
-    replicas = 1
-    for name, axis in request.parts:
-        if name in REPLICAS:
-            replicas *= axis.size
-    if replicas > 1 and graph.batch is not None and graph.batch % replicas:
+    groups = replicas(request.mesh)
+    if groups > 1 and graph.batch is not None and graph.batch % groups:
         raise PlanError(
-            f"a batch of {graph.batch} does not divide over {replicas} data-parallel devices ({request}); "
-            f"use a batch of {-(-graph.batch // replicas) * replicas}, or another number of devices"
+            f"a batch of {graph.batch} does not divide over {groups} data-parallel devices ({request}); "
+            f"use a batch of {-(-graph.batch // groups) * groups}, or another number of devices"
         )
 
 

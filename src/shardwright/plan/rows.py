@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..layout import Layout, Mesh, whole
@@ -12,6 +13,11 @@ from .strings import REPLICAS
 def replica_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes that split the batch: those named dp (dp2, ...), ep, or by a ZeRO level."""
     return tuple(axis.name for axis in mesh.axes if is_replica(axis.name))
+
+
+def replicas(mesh: Mesh) -> int:
+    """Over how many groups a mesh splits the batch."""
+    return math.prod(mesh.sizes[name] for name in replica_axes(mesh))
 
 
 def is_replica(name: str) -> bool:

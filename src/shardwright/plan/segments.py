@@ -108,7 +108,10 @@ class Line:
             if op.name in self.floating:
                 readers = [found[user.name] for name in op.outputs for user, _ in self.graph.users[name]]
                 found[op.name] = min(readers, default=count - 1)
-        return tuple(tuple(op.name for op in self.graph.ops if found[op.name] == number) for number in range(count))
+        parts: list[list[str]] = [[] for _ in range(count)]
+        for op in self.graph.ops:
+            parts[found[op.name]].append(op.name)
+        return tuple(map(tuple, parts))
 
 
 def _floating(facts: Analysis) -> frozenset[str]:

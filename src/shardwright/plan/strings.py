@@ -42,7 +42,11 @@ class Request:
     @property
     def mesh(self) -> Mesh:
         """The mesh of all devices, or of the first stage."""
-        return Mesh(axes=tuple(axis for _, axis in self.parts_of(self.stages[0] if self.stages else 0)))
+        return self.mesh_of(self.stages[0] if self.stages else 0)
+
+    def mesh_of(self, size: int) -> Mesh:
+        """The mesh of a stage of so many devices."""
+        return Mesh(axes=tuple(axis for _, axis in self.parts_of(size)))
 
     @property
     def size(self) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 
-def part_of_time(kind: str, held: float, step: float) -> str:
-    """A part of a step in words."""
-    return f"{kind} {said_time(held)} ({percent(held / step)})"
+def parts_of_time(kinds: Mapping[str, float], step: float, stopped: bool) -> Iterator[Padding]:
+    """What a step is made of, and whether the search for it was stopped."""
+    if stopped:
+        yield indented("the search was stopped before its end: there may be better plans")
+    yield indented(", ".join(f"{kind} {said_time(held)} ({percent(held / step)})" for kind, held in kinds.items()))
 
 
 def indented(text: str) -> Padding:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan import Plan
-from ..schedule import Edge, Times, draw, kind_named
-from .parts import indented, part_of_time, percent, said_time, table_of
+from ..schedule import Edge, Schedule, Times, draw, fewer, kind_named
+from .parts import indented, parts_of_time, percent, said_time, table_of
 from .traffic import said_bytes
 
 MOST_LINES = 8  # of the picture
@@ -36,15 +36,13 @@ def pipeline_screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
 def _time(said: Said) -> Iterator[RenderableType]:
     step, pipeline = said["seconds"], said["pipeline"]
     yield Text(f"a step takes {said_time(step)}", style="bold")
-    if said["stopped"]:
-        yield indented("the search was stopped before its end: there may be better plans")
     kinds = {
         "compute": said["compute"],
         "waiting for communication in stages": said["waited"],
         "bubble and messages": said["exposed"],
         "sync and update": said["update"],
     }
-    yield indented(", ".join(part_of_time(kind, held, step) for kind, held in kinds.items()))
+    yield from parts_of_time(kinds, step, said["stopped"])
     slowest = f"the slowest stage computes {percent(pipeline['balance'] - 1)} longer than the mean"
     yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
 
@@ -53,15 +51,18 @@ def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     """The schedule as it is predicted to run, the first and last lines of a large one."""
     stages = plan.predicted[entry]["pipeline"]["stages"]
     seats = len(dict.fromkeys(stage["devices"] for stage in stages))
-    kind = kind_named(plan.schedule)
-    apart = kind.make(2, 2).splits_weights
+    some = min(plan.microbatches, 3 * seats + 2)
+    if plan.steps is not None:
+        schedule = fewer(Schedule.from_json(plan.steps), some)
+    else:
+        schedule = kind_named(plan.schedule).make(seats, some)
+    apart = schedule.splits_weights
     times = [
         Times(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
         for stage in stages
     ]
     edges = [Edge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
-    some = min(plan.microbatches, 3 * seats + 2)
-    head, *lines = draw(kind.make(seats, some), times, edges, width).splitlines()
+    head, *lines = draw(schedule, times, edges, width).splitlines()
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
         lines = [*lines[:half], f"   .. {len(lines) - 2 * half} more stages", *lines[-half:]]

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..plan import Plan
 from ..plan.folding import star
-from .parts import indented, part_of_time, percent, said_time, table_of
+from .parts import indented, parts_of_time, percent, said_time, table_of
 from .pipeline import pipeline_screen
 from .traffic import said_bytes
 
@@ -115,15 +115,13 @@ def _time(said: Said) -> Iterator[RenderableType]:
         where = "on the meshes that were looked at" if said["stopped"] else "of all that was searched"
         line += f"; nothing {where} takes less than {said_time(said['bound'])} (gap {percent(said['gap'])})"
     yield Text(line, style="bold")
-    if said.get("stopped"):
-        yield indented("the search was stopped before its end: there may be better plans")
     kinds = {
         "compute": said["compute"],
         "waiting for communication": said["waited"],
         "communication beside compute that shows": said["exposed"],
         "update": said["update"],
     }
-    yield indented(", ".join(part_of_time(kind, held, step) for kind, held in kinds.items()))
+    yield from parts_of_time(kinds, step, bool(said.get("stopped")))
 
 
 def _sent(sent: Sequence[Said]) -> Table:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from ...cluster import Cluster
 from ...cost import Memory, Training
 from ...rules import Analysis
-from ..auto import Found, NothingFits, Progress, Wishes, try_search
+from ..auto import Found, NothingFits, Progress, Wishes
+from ..auto import search as search_flat
 from ..limits import bind
 from ..plan import Plan
 from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
@@ -154,7 +155,7 @@ def find(
     flat: Found | None = None
     fault: NothingFits | None = None
     try:
-        flat = None if only else try_search(facts, cluster, training, wishes, size=size, progress=progress)
+        flat = None if only else search_flat(facts, cluster, training, wishes, size=size, progress=progress)
     except NothingFits as error:
         fault = error
     trained = facts.graph.entry.startswith("train")
@@ -198,7 +199,7 @@ def _flat(flat: Found | None, piped: Piped | None, fault: NothingFits | None, se
     if flat is not None:
         return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
     if fault is not None:
-        raise fault.why()
+        raise fault
     assert search is not None
     raise nothing_found(search)
 

@@ -192,7 +192,10 @@ def usual() -> TorchTransport | QueueTransport:
         token.fill_(id(made))
         _BETWEEN[int(token)] = made
     dist.broadcast(token, 0)
-    return _BETWEEN[int(token)][dist.get_rank()]
+    mine = _BETWEEN[int(token)][dist.get_rank()]
+    dist.barrier()
+    _BETWEEN.pop(int(token), None)  # all have theirs
+    return mine
 
 
 # -- ranks that are threads ------------------------------------------------------------------
@@ -260,4 +263,4 @@ class _Asked:
             self._transport.fill(self._source)
 
 
-_BETWEEN: dict[int, list[QueueTransport]] = {}  # of all threaded worlds of this process
+_BETWEEN: dict[int, list[QueueTransport]] = {}  # of threads that are about to take theirs
