@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class Holder:
     random: Randomness
     promote: bool = False
     prefix: str = ""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of buffers that are cast
 
     def hold(self, seats: Sequence[Seat], every: Mapping[Mesh, Groups], units: Sequence[str] = ()) -> Holding:
         """What this rank holds. All ranks must call it. `units` are those of ZeRO-3, in their order."""
@@ -47,7 +48,7 @@ class Holder:
             full = self._shared(old[key])
             if key in own:
                 pieces[key] = self._piece(full, own[key], groups)
-        buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
+        buffers = {key: self._buffer(key, held) for key, held in self.module.named_buffers(remove_duplicate=False)}
         every_held = tuple((seat.mesh, seat.held) for seat in seats)
         if len(seats) > 1:
             join(Stages(every_held), pieces.values())
@@ -105,6 +106,10 @@ class Holder:
         made = make_parameter(local, held, groups)
         made.prefix = self.prefix
         return made
+
+    def _buffer(self, key: str, buffer: Tensor) -> Tensor:
+        shared = self._shared(buffer)
+        return shared if self.promote else shared.to(self.dtypes.get(key, shared.dtype))
 
     def _shared(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""
