@@ -28,7 +28,7 @@ from .plan import Plan
 from .plan.auto import Progress, Wishes
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
 from .planning import Batching, PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
-from .precision import PrecisionLike, read_precision
+from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
@@ -81,7 +81,7 @@ def parallelize(
     """
     _check(inputs, outputs, accumulate)
     _check_batching(microbatches, microbatch_semantics, backward)
-    exact = read_precision(precision)
+    exact = _exact(precision, model, optimizer)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
     if parts is not None:
         _check_parts(example, constraints, exact.casts)
@@ -116,6 +116,16 @@ def _made(model: nn.Module, compiler: Compiler, example: Any, accumulate: int, o
     else:
         made.show(model)
     return made
+
+
+def _exact(precision: PrecisionLike, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Precision:
+    found = read_precision(precision)
+    if found.master and optimizer is None and model.training:
+        raise InputError(
+            f"precision={precision!r} has float32 masters, which the optimizer updates, and there is none; pass the "
+            "optimizer, or call model.eval() before if it is not trained, or say {'base': ..., 'master': False}"
+        )
+    return found
 
 
 def _check(inputs: str, outputs: str, accumulate: int) -> None:

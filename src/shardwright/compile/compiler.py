@@ -57,7 +57,7 @@ from ..runtime.world import Groups, Moment, World
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
-from .seats import Seat, check_held, find_seats
+from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
 
@@ -154,6 +154,8 @@ class Compiler:
             made = [generate(program, self.directory) for program in programs]
         self.programs.append(programs[0])
         seats = find_seats(plan.entries[graph.entry], made)
+        if self.precision.master and self.optimizer is not None:
+            seats = with_masters(seats)
         groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
         if model._holding is None:
             self._hold(model, made, seats, groups)
@@ -242,6 +244,7 @@ class Compiler:
         holder = Holder(
             module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix,
             dtypes={key: held.dtype for key, held in self.skeleton.named_buffers(remove_duplicate=False)},
+            wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
         )  # fmt: skip
         units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
         holding = holder.hold(seats, groups, tuple(units))
