@@ -36,6 +36,7 @@ MAY_IMPORT = {
         "compile parts verify"
     ),
     "checkpoint": "errors runtime",
+    "ema": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
