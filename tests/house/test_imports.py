@@ -32,11 +32,12 @@ MAY_IMPORT = {
         "verify"
     ),
     "checkpoint": "errors runtime",
+    "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors parallelize runtime checkpoint",
-    "integrations": "errors parallelize runtime checkpoint",
+    "train": "errors parallelize runtime checkpoint data",
+    "integrations": "errors parallelize runtime checkpoint data",
     "cli": (
         "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
         "checkpoint report"
