@@ -19,8 +19,9 @@ DATA = Path(__file__).parents[2] / "examples" / "data" / "paradise_lost.txt"
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-8}
 PLANS = {
     2: ("dp=2", "tp=2", "pp=2", "zero3=2", "auto"),
-    4: ("dp=4", "tp=4", "pp=4", "zero3=4", "dp=2,tp=2", "auto"),
+    4: ("dp=4", "tp=4", "pp=4", "zero3=4", "pp=2,tp=2", "auto"),
 }
+DTYPES = {2: torch.float32, 4: torch.float64}  # the other way round takes as long again, and shows the same
 
 
 def build(dtype: torch.dtype) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
@@ -55,9 +56,9 @@ def curve(rank: int, plan: str, dtype: torch.dtype, folder: str) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("dtype", NEAR, ids=str)
 @pytest.mark.parametrize(("size", "plan"), [(size, plan) for size, plans in PLANS.items() for plan in plans])
-def test_the_curve_lies_on_that_of_one_device(pools, tmp_path, size, plan, dtype):
+def test_the_curve_lies_on_that_of_one_device(pools, tmp_path, size, plan):
+    dtype = DTYPES[size]
     wanted = alone(dtype)
     assert wanted[-20:].mean() < wanted[0] - 1  # it learns
     for losses in pools[size].run(curve, plan, dtype, str(tmp_path), timeout=LIMIT):
