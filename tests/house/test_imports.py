@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "integrations": "errors parallelize runtime checkpoint data",
     "cli": (
         "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
-        "checkpoint report"
+        "checkpoint report train"
     ),
 }
 NO_TORCH = frozenset("errors layout conversion schedule ir rules cluster cost plan lower emit".split())

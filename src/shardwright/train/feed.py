@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from ..data import Loader, loader, share
 from ..data.collate import RowsCollate
@@ -39,7 +39,7 @@ class Source:
     rows: int | None  # of a batch, over all ranks; None if the data gives batches
     options: LoaderOptions
     seed: int
-    shuffle: bool
+    shuffle: bool | None
     sampler: MakeSampler | None = None
 
     @property
@@ -63,9 +63,10 @@ class Source:
                 self.data, batch_sampler=order, num_workers=held.workers, collate_fn=bound, **self._more()
             )
             return Loader(made, seed=self.seed)
-        streams = not hasattr(self.data, "__getitem__")
+        streams = isinstance(self.data, IterableDataset) or not hasattr(self.data, "__getitem__")
         return loader(
-            self.data, self.rows, rank=rank, ranks=ranks, shuffle=self.shuffle and not streams, seed=self.seed,
+            self.data, self.rows, rank=rank, ranks=ranks, seed=self.seed,
+            shuffle=not streams if self.shuffle is None else self.shuffle,
             last=held.last, ignore=held.ignore, workers=held.workers, collate=collate, **self._more(),
         )  # fmt: skip
 

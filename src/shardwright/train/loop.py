@@ -105,8 +105,8 @@ class Loop:
 
     def _end_of_epoch(self, epoch: int) -> None:
         trainer, kept = self.trainer, self.trainer.checkpoints
-        if trainer.scheduler is not None and trainer.scheduler_every == "epoch":
-            self._move_schedule(None)
+        if trainer.scheduler_every == "epoch":
+            self._move_schedule()
         every = trainer.val_every_epochs
         due = trainer.val_source is not None and every is not None and (epoch + 1) % every == 0
         due = due and trainer.progress.val_step != trainer.progress.step
@@ -138,16 +138,15 @@ class Loop:
             trainer.agreement.ask(trainer.wants_to_stop)
             self._clip()
             trainer.fire("before_optimizer_step")
-            rate = float(trainer.optimizer.param_groups[0]["lr"])
             with record_function("optimizer"):
                 trainer.optimizer.step()
             trainer.fire("after_optimizer_step")
-        if trainer.scheduler is not None and trainer.scheduler_every == "step":
-            self._move_schedule(averages["loss"])
         rows, tokens = sum(part.rows for part in parts), sum(map(tokens_in, batches)) * trainer.shares
         progress.step, progress.rows, progress.tokens = step, progress.rows + rows, progress.tokens + tokens
         trainer.meter.count(rows, tokens)
-        metrics = self._log(averages, rate) if self._is_logged(step) else {}
+        metrics = self._log(averages) if self._is_logged(step) else {}
+        if trainer.scheduler_every == "step":
+            self._move_schedule()
         trainer.advance(step)
         trainer.fire("on_step_end", step, metrics, outputs)
 
@@ -200,11 +199,9 @@ class Loop:
             self._norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.clip_norm)
         trainer.fire("after_clip", self._norm)
 
-    def _move_schedule(self, loss: Tensor | None) -> None:
+    def _move_schedule(self) -> None:
         scheduler = self.trainer.scheduler
-        if isinstance(scheduler, ReduceLROnPlateau):
-            return  # it moves with validation
-        if scheduler is not None:
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):  # which moves with validation
             scheduler.step()
 
     # -- numbers -------------------------------------------------------------------------------
@@ -213,10 +210,11 @@ class Loop:
         trainer = self.trainer
         return step % trainer.log_every == 0 or step in (1, trainer.max_steps)
 
-    def _log(self, averages: dict[str, Tensor], rate: float) -> dict[str, float]:
+    def _log(self, averages: dict[str, Tensor]) -> dict[str, float]:
+        """Log the step, before the schedule moves on: the learning rate is that of the step."""
         trainer = self.trainer
         metrics = {name: float(value) for name, value in averages.items()}
-        metrics |= {"lr": rate, "epoch": float(trainer.progress.epoch)}
+        metrics |= {"lr": float(trainer.optimizer.param_groups[0]["lr"]), "epoch": float(trainer.progress.epoch)}
         if self._norm is not None:
             metrics["grad_norm"] = float(self._norm)
         metrics |= trainer.meter.read()

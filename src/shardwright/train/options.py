@@ -16,7 +16,7 @@ Last = Literal["keep", "drop", "pad"]
 class LoaderOptions:
     """How batches are made of a dataset.
 
-    shuffle     a new order every epoch, the same on all ranks (training data only)
+    shuffle     a new order of the training data every epoch, the same on all ranks; None: unless it is a stream
     last        of a smaller last batch of an epoch: "keep" it, "drop" it, or "pad" it, see docs/data.md
     workers     processes that fetch ahead; 0: none
     prefetch    batches that each of them has ready
@@ -25,7 +25,7 @@ class LoaderOptions:
     collate     a function from a list of rows to a batch, if torch's own will not do
     """
 
-    shuffle: bool = True
+    shuffle: bool | None = None
     last: Last = "keep"
     workers: int = 0
     prefetch: int | None = None

@@ -50,7 +50,6 @@ from .setup import (
 
 OptimizerMaker = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerMaker = Callable[[Optimizer], LRScheduler]
-USUAL = Checkpoints()
 
 
 class Trainer:
@@ -93,7 +92,7 @@ class Trainer:
         directory: the folder of the run
         resume: go on from the "last" or the "best" checkpoint of the folder, or from one at a path
         weights: begin with the weights of a safetensors file or a Hugging Face folder
-        checkpoints: when the run is saved; null for never
+        checkpoints: when the run is saved; false for never
         loggers: where numbers go; console and CSV if not said
         callbacks: own code at any place of the run
         log_every: steps between two logs
@@ -117,12 +116,12 @@ class Trainer:
         max_epochs: int | None = None, val_every: int | None = None, val_every_epochs: int | None = 1,
         val_batches: int | None = None, clip_norm: float | None = None, clip_value: float | None = None,
         plan: str | Path | Plan = "auto", cluster: str | Path = "auto", memory: str | float | None = None,
-        constraints: str | Path | list[dict[str, Any]] | None = None, microbatches: int | None = None,
+        constraints: list[dict[str, Any]] | str | Path | None = None, microbatches: int | None = None,
         microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
         inputs: Literal["same", "rows"] = "same", outputs: Literal["all", "scalars"] = "scalars",
         opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
         resume: str | Path | None = None, weights: str | Path | None = None,
-        checkpoints: Checkpoints | None = USUAL, loggers: Sequence[Logger] | None = None,
+        checkpoints: Checkpoints | bool = True, loggers: Sequence[Logger] | None = None,
         callbacks: Sequence[Callback] = (), log_every: int = 10, profile: Profile | None = None,
     ) -> None:  # fmt: skip
         self.loss_function, self.target = loss, target
@@ -134,7 +133,8 @@ class Trainer:
         self.microbatches, self.microbatch_semantics = microbatches, microbatch_semantics
         self.precision, self.outputs, self.opaque, self.seed = precision, outputs, opaque, seed
         self.inputs: Mode = inputs
-        self.resume, self.weights, self.checkpoints = resume, weights, checkpoints
+        self.resume, self.weights = resume, weights
+        self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
         self.log_every, self.original = log_every, model
         self.config = described({name: held for name, held in locals().items() if name != "self"})
         self._check()
@@ -191,6 +191,22 @@ class Trainer:
             for logger in self._logging():
                 logger.finish()
         return self.progress
+
+    def profile(self) -> None:
+        """Run a few steps and write a trace of them; nothing is saved. `profile=` says which steps."""
+        held = next((one for one in self.callbacks if isinstance(one, Profiler)), None) or Profiler(Profile())
+        if held not in self.callbacks:
+            self.callbacks.append(held)
+        try:
+            self._set_up()
+            self._begin(write=False)
+            self.val_source = None
+            self.max_steps = self.progress.step + held.options.start - 1 + held.options.steps
+            Loop(self).run()
+        finally:
+            self.fire("on_finish")
+            for logger in self._logging():
+                logger.finish()
 
     def validate(self) -> Metrics:
         """Look at the validation data once, with the weights of `resume` or `weights` if given."""
