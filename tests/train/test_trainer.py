@@ -32,7 +32,7 @@ def test_a_run_is_that_of_a_plain_loop_also_in_parts_and_with_a_smaller_last_bat
 
 
 def test_gradients_are_clipped_by_value(tmp_path):
-    wanted, values = by_hand(1, lambda _, model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+    _, values = by_hand(1, lambda _, model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
     made = trainer(tmp_path, max_epochs=1, clip_value=0.01)
     made.fit()
     close(parameters(made), values)
@@ -235,8 +235,10 @@ def test_learning_rates_are_logged_as_the_step_had_them(tmp_path):
 
 
 def test_a_schedule_by_epochs_and_one_by_validation(tmp_path):
-    made = trainer(tmp_path / "a", max_epochs=3, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
-                   scheduler_every="epoch")  # fmt: skip
+    def tenth(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+
+    made = trainer(tmp_path / "a", max_epochs=3, scheduler=tenth, scheduler_every="epoch")
     made.fit()
     assert [round(value, 6) for value in losses(made, "lr").values()] == [0.01] * 3 + [0.001] * 3 + [0.0001] * 3
 

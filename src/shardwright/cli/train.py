@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 --no-python shardwright train config.yaml --resume last
     shardwright train config.yaml --mode compile
 
-The keys of a file are the arguments of `sw.Trainer`; classes are given as in Lightning's command line, by `class_path` and
-`init_args`. Modules beside the file and in the current directory are found.
+The keys of a file are the arguments of `sw.Trainer`; classes are given as in Lightning's command line, by `class_path`
+and `init_args`. Modules beside the file and in the current directory are found.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from torch.utils.data import Dataset
 
-from ..errors import InputError
+from ..errors import InputError, ShardwrightError
 from ..train import Trainer
 from ..train.config import Keys, check_config, explained, read_config
 from ..train.setup import seed_everything
@@ -51,7 +51,13 @@ def run_asked(asked: Namespace, parser: ArgumentParser) -> int:
     asked.pop("config", None)
     text = parser.dump(asked, skip_unset=False)
     seed_everything(asked.seed)
-    trainer = Trainer(**vars(parser.instantiate(asked)))
+    try:
+        made = parser.instantiate(asked)
+    except ValueError as error:
+        if isinstance(error.__cause__, ShardwrightError):  # a group of settings that refuses a value
+            raise error.__cause__ from None
+        raise
+    trainer = Trainer(**vars(made))
     trainer.config = text
     {"fit": trainer.fit, "validate": trainer.validate, "compile": trainer.compile, "profile": trainer.profile}[mode]()
     return 0
@@ -83,7 +89,7 @@ def train_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="shardwright train", description="Train a model, as a file says.", exit_on_error=False, allow_abbrev=False
     )
-    parser.add_argument("--config", action=ActionConfigFile, help="a file of settings (YAML)")
+    parser.add_argument("--config", action="config", help="a file of settings (YAML)")
     parser.add_argument("--mode", choices=MODES, default="fit", help="what to do; compile: plan and code alone")
     parser.add_class_arguments(Trainer, skip={"train_data", "val_data", "plan", "precision"})
     parser.add_argument("--train_data", type=Dataset, required=True, help="rows to train on")

@@ -1,8 +1,8 @@
 """Config files of runs: what is wrong in them, with the line, and what was probably meant.
 
-`shardwright train` reads them by jsonargparse, with `class_path` and `init_args`. It knows the keys and the types but not
-where they stand. Here a file is read (by YAML's safe loader) with the line of every key; misspelt keys and classes that
-can't be imported are found all at once, and what jsonargparse says of the rest is put at its line.
+`shardwright train` reads them by jsonargparse, with `class_path` and `init_args`. It knows the keys and the types, but
+not where they stand. Here a file is read (by YAML's safe loader) with the line of every key; misspelt keys and classes
+that can't be imported are found all at once, and what jsonargparse says of the rest is put at its line.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _mistyped(message: str, route: Route) -> str:
     got = _GOT.search(tail)
     wanted = [one or other for one, other in _EXPECTED.findall(tail[: got.end()] if got else "")]
     if got is None or not wanted:
-        return message
+        return f"{said(route)}: {tail.lstrip(': ').strip()}" if route else message
     names = dict.fromkeys(name.replace("NoneType", "null").replace("Literal", "one of ") for name in wanted)
     value = got[1].partition(". Got value")[0]
     near = meant(value, [word for name in names for word in re.findall(r"'([^']+)'", name)])
