@@ -36,11 +36,11 @@ MAY_IMPORT = {
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors parallelize runtime checkpoint data",
+    "train": "errors cluster cost plan planning compile runtime verify parallelize checkpoint data",
     "integrations": "errors parallelize runtime checkpoint data",
     "cli": (
         "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
-        "checkpoint report"
+        "checkpoint report train"
     ),
 }
 NO_TORCH = frozenset("errors layout conversion schedule ir rules cluster cost plan lower emit".split())

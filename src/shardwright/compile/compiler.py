@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
+from ..cost import training_flops
 from ..emit import emit
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
@@ -130,6 +131,8 @@ class Compiler:
         with without_collection():
             facts = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, facts)
+            if model.training and model.flops is None:
+                model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
             self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
