@@ -20,7 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
+from ..capture import (
+    Body,
+    Captured,
+    Function,
+    NoValues,
+    Opaque,
+    OpaquePart,
+    Real,
+    capture,
+    cast,
+    casting,
+    without_collection,
+)  # fmt: skip
 from ..cost import training_flops
 from ..emit import emit
 from ..errors import InputError, PlanError, ShardwrightError
@@ -32,6 +44,7 @@ from ..plan.file import read as read_plan
 from ..plan.rows import replica_axes
 from ..plan.strings import REPLICAS
 from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
+from ..precision import Precision
 from ..probe import probing
 from ..rules import Analysis, analyse
 from ..runtime.inputs import Mode, rows_of
@@ -45,7 +58,7 @@ from ..runtime.world import Groups, Moment, World
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
-from .seats import Seat, check_held, find_seats
+from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
 
@@ -111,9 +124,11 @@ class Compiler:
         outputs: Outputs = "all",
         batching: Batching | None = None,
         backward: Backward = "inside",
+        precision: Precision | None = None,
     ) -> None:
         self.module: nn.Module | None = module
-        self.skeleton = skeleton_of(module)
+        self.precision = precision or Precision()
+        self.skeleton = cast(skeleton_of(module), self.precision)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
@@ -142,6 +157,8 @@ class Compiler:
             made = [generate(program, self.directory) for program in programs]
         self.programs.append(programs[0])
         seats = find_seats(plan.entries[graph.entry], made)
+        if self.precision.master and self.optimizer is not None:
+            seats = with_masters(seats)
         groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
         if model._holding is None:
             self._hold(model, made, seats, groups)
@@ -164,7 +181,7 @@ class Compiler:
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
         real = self._real(model, given, rows, scale)
-        with _CAPTURING:
+        with _CAPTURING, casting(self.skeleton, self.precision):
             found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
@@ -177,6 +194,8 @@ class Compiler:
         module = self.module or (self._gathered(model) if self.looked else self.skeleton)
 
         def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+            if self.precision.casts:
+                raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
             leaves, spec = pytree.tree_flatten(given)
             many = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows for x in leaves]
             whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, many, strict=True)]
@@ -226,8 +245,10 @@ class Compiler:
     ) -> None:
         assert self.module is not None
         holder = Holder(
-            module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix
-        )
+            module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix,
+            dtypes={key: held.dtype for key, held in self.skeleton.named_buffers(remove_duplicate=False)},
+            wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
+        )  # fmt: skip
         units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
         holding = holder.hold(seats, groups, tuple(units))
         model.hold(holding)
