@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
     "train": "errors parallelize runtime checkpoint",
-    "integrations": "errors parallelize runtime checkpoint",
+    "lightning": "errors runtime planning compile parts parallelize checkpoint",
+    "huggingface": "errors runtime parallelize checkpoint",
     "cli": (
         "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
         "checkpoint report"
