@@ -78,7 +78,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.fit(LitGPT(len(text.alphabet), args.seq), train, val, ckpt_path=args.resume)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
-        print(f"after {trainer.global_step} steps: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        print(f"after {trainer.global_step} steps: {said}")
     return found
 
 

@@ -76,6 +76,17 @@ def test_every_room_is_in_the_table():
     assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
 
 
+GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface"]}
+
+
+def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():
+    """And no room may import those rooms, so that import shardwright needs none of them."""
+    for found in imports(SRC):
+        rooms = GUESTS.get(found.target.split(".")[0])
+        assert rooms is None or found.room in rooms, str(found)
+    assert not any({"lightning", "huggingface"} & set(allowed.split()) for allowed in MAY_IMPORT.values())
+
+
 def test_no_two_rooms_import_each_other():
     for room, allowed in MAY_IMPORT.items():
         for other in allowed.split():

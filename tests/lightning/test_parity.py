@@ -18,9 +18,7 @@ def test_a_run_under_a_plan_is_the_run_of_one_device(pools, alone, plan):
         assert apart(metrics, alone[1]) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("plan", "inputs", "batch"), [("dp=2", "rows", 4), ("tp=2", "rows", 8), ("tp=2", "gather", 4)]
-)
+@pytest.mark.parametrize(("plan", "inputs", "batch"), [("dp=2", "rows", 4), ("tp=2", "rows", 8), ("tp=2", "gather", 4)])
 def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
     """Lightning's sampler shuffles and deals them out; what is logged is of the global batch all the same."""
     expected = single(Net, shuffled=True)
