@@ -32,12 +32,13 @@ MAY_IMPORT = {
         "verify"
     ),
     "checkpoint": "errors runtime",
+    "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors parallelize runtime checkpoint",
+    "train": "errors parallelize runtime checkpoint data",
     "lightning": "errors runtime planning compile parts parallelize checkpoint",
-    "huggingface": "errors runtime parallelize checkpoint",
+    "huggingface": "",
     "cli": (
         "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
         "checkpoint report"

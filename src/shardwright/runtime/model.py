@@ -120,6 +120,11 @@ class ParallelModel(nn.Module):
         return next(reversed(self._entries.values())).path if self._entries else None
 
     @property
+    def input_mode(self) -> Mode:
+        """What a call passes: "same", "rows" or "gather"."""
+        return self._mode
+
+    @property
     def data_rank(self) -> int:
         """Which data-parallel group this rank is in: for a sampler that gives each group its rows."""
         if self._place is not None:
