@@ -61,6 +61,7 @@ from .pipeline import assemble
 from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -111,7 +112,7 @@ class Compiler:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
         world: World,
         wish: PlanLike,
         mode: Mode,
@@ -253,8 +254,9 @@ class Compiler:
         holding = holder.hold(seats, groups, tuple(units))
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
-        if self.optimizer is not None:
-            adopt(self.optimizer, holder.replaced(holding.parameters, seats))
+        replaced = holder.replaced(holding.parameters, seats)
+        for optimizer in _several(self.optimizer):
+            adopt(optimizer, replaced)
         self.module = None  # from here on the pieces are the truth
 
     def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
@@ -328,6 +330,12 @@ class Compiler:
         if call.path not in self.bodies:
             self.bodies[call.path] = Body(copy.deepcopy(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
+
+
+def _several(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:
