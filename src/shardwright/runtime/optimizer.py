@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 from torch.utils._foreach_utils import _device_has_foreach_support
 
+from . import journal
 from .faults import told
 from .holding import coordinates, gather, scatter, zero_axes
 from .packing import Pack
@@ -158,6 +159,7 @@ class Refresh:
                     assert parameter.shard is not None
                     pack.own(row, number, groups[axes].index).copy_(parameter.shard)
                 flat = row.new_empty(pack.parts * pack.width)
+                journal.enter("all_gather", groups[axes].process_group, "updated parameters")
                 work = dist.all_gather_single(flat, row, group=groups[axes].process_group, async_op=True)
                 waiting.append((parameters, pack, flat, work))
             for parameters, pack, flat, work in waiting:
