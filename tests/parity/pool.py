@@ -74,7 +74,7 @@ class Pool:
 
     def _start(self, timeout: float) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.parity.preload"])
+        context.set_forkserver_preload(["tests.preload"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system picks the port
         for rank in range(self.size):
             ours, theirs = context.Pipe()
