@@ -143,7 +143,7 @@ class Compiler:
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
-        graph, mode = captured.graph, "rows" if self.mode == "rows" else "same"
+        graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
         with without_collection():
             facts = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, facts)
@@ -170,7 +170,7 @@ class Compiler:
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
-        scale = self._replicas() if self.mode == "rows" else 1
+        scale = self._replicas() if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -265,7 +265,8 @@ class Compiler:
             stage=self._stage(model, captured, made, groups),
             path=made.path,
             rows=tuple(
-                self.mode == "rows" and name is not None and any(program.layouts[name].cuts) for name in program.outputs
+                model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
+                for name in program.outputs
             ),
             **self._ways(captured),
         )
@@ -291,7 +292,7 @@ class Compiler:
         return Entry(
             running=Running(pipeline, self.loop),
             path=here.path,
-            rows=tuple(self.mode == "rows" and output.value in joined for output in captured.graph.outputs),
+            rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
             **self._ways(captured),
         )
 
