@@ -26,6 +26,7 @@ from shardwright.cluster import find
 from shardwright.cost import Training, flops
 from shardwright.parallelize import captured_graph
 from shardwright.plan import Plan
+from shardwright.plan.auto import Wishes
 from shardwright.planning import Batching, Setting, make_plan, only_scalars
 from shardwright.probe import probing
 from shardwright.rules import analyse
@@ -39,6 +40,7 @@ class Case:
     cluster: str
     limit: float  # seconds
     precision: str | None = "bfloat16"
+    memory: float | None = None  # bytes of a device that a plan may use
     batching: Batching = field(default_factory=Batching)
 
 
@@ -117,27 +119,55 @@ def gpt3() -> tuple[nn.Module, Any]:
     return model, ((ids(1536, 2048),), {"labels": ids(1536, 2048), "use_cache": False})
 
 
-def llama() -> tuple[nn.Module, Any]:
-    """Llama 3 405B, a batch of 2048 sequences of 8192."""
+def llama(hidden: int, inner: int, layers: int, heads: int, rows: int) -> tuple[nn.Module, Any]:
+    """A Llama 3, and a batch of sequences of 8192."""
     config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
-        num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+        vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     # with a mask for padding; without one transformers looks for packed sequences, and makes a mask of the whole batch
-    given = {"attention_mask": ids(2048, 8192), "labels": ids(2048, 8192), "use_cache": False}
-    return model, ((ids(2048, 8192),), given)
+    given = {"attention_mask": ids(rows, 8192), "labels": ids(rows, 8192), "use_cache": False}
+    return model, ((ids(rows, 8192),), given)
+
+
+class Deep(nn.Module):
+    """Many layers, each a norm, two products and a sum."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        return x.square().mean()
+
+
+def deep() -> tuple[nn.Module, Any]:
+    """1,000 layers."""
+    with torch.device("meta"):
+        model = Deep(1000, 1024)
+    return model, (torch.zeros(512, 1024, device="meta"),)
 
 
 CASES = {
+    "llama-8b": Case(make=lambda: llama(4096, 14336, 32, 32, 16), cluster="8xH100", limit=2.0),
+    "llama-8b-short": Case(
+        make=lambda: llama(4096, 14336, 32, 32, 16), cluster="8xH100", limit=2.0, memory=24 * 2**30
+    ),
+    "llama-70b": Case(make=lambda: llama(8192, 28672, 80, 64, 512), cluster="64x8xH100", limit=10.0),
+    "deep": Case(make=deep, cluster="8xA100-80GB", limit=10.0),
     "bert": Case(make=bert, cluster="4x8xA100-80GB", limit=20.0),
     "resnet": Case(make=resnet, cluster="4x8xA100-80GB", limit=20.0),
     "resnet-local": Case(
         make=lambda: resnet(64), cluster="4x8xA100-80GB", limit=20.0, batching=Batching(microbatches=8, local=True)
     ),
     "gpt3": Case(make=gpt3, cluster="128x8xA100-80GB", limit=60.0),
-    "llama": Case(make=llama, cluster="512x8xH100", limit=60.0),
+    "llama-405b": Case(make=lambda: llama(16384, 53248, 126, 128, 2048), cluster="512x8xH100", limit=60.0),
 }
 
 
@@ -154,6 +184,7 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     setting = Setting(
         cluster=cluster,
         training=Training(compute=case.precision),
+        wishes=Wishes(memory=case.memory),
         progress=lambda what, best: show(f"{time.monotonic() - middle:6.1f} s  {what}, best {best:.4g} s"),
     )
     plan = make_plan(graph, facts, "auto", cluster.size, setting, case.batching)

@@ -1,57 +1,143 @@
-"""Runs the tests in two processes, so that both cores are busy: `python -m tests.side_by_side [options of pytest]`.
+"""Runs the tests in two processes, one for each core: `python -m tests.side_by_side [paths] [options of pytest]`.
 
-A unit is a folder of tests, or a file of those folders that take long. The longest known come first, and whoever is
-free takes the next. What a unit that failed says is printed when it is done.
+A unit is a file of tests. Each process imports torch once and is given one unit after the other, the longest known
+first. What a unit that failed says is printed when it is done. A process that dies fails its unit, and another one
+takes its place. Units that fork the process they run in get a new one.
 """
 
+from __future__ import annotations
+
+import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any
 
 ROOT = Path(__file__).parent
-BY_FILE = ("parity",)
-FIRST = (
-    "runtime", "plan", "parity/test_gloo.py", "checkpoint", "parity/test_pipelines.py", "coverage", "rules",
-    "parity/test_loop.py", "parity/test_faults.py", "capture",
-    "parity/test_experts.py",
-)  # fmt: skip
+PROCESSES = 2
+ALONE = ("checkpoint/test_crash.py",)
 NOTHING_THERE = 5  # pytest's exit code where it finds no test
+FIRST = (
+    "parity/test_curves.py", "parity/test_gloo.py", "parity/test_pipelines.py", "checkpoint/test_matrix.py",
+    "parity/test_faults.py", "plan/test_auto.py", "rules/test_rules.py", "parity/test_loop.py",
+    "parity/test_experts.py", "plan/test_constraints.py", "plan/joint/test_planner.py",
+)  # fmt: skip
 
 
-def units() -> list[str]:
-    """What is run together, relative to this folder."""
-    found: list[str] = []
-    for path in sorted(ROOT.iterdir()):
-        if path.is_dir() and path.name in BY_FILE:
-            found += [str(file.relative_to(ROOT)) for file in sorted(path.rglob("test_*.py"))]
-        elif any(path.rglob("test_*.py")) or path.name.startswith("test_"):
-            found.append(path.name)
+def units(within: list[Path]) -> list[str]:
+    """Files of tests, relative to this folder, in the order in which they are run."""
+    files = [file for path in within for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+    found = [str(file.resolve().relative_to(ROOT)) for file in files]
     return sorted(found, key=lambda unit: FIRST.index(unit) if unit in FIRST else len(FIRST))
 
 
-def run(unit: str, options: list[str]) -> tuple[str, int, float, str]:
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / unit), *options]
-    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=False)
-    return unit, done.returncode, time.monotonic() - begin, done.stdout + done.stderr
+class Worker:
+    """A process that runs units, and what it said of the last one."""
+
+    def __init__(self, options: list[str]) -> None:
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+    def run(self, unit: str) -> tuple[int, float, str]:
+        """The exit code of pytest, the seconds it took, and all that was printed."""
+        begin = time.monotonic()
+        if unit in ALONE:
+            self.close()
+        if self._process is None:
+            command = [sys.executable, "-m", "tests.side_by_side", "--serve", *self._options]
+            self._process = subprocess.Popen(
+                command, cwd=ROOT.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(unit + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            code, self._process = self._process.wait() or 1, None
+        else:
+            code = json.loads(answer)
+        self._said.seek(0)
+        said = self._said.read()
+        self._said.seek(0)
+        self._said.truncate()
+        return code, time.monotonic() - begin, said
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
 
 
-def main(options: list[str]) -> int:
-    begin, failed = time.monotonic(), []
-    with ThreadPoolExecutor(max_workers=2) as workers:
-        for job in as_completed([workers.submit(run, unit, options) for unit in units()]):
-            unit, code, seconds, said = job.result()
-            if code not in (0, NOTHING_THERE):
-                failed.append(unit)
-                print(said)
+def serve(options: list[str]) -> None:
+    """The life of a worker: units come in by stdin, exit codes go out by stdout, all that is printed to stderr."""
+    import pytest
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    units = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for unit in units:
+        before = dict(os.environ)
+        code = pytest.main(["-p", "no:cacheprovider", str(ROOT / unit.strip()), *options])
+        os.environ.clear()
+        os.environ.update(before)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        answers.write(json.dumps(int(code)) + "\n")
+        answers.flush()
+
+
+def taken(queue: SimpleQueue[str]) -> Iterator[str]:
+    while True:
+        try:
+            yield queue.get_nowait()
+        except Empty:
+            return
+
+
+def main(arguments: list[str]) -> int:
+    within = [Path(given) for given in arguments if Path(given).exists()]
+    options = [given for given in arguments if not Path(given).exists()]
+    begin, failed, lock = time.monotonic(), list[str](), Lock()
+    waiting: SimpleQueue[str] = SimpleQueue()
+    for unit in units(within or [ROOT]):
+        waiting.put(unit)
+
+    def work() -> None:
+        worker = Worker(options)
+        for unit in taken(waiting):
+            code, seconds, said = worker.run(unit)
             last = said.strip().splitlines()[-1] if said.strip() else ""
-            print(f"{'FAILED' if unit in failed else 'passed'} {unit} in {seconds:.0f} s: {last}", flush=True)
+            with lock:
+                fine = code in (0, NOTHING_THERE)
+                if not fine:
+                    failed.append(unit)
+                    print(said)
+                print(f"{'passed' if fine else 'FAILED'} {unit} in {seconds:.0f} s: {last}", flush=True)
+        worker.close()
+
+    threads: list[Any] = [Thread(target=work) for _ in range(PROCESSES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     minutes = (time.monotonic() - begin) / 60
     print(f"{'failed: ' + ', '.join(failed) if failed else 'all passed'}, {minutes:.1f} minutes")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if "--serve" in sys.argv:
+        sys.argv.remove("--serve")
+        serve(sys.argv[1:])
+    else:
+        sys.exit(main(sys.argv[1:]))

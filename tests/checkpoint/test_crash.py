@@ -136,7 +136,7 @@ def keep_saving(path):
 
 def test_killed_twenty_times_at_random(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parity.preload", "tests.checkpoint.little"])
+    context.set_forkserver_preload(["tests.preload"])
     chance = random.Random(0)
     for number in range(20):
         path = tmp_path / str(number)

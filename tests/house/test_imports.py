@@ -37,14 +37,16 @@ MAY_IMPORT = {
     ),
     "checkpoint": "errors runtime",
     "ema": "errors runtime",
+    "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors parallelize runtime checkpoint",
-    "integrations": "errors parallelize runtime checkpoint",
+    "train": "errors cluster cost plan planning compile runtime verify parallelize checkpoint data",
+    "lightning": "errors runtime planning compile parts parallelize checkpoint",
+    "huggingface": "",
     "cli": (
         "errors precision schedule ir capture cluster calibrate plan lower emit runtime planning compile verify "
-        "parallelize checkpoint report"
+        "parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset("errors precision layout conversion schedule ir rules cluster cost plan lower emit".split())
@@ -78,6 +80,17 @@ def test_the_rooms_keep_their_order():
 def test_every_room_is_in_the_table():
     rooms = {path.name.removesuffix(".py") for path in SRC.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
+
+
+GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface", "cli"]}
+
+
+def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():
+    """And no room may import those rooms, so that import shardwright needs none of them."""
+    for found in imports(SRC):
+        rooms = GUESTS.get(found.target.split(".")[0])
+        assert rooms is None or found.room in rooms, str(found)
+    assert not any({"lightning", "huggingface"} & set(allowed.split()) for allowed in MAY_IMPORT.values())
 
 
 def test_no_two_rooms_import_each_other():

@@ -143,7 +143,7 @@ def test_a_big_model_on_several_nodes_has_its_tensor_axis_inside_of_a_node(wide)
 def test_little_memory_brings_zero_and_recomputation_and_no_more_than_is_needed(deep):
     cluster = find("8xA100-80GB")
     times, amounts = [], []
-    for gib in (64, 1.8, 1.2, 0.8):
+    for gib in (64, 1.8, 0.8):
         found = search(deep, cluster, MIXED, Wishes(memory=gib * 2**30))
         segment = found.plan.entries["train"][0]
         held = peak_of(deep, found.plan, segment.recompute)

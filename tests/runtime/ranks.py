@@ -105,7 +105,7 @@ def _wake() -> None:
 def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
     """Call `fn(rank, *args)` on n gloo processes, and return what they return."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["tests.preload"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = pickle.dumps((fn, args))
     processes, connections = [], []

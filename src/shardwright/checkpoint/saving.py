@@ -84,7 +84,8 @@ def save(
 
     optimizer   one, or a list
     schedulers  one, or a list
-    data        where the data is: any dict of numbers, strings and lists; that of the first rank
+    data        where the data is: any dict of numbers, strings and lists, or an object whose state_dict() is one
+                (shardwright.data.Loader); that of the first rank
     extra       by name, values, or objects with state_dict and load_state_dict (a scaler, averaged weights)
     step        which step it is of; with metrics it is written where it is found quickly
     background  go on training while it is written: a copy is taken first. The next save, or wait() of what is

@@ -63,7 +63,7 @@ class Training:
                 encode(held.state_dict(), f"scheduler/{number}", tensors) for number, held in enumerate(self.schedulers)
             ],
             "extra": {name: encode(_state_of(held), f"extra/{name}", tensors) for name, held in self.extra.items()},
-            "data": encode(data, "data", tensors),
+            "data": encode(_state_of(data), "data", tensors),
             "tied": census.tied,
             "random": {prefix: {"seed": held.seed, "step": held.step} for prefix, held in _drawing(self.model).items()},
             "plans": {prefix: part.plan.to_json() for prefix, part in census.compiled.items() if part.plan is not None},

@@ -33,6 +33,7 @@ from ..capture import (
     casting,
     without_collection,
 )  # fmt: skip
+from ..cost import training_flops
 from ..emit import emit
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
@@ -60,6 +61,7 @@ from .pipeline import assemble
 from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -110,7 +112,7 @@ class Compiler:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
         world: World,
         wish: PlanLike,
         mode: Mode,
@@ -141,10 +143,12 @@ class Compiler:
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
-        graph, mode = captured.graph, "rows" if self.mode == "rows" else "same"
+        graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
         with without_collection():
             facts = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, facts)
+            if model.training and model.flops is None:
+                model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
             self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
@@ -166,7 +170,7 @@ class Compiler:
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
-        scale = self._replicas() if self.mode == "rows" else 1
+        scale = self._replicas() if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -250,8 +254,9 @@ class Compiler:
         holding = holder.hold(seats, groups, tuple(units))
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
-        if self.optimizer is not None:
-            adopt(self.optimizer, holder.replaced(holding.parameters, seats))
+        replaced = holder.replaced(holding.parameters, seats)
+        for optimizer in _several(self.optimizer):
+            adopt(optimizer, replaced)
         self.module = None  # from here on the pieces are the truth
 
     def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
@@ -260,7 +265,8 @@ class Compiler:
             stage=self._stage(model, captured, made, groups),
             path=made.path,
             rows=tuple(
-                self.mode == "rows" and name is not None and any(program.layouts[name].cuts) for name in program.outputs
+                model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
+                for name in program.outputs
             ),
             **self._ways(captured),
         )
@@ -286,7 +292,7 @@ class Compiler:
         return Entry(
             running=Running(pipeline, self.loop),
             path=here.path,
-            rows=tuple(self.mode == "rows" and output.value in joined for output in captured.graph.outputs),
+            rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
             **self._ways(captured),
         )
 
@@ -325,6 +331,12 @@ class Compiler:
         if call.path not in self.bodies:
             self.bodies[call.path] = Body(copy.deepcopy(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
+
+
+def _several(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:

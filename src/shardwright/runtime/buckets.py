@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from .holding import Held, coordinates, zero_axes
+from . import journal
+from .holding import Held, coordinates, named, zero_axes
 from .packing import Pack
 from .parameters import ShardParameter, Untouched, raw_gradient, set_raw_gradient
 from .world import Groups
@@ -79,6 +80,9 @@ class Bucket:
         for number, entry in enumerate(entries):
             entry.bucket, entry.number = self, number
 
+    def __str__(self) -> str:
+        return f"the gradients of {named([entry.held.name for entry in self.entries])}"
+
     def open(self) -> None:
         """A buffer to write in. If anybody still looks at the last one's memory, it is theirs."""
         if self.flat is not None and _uses(self.flat) == self.held_by_us:
@@ -111,6 +115,7 @@ class Bucket:
         assert self.flags is not None
         assert self.flat is not None
         self._mark(self.flags)
+        journal.enter("all_reduce", self.group, self)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def _mark(self, flags: Tensor) -> None:
@@ -189,6 +194,7 @@ class SplitBucket(Bucket):
         for row in self.pack.rows(self.flat):
             self._mark(row.narrow(0, self.pack.used, len(self.entries)))
         self.row = self.flat.new_empty(self.pack.width)
+        journal.enter("reduce_scatter", self.split.process_group, self)
         self.work = dist.reduce_scatter_single(self.row, self.flat, group=self.split.process_group, async_op=True)
 
     def finish(self) -> None:
@@ -196,6 +202,7 @@ class SplitBucket(Bucket):
             return
         self._wait()
         if self.others is not None:
+            journal.enter("all_reduce", self.others, self)
             dist.all_reduce(self.row, group=self.others)
         used = self._used(self.row.narrow(0, self.pack.used, len(self.entries)))
         for entry, anybody in zip(self.entries, used, strict=True):

@@ -292,3 +292,8 @@ def _held(key: str, piece: Piece, stars: Sequence[str], mesh: Mesh) -> Held:
         zero=tuple(piece.zero.items()),
         unit=_filled(piece.unit, stars),
     )
+
+
+def named(names: Sequence[str]) -> str:
+    """Some names of many."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -32,6 +32,7 @@ from torch import Tensor
 from shardwright.errors import RankError
 from shardwright.layout import Layout
 
+from . import journal
 from .faults import told
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .packing import Slot, make_slot
@@ -375,6 +376,7 @@ def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[T
 
 
 def _summed(values: Tensor, groups: Groups, axis: str) -> Tensor:
+    journal.enter("all_reduce", groups[axis].process_group, "norms")
     dist.all_reduce(values, group=groups[axis].process_group)
     return values
 
@@ -384,6 +386,7 @@ def _extreme(values: Tensor, order: float, groups: Groups, axis: str) -> Tensor:
     sign = 1.0 if order > 0 else -1.0
     lost = values.isnan()
     both = torch.stack([torch.where(lost, -torch.inf, values * sign), lost.double()])
+    journal.enter("all_reduce", groups[axis].process_group, "norms")
     dist.all_reduce(both, dist.ReduceOp.MAX, group=groups[axis].process_group)
     return torch.where(both[1] > 0, torch.nan, both[0] * sign)
 

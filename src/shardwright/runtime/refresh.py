@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from . import journal
 from .faults import told
 from .holding import coordinates, zero_axes
 from .packing import Pack
@@ -69,6 +70,7 @@ class Refresh:
                     assert parameter.shard is not None
                     pack.own(row, number, groups[axes].index).copy_(parameter.shard)
                 flat = row.new_empty(pack.parts * pack.width)
+                journal.enter("all_gather", groups[axes].process_group, "updated parameters")
                 work = dist.all_gather_single(flat, row, group=groups[axes].process_group, async_op=True)
                 waiting.append((parameters, pack, flat, work))
             for parameters, pack, flat, work in waiting:

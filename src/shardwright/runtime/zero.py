@@ -32,8 +32,9 @@ from torch.nn import Parameter
 
 from shardwright.errors import LayoutError
 
+from . import journal
 from .faults import told
-from .holding import Held, coordinates, summing_axes, zero_axes
+from .holding import Held, coordinates, named, summing_axes, zero_axes
 from .packing import Pack, whole_buffer
 from .parameters import Untouched, raw_gradient, set_raw_gradient
 from .world import Groups
@@ -63,6 +64,9 @@ class Shards:
                 by_rest[tuple(axis for axis in summing_axes(held, groups.mesh) if axis not in axes)].append(number)
         self.returns = [Return(self, numbers, rest, groups, axes) for rest, numbers in by_rest.items()]
 
+    def __str__(self) -> str:
+        return f"the parameters {named([held.name for held, _ in self.pairs])}"
+
     def _home(self, number: int) -> Tensor:
         return self.pack.own(self.row, number, self.group.index)
 
@@ -89,6 +93,7 @@ class Gathered:
         self.version = shards.version()
         row = shards.fill_row()
         self.rows: Tensor | None = row.new_empty(shards.pack.parts * shards.pack.width)
+        journal.enter("all_gather", shards.group.process_group, shards)
         self.work = dist.all_gather_single(self.rows, row, group=shards.group.process_group, async_op=True)
         self.flat: Tensor | None = None
         self.offsets: list[int] = []
@@ -139,6 +144,9 @@ class Return:
         self.pack = Pack(helds, axes, groups.mesh.sizes, coordinates(groups), extra=len(helds))
         self.sent: list[tuple[Tensor, Tensor, Any, bool]] = []
 
+    def __str__(self) -> str:
+        return f"the gradients of {named([held.name for held, _ in self.pairs])}"
+
     @torch.no_grad()
     def send(self, gradients: Sequence[Tensor | None], like: Tensor, wire: torch.dtype) -> None:
         """Start the sum of whole gradients (in the order of `numbers`) into shares."""
@@ -153,6 +161,7 @@ class Return:
             if gradient is not None:
                 self.pack.put(rows, number, gradient)
         row = flat.new_empty(self.pack.width)
+        journal.enter("reduce_scatter", self.group.process_group, self)
         work = dist.reduce_scatter_single(row, flat, group=self.group.process_group, async_op=True)
         self.sent.append((row, flat, work, full))
 
@@ -163,6 +172,7 @@ class Return:
             if work is not None:
                 work.wait()
             if self.rest is not None:
+                journal.enter("all_reduce", self.rest, self)
                 dist.all_reduce(row, group=self.rest)
             flags = [1.0] * len(self.pairs) if full else row.narrow(0, self.pack.used, len(self.pairs)).tolist()
             for number, (held, parameter) in enumerate(self.pairs):

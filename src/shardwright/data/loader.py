@@ -1,0 +1,199 @@
+"""A loader whose place can be saved: what the loop has seen, not what workers have fetched ahead.
+
+    for epoch in range(batches.epoch, epochs):
+        for batch in batches:
+            ...
+            sw.save(path, model, optimizer, data=batches)
+
+    batches.load_state_dict(sw.load(path, model, optimizer).data)
+
+`iter` goes on from the place where the loop is, and a loop that comes to the end of an epoch is at
+the beginning of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+
+from ..errors import InputError
+from ..runtime.model import ParallelModel
+from ..runtime.world import here
+from .collate import Collate, Ignore, RowsCollate, ShareCollate, fill
+from .rows import Last, Rows, seed_of
+from .stream import Share, Stream
+
+
+class Loader:
+    """Batches of a `DataLoader` or of anything that can be iterated, with a place that can be saved.
+
+    A DataLoader with `batch_sampler=Rows(...)` goes on at its row at once, and one whose dataset is a `Stream` as that
+    can (`loader` makes both). Anything else is iterated again from the start of the epoch, and what was seen is
+    left out; it must have the same order again: random samplers of torch draw from `seed` and the epoch here.
+    """
+
+    def __init__(
+        self, data: Iterable[Any], *, seed: int = 0, ignore: Ignore | None = None, model: nn.Module | None = None
+    ) -> None:
+        self.data, self.seed, self.ignore = data, seed, dict(ignore or {})
+        self._model = model if isinstance(model, ParallelModel) else None
+        self.epoch = 0
+        self.row = 0  # global rows of this epoch that the loop has seen; batches, where rows are not known
+        self.total = 0  # rows of the global batch that the loop has
+        sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
+        self._rows = sampler if isinstance(sampler, Rows) else None
+        self._stream = dataset if isinstance(dataset, Stream) else None
+        self._state: Any = None  # of a stream that has one
+        if self._rows is not None:
+            self.seed = self._rows.seed
+        held = self._rows or self._stream
+        self._sharing = held.sharing if held is not None else None
+        if self._sharing is not None and self._sharing.last == "pad" and not self.ignore:
+            raise InputError(
+                'last="pad" fills a batch up with rows that must not count: say how, such as ignore={"labels": -100} '
+                '(of a dict) or ignore={1: -100} (of a tuple), or use last="keep" or "drop"'
+            )
+        if self._stream is not None and getattr(data, "persistent_workers", False):
+            raise InputError("persistent_workers=True: workers that stay are not told of another place in a stream")
+        self._draw_apart()
+
+    def _draw_apart(self) -> None:
+        """Draw from a generator of its own: a run that goes on must not find torch's moved by a second start."""
+        self._drawn = torch.Generator()
+        if isinstance(self.data, DataLoader) and self.data.generator is None:
+            self.data.generator = self._drawn
+            for held in (self.data.sampler, getattr(self.data.batch_sampler, "sampler", None)):
+                if isinstance(held, RandomSampler) and held.generator is None:
+                    held.generator = self._drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn.manual_seed(seed_of(self.seed, self.epoch))
+        if self._rows is not None:
+            yield from self._of_rows(self._rows)
+        elif self._stream is not None:
+            yield from self._of_stream(self._stream)
+        else:
+            yield from self._of_any()
+        self._tell(0)
+        self.set_epoch(self.epoch + 1)
+
+    def _tell(self, total: int) -> None:
+        """Tell the model of a last batch that every group has all of."""
+        if self._model is not None and self._sharing is not None:
+            self._model.pass_whole(self._sharing.is_whole(total))
+
+    def _of_rows(self, rows: Rows) -> Iterator[Any]:
+        rows.epoch, rows.start = self.epoch, self.row
+        for batch in self.data:
+            total = rows.count_at(self.row)
+            batch = fill(batch, self.ignore, rows.sharing.padding(total))
+            self.row, self.total = self.row + total, total
+            self._tell(total)
+            yield batch
+
+    def _of_stream(self, stream: Stream) -> Iterator[Any]:
+        stream.epoch, stream.skip, stream.state = self.epoch, self.row, self._state
+        known: Share
+        for batch, known in self.data:
+            batch = fill(batch, self.ignore, known.padding)
+            self.row, self.total, self._state = self.row + known.total, known.total, known.state
+            self._tell(known.total)
+            yield batch
+
+    def _of_any(self) -> Iterator[Any]:
+        parts: list[Any] = [getattr(self.data, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        for held in (self.data, *parts):
+            if hasattr(held, "set_epoch"):
+                held.set_epoch(self.epoch)
+        seen = self.row
+        for number, batch in enumerate(self.data):
+            if number >= seen:
+                self.row = number + 1
+                yield batch
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch, where that is known."""
+        if self._stream is None:
+            return len(self.data)  # type: ignore[arg-type]
+        return self._stream.sharing.batches(len(self._stream.dataset))  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another epoch, from its beginning. The same epoch goes on where the loop is."""
+        if epoch != self.epoch:
+            self.epoch, self.row, self._state = epoch, 0, None
+
+    def rewind(self) -> None:
+        """Back to the beginning of this epoch."""
+        self.row, self._state = 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is: the same on all ranks."""
+        state = self._rows.state_dict() if self._rows is not None else {"seed": self.seed}
+        return {**state, "epoch": self.epoch, "row": self.row, "counts": self._counts, "stream": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place, with this or another number of data-parallel groups."""
+        if state.get("counts") != self._counts:
+            raise InputError(
+                f"the place in the data was saved by {state.get('counts')}, and here is data that counts "
+                f"{self._counts}: give the same kind of data"
+            )
+        if self._rows is not None:
+            self._rows.load_state_dict(state)
+        self.seed, self.epoch, self.row = int(state["seed"]), int(state["epoch"]), int(state["row"])
+        self._state = state["stream"]
+
+    @property
+    def _counts(self) -> str:
+        if self._rows is not None:
+            return "rows"
+        return "batches" if self._stream is None else "rows of a stream"
+
+
+def loader(
+    dataset: Any, batch: int, *, model: nn.Module | None = None, rank: int | None = None,
+    ranks: int | None = None, shuffle: bool = False, seed: int = 0, last: Last = "keep", ignore: Ignore | None = None,
+    workers: int = 0, collate: Collate = default_collate, **options: Any,
+) -> Loader:  # fmt: skip
+    """Batches of a dataset, map-style or iterable, for this rank.
+
+    batch    rows of a global batch, over all data-parallel groups
+    model    what `sw.parallelize` gave: whose rows this rank takes follows from it and its `inputs`. Without it
+             the whole batch is given, or the share of `rank` of `ranks`. A last batch that the groups can't share
+             evenly is given whole to every rank, and the model is told: it computes the same as on one device
+    shuffle  a new order every epoch, the same on all ranks, of `seed` and the epoch (map-style datasets only)
+    last     what is done with a smaller last batch: see `shardwright.data.Last`
+    ignore   with last="pad": how the labels of rows that don't count are marked, such as {"labels": -100}
+    workers  processes that fetch ahead
+    options  for `torch.utils.data.DataLoader`
+    """
+    if (rank is None) != (ranks is None):
+        raise InputError(f"rank={rank}, ranks={ranks}: give both or none")
+    mine, of = place_of(model) if rank is None or ranks is None else (rank, ranks)
+    if last == "keep" and rank is None:
+        last = "whole"
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if shuffle:
+            raise InputError("shuffle=True needs a dataset with numbers for its rows; let the stream shuffle itself")
+        stream = Stream(dataset, batch, rank=mine, ranks=of, last=last)
+        join: Any = ShareCollate(collate=collate)
+        gives = DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=join, **options)
+        return Loader(gives, seed=seed, ignore=ignore, model=model)
+    rows = Rows(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
+    bound = RowsCollate(collate=collate, dataset=dataset)
+    held = DataLoader(dataset, batch_sampler=rows, num_workers=workers, collate_fn=bound, **options)
+    return Loader(held, seed=seed, ignore=ignore, model=model)
+
+
+def place_of(model: nn.Module | None) -> tuple[int, int]:
+    """Which share of a batch this rank passes to a model, of how many."""
+    if not isinstance(model, ParallelModel) or model.input_mode == "same":
+        return 0, 1
+    if model.input_mode == "gather":
+        world = here()
+        return world.rank, world.size
+    return model.data_rank, model.data_size

@@ -1,0 +1,97 @@
+"""Rows of a stream: an iterable dataset that all ranks and all workers read alike.
+
+A stream has no numbers to give away, so everybody reads all of it and keeps what is theirs. Rows
+are put together to global batches in the order of the stream; worker w of W takes the batches
+w, w + W, ..., which is the order in which a DataLoader asks its workers; of each batch the group
+takes its share.
+
+    stream      a b c d | e f g h | i j
+    worker 0    a b c d           | i j          of which group 0 takes  a b,  i
+    worker 1              e f g h                                        e f
+
+Since all copies of the dataset read the same, the state of one that has a `state_dict` says where
+all of them are, with any number of groups and workers. Without one a run goes on by reading
+again from the start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .rows import Last, Sharing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a group has of one global batch."""
+
+    rows: list[Any]
+    like: Any  # a row of the batch, for a group that has none
+    total: int  # rows of the global batch
+    padding: int  # how many of `rows` only fill it up
+    state: dict[str, Any] | None  # of a dataset that has one, after this batch, and whether it has ended
+
+
+class Stream(IterableDataset[Share]):
+    """A group's share of every global batch of a stream. The dataset must give the same rows on all ranks.
+
+    `skip` rows are read and left out; or the dataset is given its `state` of a `Share`, if it is not None.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], batch: int, *, rank: int = 0, ranks: int = 1, last: Last = "keep"
+    ) -> None:
+        self.sharing = Sharing(batch=batch, rank=rank, ranks=ranks, last=last)
+        self.dataset = dataset
+        self.epoch = self.skip = 0
+        self.state: dict[str, Any] | None = None
+        self._first = copy.deepcopy(dataset.state_dict()) if self.has_state else None  # type: ignore[attr-defined]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the dataset knows by itself where it is."""
+        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+
+    def __iter__(self) -> Iterator[Share]:
+        worker = get_worker_info()
+        mine, every = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        if self.state is not None and self.state["ended"]:  # what it says of itself may be its beginning
+            return
+        if self.has_state:
+            given = copy.deepcopy(self._first if self.state is None else self.state["dataset"])
+            self.dataset.load_state_dict(given)  # type: ignore[attr-defined]
+        rows = iter(self.dataset)
+        for _ in range(0 if self.state is not None else self.skip):
+            next(rows, None)
+        number = 0
+        while self.sharing.count(len(held := _take(rows, self.sharing.batch))):
+            if number % every == mine:
+                yield self._share(held)
+            number += 1
+
+    def _share(self, held: list[Any]) -> Share:
+        total = len(held)
+        rows = [held[row] for row in self.sharing.mine(total)]
+        padding = self.sharing.padding(total)
+        rows += [held[at % total] for at in range(padding)]
+        state = None
+        if self.has_state:
+            said = self.dataset.state_dict()  # type: ignore[attr-defined]
+            state = {"ended": total < self.sharing.batch, "dataset": copy.deepcopy(said)}
+        return Share(rows=rows, like=held[0], total=total, padding=padding, state=state)
+
+
+def _take(rows: Iterator[Any], count: int) -> list[Any]:
+    held = []
+    for row in rows:
+        held.append(row)
+        if len(held) == count:
+            break
+    return held

@@ -1,0 +1,7 @@
+"""What the server that tests fork their processes from imports once, instead of every process: seconds each."""
+
+import torch._dynamo
+import torch.distributed  # noqa: F401
+from transformers import BertForPreTraining, GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration  # noqa: F401
+
+import shardwright  # noqa: F401
