@@ -98,12 +98,12 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
     plan, _ = planned(
         module, example=(args, kwargs), plan=trainer.plan, size=devices,
         cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
-        optimizer=kind.optimizer, precision=compute_dtype(trainer.precision), accumulate=trainer.accumulate,
+        optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
         inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
     )  # fmt: skip
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
-    made = compile_program(module, args, kwargs, plan, devices, batching=batching)
+    made = compile_program(module, args, kwargs, plan, devices, batching=batching, precision=trainer.precision)
     pairs = zip(made.texts, made.programs, strict=True)
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 
