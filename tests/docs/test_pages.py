@@ -12,6 +12,7 @@ PAGES = [
     "constraints.md",
     "cost-model.md",
     "control_flow_and_opaque.md",
+    "data.md",
     "experts.md",
     "training.md",
 ]

@@ -36,6 +36,7 @@ from ..errors import InputError, ShardwrightError
 from ..ir import Graph
 from ..parallelize import captured_graph, cluster_size, planned
 from ..planning import Batching
+from ..precision import NAMED
 from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
@@ -143,7 +144,7 @@ def _model_arguments(parser: ArgumentParser) -> None:
 def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cluster", help="what to plan for: a name such as 8xA100-80GB, or a cluster file (YAML)")
     parser.add_argument("--memory", help="how much of a device's memory may be used, such as 70GiB; else what it has")
-    parser.add_argument("--precision", choices=["bfloat16", "float16"], help="train in it (autocast); else as written")
+    parser.add_argument("--precision", choices=list(NAMED), help="train in it; else as written")
     parser.add_argument("--optimizer", default="adamw", help="whose state counts: adamw, sgd, momentum, ...")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards before an update")
     parser.add_argument(
