@@ -33,9 +33,20 @@ def test_two_ranks_train_as_one_device_does(plan, inputs, tmp_path, pools):
     assert progress["rows"] == 44
 
 
+def test_a_last_batch_that_groups_cannot_share_evenly_is_exact_too(tmp_path, pools):
+    alone = trainer(tmp_path / "alone", train_data=rows(19), val_data=rows(5), micro_batch_size=4)
+    alone.fit()
+    more = {"plan": "dp=2", "inputs": "rows", "train_data": rows(19), "val_data": rows(5), "micro_batch_size": 4}
+    found, held, progress = pools[2].run(run, tmp_path / "two", more)[0]
+    close(found, losses(alone))
+    close(held, parameters(alone))
+    assert progress["rows"] == 38
+    assert progress["best"] == pytest.approx(alone.progress.best, abs=1e-12)
+
+
 def test_a_run_goes_on_with_fewer_and_with_more_ranks(tmp_path, pools):
     wanted, values = by_hand(3)
-    pools[2].run(run, tmp_path, {"plan": "zero3=2", "max_steps": 4, "inputs": "rows", "val_data": rows(6)})
+    pools[2].run(run, tmp_path, {"plan": "zero3=2", "max_steps": 4, "inputs": "rows", "val_data": rows(5)})
     alone = trainer(tmp_path, max_steps=7, resume="last")
     alone.fit()
     found, held, _ = pools[2].run(run, tmp_path, {"plan": "tp=2", "max_epochs": 3, "resume": "last"})[0]

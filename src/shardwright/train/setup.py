@@ -22,6 +22,7 @@ from ..errors import ClusterError, InputError, PlanError
 from ..parallelize import cluster_size, parallelize, planned
 from ..plan import Plan
 from ..planning import Batching, cluster_here, training_of
+from ..precision import read_precision
 from ..runtime.world import World
 from ..verify.parity import ranks_of
 from ..verify.program import compile_program
@@ -60,13 +61,12 @@ def compile_model(trainer: Trainer) -> Compiled:
     optimizer = trainer.make_optimizer(module.parameters())
     shares = _shares(trainer, world)
     batch = moved(trainer.source.example(shares), world.device)
-    more = {} if trainer.precision is None else {"precision": trainer.precision}
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
         microbatch_semantics=trainer.microbatch_semantics, inputs=trainer.inputs, outputs=trainer.outputs,
         accumulate=trainer.accumulate, seed=trainer.seed, directory=trainer.run.generated, opaque=trainer.opaque,
-        **more,
+        precision=trainer.precision,
     )  # fmt: skip
     model.sync_by_hand()
     return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares)
@@ -98,7 +98,7 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
     plan, _ = planned(
         module, example=(args, kwargs), plan=trainer.plan, size=devices,
         cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
-        optimizer=kind.optimizer, precision=compute_dtype(trainer.precision), accumulate=trainer.accumulate,
+        optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
         inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
     )  # fmt: skip
@@ -123,23 +123,13 @@ def meter_of(trainer: Trainer, made: Compiled) -> Meter:
 
 def arithmetic(trainer: Trainer) -> str:
     """The dtype whose peak counts."""
-    asked = compute_dtype(trainer.precision)
-    if asked is not None:
-        return asked
+    asked = read_precision(trainer.precision)
+    if asked.compute or asked.parameters:
+        return str(asked.compute or asked.parameters)
     floating = [held.dtype for held in trainer.original.parameters() if held.is_floating_point()]
     found = str(floating[0] if floating else torch.float32).removeprefix("torch.")
     fast = found == "float32" and torch.get_float32_matmul_precision() != "highest"
     return "tfloat32" if fast else found
-
-
-def compute_dtype(precision: Any) -> str | None:
-    """The dtype of a precision's products, if it is not that of the model."""
-    if isinstance(precision, str):
-        short = precision.removesuffix("-mixed")
-        return {"bf16": "bfloat16", "fp16": "float16"}.get(short)
-    if isinstance(precision, Mapping):
-        return precision.get("compute") or precision.get("parameters")
-    return getattr(precision, "compute", None) or getattr(precision, "parameters", None)
 
 
 def seed_everything(seed: int) -> None:

@@ -242,16 +242,6 @@ class Trainer:
     def wants_to_stop(self) -> float:
         return 0.0 if self.stop_reason is None else 1.0
 
-    @property
-    def shares(self) -> int:
-        """How many groups of ranks load rows of their own."""
-        return int(self.model.data_size) if self.inputs == "rows" else 1
-
-    @property
-    def copies(self) -> int:
-        """How many ranks load the same rows."""
-        return int(self.world.size) // self.shares
-
     # -- what the loop calls ---------------------------------------------------------------------
 
     def fire(self, place: str, *what: Any) -> None:
@@ -278,7 +268,7 @@ class Trainer:
     def val_batches_anew(self) -> Loader:
         """The validation data from its beginning."""
         assert self.val_source is not None
-        made = self.val_source.batches(*self._place())
+        made = self.val_source.batches(self.model)
         made.set_epoch(0)
         made.rewind()
         return made
@@ -315,12 +305,9 @@ class Trainer:
         self.model, self.optimizer = made.model, made.optimizer
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
         self.agreement = Agreement()
-        self.batches = self.source.batches(*self._place())
+        self.batches = self.source.batches(self.model)
         self.meter = meter_of(self, made)
         self.fire("on_setup")
-
-    def _place(self) -> tuple[int, int]:
-        return (self.model.data_rank, self.model.data_size) if self.inputs == "rows" else (0, 1)
 
     def _begin(self, write: bool = True) -> None:
         """Load what the run begins with, and open its folder and its logs."""
