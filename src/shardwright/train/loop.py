@@ -135,11 +135,15 @@ class Loop:
             trainer.fire("after_zero_grad")
             outputs, averages = self._accumulate([self._here(part) for part in parts])
             trainer.agreement.ask(trainer.wants_to_stop)
+            finite = trainer.scale is None or trainer.scale.down(trainer.optimizer, trainer.agreement)
             self._clip()
             trainer.fire("before_optimizer_step")
             with record_function("optimizer"):
-                trainer.optimizer.step()
+                if finite:
+                    trainer.optimizer.step()
             trainer.fire("after_optimizer_step")
+            if trainer.scale is not None:
+                trainer.scale.move(finite)
         rows, tokens = sum(part.rows for part in parts), sum(tokens_in(part.batch) * part.shares for part in parts)
         progress.step, progress.rows, progress.tokens = step, progress.rows + rows, progress.tokens + tokens
         trainer.meter.count(rows, tokens)
@@ -171,7 +175,8 @@ class Loop:
                 if last:
                     trainer.fire("before_sync")
                 with record_function("backward"):
-                    torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+                    share = loss if weight == 1.0 else loss * weight
+                    torch.autograd.backward(share if trainer.scale is None else trainer.scale.up(share))
                 if last:
                     trainer.fire("after_sync")
                 outputs.append(_let_go(output))
@@ -229,6 +234,8 @@ class Loop:
         metrics |= {"lr": float(trainer.optimizer.param_groups[0]["lr"]), "epoch": float(trainer.progress.epoch)}
         if self._norm is not None:
             metrics["grad_norm"] = float(self._norm)
+        if trainer.scale is not None:
+            metrics |= {"loss_scale": trainer.scale.scale, "skipped": float(trainer.scale.skipped)}
         metrics |= trainer.meter.read()
         metrics["memory_gib"] = trainer.agreement.largest(memory_used(trainer.world.device))
         trainer.fire("before_log", metrics)

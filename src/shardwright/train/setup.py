@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ..cluster import find as find_cluster
 from ..compile import replicas_of, write
 from ..errors import ClusterError, InputError, PlanError
-from ..parallelize import cluster_size, parallelize, planned
+from ..parallelize import captured_graph, cluster_size, parallelize, planned
 from ..plan import Plan
-from ..planning import Batching, cluster_here, training_of
+from ..planning import Batching, cluster_here, only_scalars, training_of
 from ..precision import read_precision
 from ..runtime.world import World
 from ..verify.parity import ranks_of
@@ -102,8 +102,11 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
         inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
     )  # fmt: skip
+    captured = captured_graph(module, (args, kwargs), opaque=trainer.opaque, precision=trainer.precision)
+    if trainer.outputs == "scalars":
+        captured = dataclasses.replace(captured, graph=only_scalars(captured.graph))
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
-    made = compile_program(module, args, kwargs, plan, devices, batching=batching)
+    made = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
     pairs = zip(made.texts, made.programs, strict=True)
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 

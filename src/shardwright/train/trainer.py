@@ -25,6 +25,7 @@ from ..checkpoint.meeting import meet
 from ..data import Loader
 from ..errors import InputError, raise_all
 from ..plan import Plan
+from ..precision import read_precision
 from ..runtime.inputs import Mode
 from ..runtime.world import here, start
 from .agreement import Agreement
@@ -38,6 +39,7 @@ from .options import Checkpoints, LoaderOptions, Profile
 from .profile import Profiler
 from .run import RunFolder
 from .saved import NAME, Saved, load_run
+from .scaling import LossScale, scale_for
 from .setup import (
     Compiled,
     compile_model,
@@ -85,6 +87,7 @@ class Trainer:
         microbatches: parts of a call that go through a pipeline one after the other
         microbatch_semantics: "global", or "local" for models that can't be cut exactly
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
+        loss_scale: the factor of losses that a run in float16 begins with
         inputs: "same": every rank loads the global batch; "rows": each data-parallel group its rows
         outputs: "scalars": only numbers leave the model; "all": logits too, for callbacks that need them
         opaque: "auto": submodules that can't be captured stay as they are
@@ -105,6 +108,7 @@ class Trainer:
     batches: Loader
     meter: Meter
     agreement: Agreement
+    scale: LossScale | None
 
     def __init__(
         self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
@@ -118,6 +122,7 @@ class Trainer:
         plan: str | Path | Plan = "auto", cluster: str | Path = "auto", memory: str | float | None = None,
         constraints: list[dict[str, Any]] | str | Path | None = None, microbatches: int | None = None,
         microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
+        loss_scale: float = 2.0**16,
         inputs: Literal["same", "rows"] = "same", outputs: Literal["all", "scalars"] = "scalars",
         opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
         resume: str | Path | None = None, weights: str | Path | None = None,
@@ -131,7 +136,8 @@ class Trainer:
         self.clip_norm, self.clip_value, self.reduction = clip_norm, clip_value, reduction
         self.plan, self.cluster, self.memory, self.constraints = plan, cluster, memory, constraints
         self.microbatches, self.microbatch_semantics = microbatches, microbatch_semantics
-        self.precision, self.outputs, self.opaque, self.seed = precision, outputs, opaque, seed
+        self.precision, self.loss_scale = precision, loss_scale
+        self.outputs, self.opaque, self.seed = outputs, opaque, seed
         self.inputs: Mode = inputs
         self.resume, self.weights = resume, weights
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
@@ -307,6 +313,7 @@ class Trainer:
         self.agreement = Agreement()
         self.batches = self.source.batches(self.model)
         self.meter = meter_of(self, made)
+        self.scale = scale_for(read_precision(self.precision), self.loss_scale)
         self.fire("on_setup")
 
     def _begin(self, write: bool = True) -> None:

@@ -51,11 +51,16 @@ def compile_program(
     *,
     promote: bool = False,
     batching: Batching | None = None,
+    captured: Captured | None = None,
 ) -> Compilation:
-    """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta."""
+    """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta.
+
+    captured   what the call computes, if that is known already
+    """
     entry = "train" if module.training else "eval"
     real = (module, args, kwargs)
-    captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
+    if captured is None:
+        captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
     facts = analyse(captured.graph, probing(captured.functions))
     found = make_plan(captured.graph, facts, plan, size, batching=batching)
     if found.is_pipeline:
