@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .capture import find_opaque
-from .compile import Compiler, replicas_of
+from .compile import Compiler, Optimizers, replicas_of
 from .errors import InputError, raise_all
 from .layout import FANNED, make_layout
 from .planning import PlanLike
@@ -34,7 +34,7 @@ Parts = Sequence[str] | Mapping[str, PlanLike]
 
 def replace_parts(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     parts: Parts,
     plan: PlanLike,
     world: World,

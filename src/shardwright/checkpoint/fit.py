@@ -10,19 +10,20 @@ from .index import Index
 
 
 def fit(
-    census: Census, index: Index, tied: Mapping[str, str], prefix: str, strict: bool, what: str
+    census: Census, index: Index, tied: Mapping[str, str], prefix: str, strict: bool, what: str, under: str = ""
 ) -> dict[str, str]:  # fmt: skip
     """For each tensor of the model its key in the index, both with `prefix`. All faults are raised at once.
 
     A tied weight may be saved under any of its keys, or under one that `tied` leads to. Other shapes never fit;
-    missing and unexpected keys are faults if it is `strict`.
+    missing and unexpected keys are faults if it is `strict`. Only keys that begin with `under` are looked for.
     """
     known = {
         key.removeprefix(prefix): entry.spec.shape for key, entry in index.entries.items() if key.startswith(prefix)
     }
     mine: dict[str, list[str]] = {}
     for key, first in census.first.items():
-        mine.setdefault(first, []).append(key)
+        if key.startswith(under):
+            mine.setdefault(first, []).append(key)
     found: dict[str, str] = {}
     loose, wrong = [], []
     for first, keys in mine.items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,21 +72,26 @@ def save_weights(
         meeting.together(write)
 
 
-def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True) -> None:
+def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, under: str = "") -> None:
     """Fill the model with the weights of a safetensors file or a folder of Hugging Face; each rank reads its part.
 
     Tied weights may be there under any of their keys. With strict=False other keys may be missing or too many.
+    `under` is the path of a submodule: it alone is filled, and the files have its own keys.
     """
     meeting, census = meet(), Census(model)
     meeting.settle()
+    lead = f"{under}." if under else ""
 
     def read() -> None:
         index, tied = index_of_weights(Path(path))
-        names = fit(census, index, tied, "", strict, str(path))
+        index = replace(index, entries={lead + key: entry for key, entry in index.entries.items()})
+        tied = {lead + key: lead + first for key, first in tied.items()}
+        names = fit(census, index, tied, "", strict, str(path), lead)
         read_into({key: held for key, held in census.tensors().items() if key in names}, index, names)
         census.filled(names)
 
     meeting.together(read)
+    census.renew()
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -188,7 +193,7 @@ def _kinds(census: Census, own: Mapping[str, Tensor]) -> dict[str, Tensor | _Kin
     for prefix, part in census.compiled.items():
         holding = part._ready()
         for _, helds in holding.seats:
-            found.update({prefix + held.name: _Kind(held.dtype) for held in helds})
+            found.update({prefix + held.name: _Kind(held.true_dtype) for held in helds})
     return {key: own.get(key, found.get(key, _Kind(torch.float32))) for key in census.shapes}
 
 

@@ -20,7 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
+from ..capture import (
+    Body,
+    Captured,
+    Function,
+    NoValues,
+    Opaque,
+    OpaquePart,
+    Real,
+    capture,
+    cast,
+    casting,
+    without_collection,
+)  # fmt: skip
+from ..cost import training_flops
 from ..emit import emit
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
@@ -31,6 +44,7 @@ from ..plan.file import read as read_plan
 from ..plan.rows import replica_axes
 from ..plan.strings import REPLICAS
 from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
+from ..precision import Precision
 from ..probe import probing
 from ..rules import Analysis, analyse
 from ..runtime.inputs import Mode, rows_of
@@ -44,9 +58,10 @@ from ..runtime.world import Groups, Moment, World
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
-from .seats import Seat, check_held, find_seats
+from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -97,7 +112,7 @@ class Compiler:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
         world: World,
         wish: PlanLike,
         mode: Mode,
@@ -110,9 +125,11 @@ class Compiler:
         outputs: Outputs = "all",
         batching: Batching | None = None,
         backward: Backward = "inside",
+        precision: Precision | None = None,
     ) -> None:
         self.module: nn.Module | None = module
-        self.skeleton = skeleton_of(module)
+        self.precision = precision or Precision()
+        self.skeleton = cast(skeleton_of(module), self.precision)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
@@ -130,6 +147,8 @@ class Compiler:
         with without_collection():
             facts = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, facts)
+            if model.training and model.flops is None:
+                model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
             self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
@@ -139,6 +158,8 @@ class Compiler:
             made = [generate(program, self.directory) for program in programs]
         self.programs.append(programs[0])
         seats = find_seats(plan.entries[graph.entry], made)
+        if self.precision.master and self.optimizer is not None:
+            seats = with_masters(seats)
         groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
         if model._holding is None:
             self._hold(model, made, seats, groups)
@@ -161,7 +182,7 @@ class Compiler:
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
         real = self._real(model, given, rows, scale)
-        with _CAPTURING:
+        with _CAPTURING, casting(self.skeleton, self.precision):
             found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
@@ -174,6 +195,8 @@ class Compiler:
         module = self.module or (self._gathered(model) if self.looked else self.skeleton)
 
         def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+            if self.precision.casts:
+                raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
             leaves, spec = pytree.tree_flatten(given)
             many = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows for x in leaves]
             whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, many, strict=True)]
@@ -223,14 +246,17 @@ class Compiler:
     ) -> None:
         assert self.module is not None
         holder = Holder(
-            module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix
-        )
+            module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix,
+            dtypes={key: held.dtype for key, held in self.skeleton.named_buffers(remove_duplicate=False)},
+            wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
+        )  # fmt: skip
         units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
         holding = holder.hold(seats, groups, tuple(units))
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
-        if self.optimizer is not None:
-            adopt(self.optimizer, holder.replaced(holding.parameters, seats))
+        replaced = holder.replaced(holding.parameters, seats)
+        for optimizer in _several(self.optimizer):
+            adopt(optimizer, replaced)
         self.module = None  # from here on the pieces are the truth
 
     def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
@@ -305,6 +331,12 @@ class Compiler:
         if call.path not in self.bodies:
             self.bodies[call.path] = Body(copy.deepcopy(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
+
+
+def _several(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:

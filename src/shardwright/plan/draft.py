@@ -23,6 +23,9 @@ from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_drawn_whol
 from .plan import Plan, Segment
 from .recompute import faults_of, layers_of, regions_of
 
+MB = "mb"
+"""The axis in time: the coordinate on it is the number of the microbatch that runs."""
+
 
 class Draft:
     """Choices for the ops of one graph on one mesh. With `lenient`, what an axis can't share stays whole on it."""
@@ -162,7 +165,7 @@ class Draft:
         sinks, foreseen = set(self.graph.sinks()), self.foreseen.get(axis.name, frozenset())
         for op in self.graph.ops:
             if self.chosen(op, axis) is None:
-                group = self._open_group(op, partial, sinks)
+                group = self._open_group(op, partial, sinks, axis)
                 if group is not None:
                     self.choices.setdefault(op.name, {})[axis.name] = f"{ROWS}{group}"
             choice = self.chosen(op, axis)
@@ -174,10 +177,12 @@ class Draft:
                     if isinstance(out.placement(axis.name), Partial) and name not in foreseen
                 )
 
-    def _open_group(self, op: Op, partial: set[str], sinks: set[str]) -> int | None:
+    def _open_group(self, op: Op, partial: set[str], sinks: set[str], axis: Axis) -> int | None:
         values = self.graph.values
         signature = self.signature(op)
-        if not any(name in partial for name in op.inputs) or not any(values[name].gradient for name in op.outputs):
+        if not any(name in partial for name in op.inputs):
+            return None
+        if axis.name != MB and not any(values[name].gradient for name in op.outputs):  # in time there is no other way
             return None
         for group in signature.linear_groups():
             members = [bound.value for bound in signature.inputs if bound.linear == group]

@@ -16,6 +16,7 @@ from ..ir import Graph, Op
 from ..layout import Axis, Mesh
 from ..rules import Analysis, analyse
 from ..schedule import Schedule, fewer, forward_only, kind_named, spread
+from .draft import MB as MB
 from .draft import Draft
 from .plan import Plan, Segment
 from .policies import apply, dp
@@ -23,9 +24,6 @@ from .recompute import faults_of
 from .rows import replicas
 from .segments import Line, balanced
 from .strings import Request
-
-MB = "mb"
-"""The axis in time: the coordinate on it is the number of the microbatch that runs."""
 
 USUAL = "1f1b"
 

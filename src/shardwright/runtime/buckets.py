@@ -60,16 +60,16 @@ class Entry:
     def hand_out(self, total: Tensor) -> None:
         """Make `.grad` the true gradient: what was there before, and this backward's sum."""
         true, self.true, self.seen = self.true, None, False
-        set_raw_gradient(self.parameter, total if true is None else true.add_(total))
+        set_raw_gradient(self.parameter, total.to(self.held.true_dtype) if true is None else true.add_(total))
 
 
 class Bucket:
     """Slots in one flat buffer that is summed over `axes` at once."""
 
-    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups) -> None:
+    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups, dtype: torch.dtype) -> None:
         self.entries = list(entries)
         self.group = groups[axes].process_group
-        self.dtype = entries[0].held.dtype
+        self.dtype = dtype
         self.sizes = [entry.parameter.numel() for entry in entries]
         self.missing = len(entries)
         self.flat: Tensor | None = None
@@ -163,8 +163,8 @@ class Bucket:
 class SplitBucket(Bucket):
     """A bucket at ZeRO level 2: reduce-scattered, and only the own row is kept."""
 
-    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups) -> None:
-        super().__init__(entries, axes, groups)
+    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups, dtype: torch.dtype) -> None:
+        super().__init__(entries, axes, groups, dtype)
         sizes = groups.mesh.sizes
         helds = [entry.held for entry in entries]
         split = zero_axes(helds[0], sizes)
@@ -211,7 +211,8 @@ class SplitBucket(Bucket):
                 shard = entry.parameter.shard if isinstance(entry.parameter, ShardParameter) else None
                 assert shard is not None
                 old = raw_gradient(shard)
-                set_raw_gradient(shard, share.detach() if old is None else old.add_(share))
+                kept = share.detach().to(entry.held.true_dtype)
+                set_raw_gradient(shard, kept if old is None else old.add_(share))
                 set_raw_gradient(entry.parameter, None)
             entry.seen, entry.true = False, None
         self.flat = self.row = None

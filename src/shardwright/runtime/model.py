@@ -88,6 +88,7 @@ class ParallelModel(nn.Module):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any
+    flops: float | None  # of the products of the first training call, forward and backward, over all ranks
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class ParallelModel(nn.Module):
         self._beside: GradientSync | None = None  # of the module that this is a part of
         self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
-        self.plan = None
+        self.plan = self.flops = None
         self.training = skeleton.training
 
     # -- what the user reads -------------------------------------------------------------
@@ -202,6 +203,10 @@ class ParallelModel(nn.Module):
     def stand(self, rank: int, size: int) -> None:
         """Which data-parallel group this rank is in, for a part of a module: known before the part is compiled."""
         self._place = (rank, size)
+
+    def sync_by_hand(self) -> None:
+        """The loop says by `no_sync` when gradients are summed; `accumulate` was for the plan alone."""
+        self._accumulate = 1
 
     def sync_too(self, sync: GradientSync) -> None:
         """Put the sync of gradients outside of this part off whenever its own is."""

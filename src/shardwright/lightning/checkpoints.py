@@ -1,0 +1,64 @@
+"""Checkpoints of a Trainer in the format of `sw.save`: folders that another plan can load.
+
+What Lightning has to say besides weights and optimizers (loops, callbacks, schedulers, hyperparameters)
+is kept as `extra`. An ordinary file that Lightning wrote on one device can be loaded too: its weights
+into the pieces, and the states of optimizers if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint import load as load_state
+from ..checkpoint import save as save_state
+from ..checkpoint.encoding import encode
+from ..errors import CheckpointError, InputError
+
+HELD = ("state_dict", "optimizer_states")  # what is written in pieces
+
+
+def check_hyperparameters(*holders: Any) -> None:
+    """Refuse at the start what could not be saved at the end of an epoch."""
+    for holder in holders:
+        for name, value in dict(getattr(holder, "hparams", None) or {}).items():
+            try:
+                encode(value, name, {})
+            except InputError as error:
+                raise InputError(
+                    f"the hyperparameter {name} of {type(holder).__name__} is a {type(value).__name__}, which a "
+                    f"checkpoint can't hold without running code when it is loaded; leave it out: "
+                    f"self.save_hyperparameters(ignore=[{name!r}])"
+                ) from error
+
+
+def save(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+    """Write what Lightning collected; weights and optimizers are taken from where they are."""
+    rest = {name: value for name, value in checkpoint.items() if name not in HELD}
+    held = list(optimizers) if "optimizer_states" in checkpoint else None
+    save_state(path, model, held, extra={"lightning": rest}, step=checkpoint.get("global_step"))
+
+
+def load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, io: Any) -> dict[str, Any]:
+    """Put a checkpoint in its places, and return what Lightning said when it was saved."""
+    if path.is_file():
+        return _load_file(path, model, optimizers, strict, io)
+    found = load_state(path, model, list(optimizers) or None, strict=strict)
+    if "lightning" not in found.extra:
+        raise CheckpointError(f"{path} was not saved by a Trainer of Lightning: load it with sw.load")
+    return {"state_dict": {}, "optimizer_states": [], **found.extra["lightning"]}
+
+
+def _load_file(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool, io: Any) -> dict[str, Any]:
+    said: dict[str, Any] = io.load_checkpoint(path, weights_only=True)
+    model.load_state_dict(said["state_dict"], strict=strict)
+    if optimizers and said.get("optimizer_states"):
+        raise CheckpointError(
+            f"{path} has states of optimizers of one device, which are not cut into pieces; to start from its weights, "
+            "load them into the module before fit (torch.load), or convert the run with sw.save"
+        )
+    return said

@@ -1,0 +1,177 @@
+"""A LightningModule after it was compiled: its steps, or some of its submodules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import InputError
+from ..parallelize import GENERATED, parallelize
+from ..parts import replace_parts
+from ..runtime.model import ParallelModel
+from ..runtime.optimizer import adopt
+from ..runtime.world import start
+from .effects import is_metric, outermost
+from .steps import StepBook, stepping, without_text
+
+
+class Compiled(Protocol):
+    """What the strategy asks of a module that is compiled."""
+
+    module: LightningModule
+
+    @property
+    def model(self) -> nn.Module:
+        """What a checkpoint is made of."""
+
+    def step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step of the module."""
+
+    def no_sync(self) -> Any:
+        """Put the sync of gradients off."""
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make optimizers that were made of the pieces work on them."""
+
+    def data_place(self) -> tuple[int, int] | None:
+        """Which data-parallel group this rank is in, and how many there are; None if that is not known yet."""
+
+
+class CompiledSteps:
+    """The steps of a module as programs. The module shows the pieces from then on."""
+
+    def __init__(
+        self, module: LightningModule, optimizers: Sequence[Optimizer], options: Mapping[str, Any], device: torch.device
+    ) -> None:
+        self.module, self._book = module, StepBook()
+        self._device = device
+        shell = stepping(module, self._book)
+        made = parallelize(shell, optimizers[0] if optimizers else None, **options)
+        self.model: ParallelModel = made[0] if optimizers else made
+
+    def prepare(self, step: str, batch: Any) -> None:
+        """Compile for a step, and show the pieces in the module."""
+        training, self.model.training = self.model.training, step == "training_step"
+        self.module.train(step == "training_step")
+        places = _places(self.module, step)
+        self.model.prepare((step, *without_text(batch), places), {})
+        self.module.train(training)
+        self._show()
+
+    def step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        batch, *rest = (*args, *kwargs.values())
+        places = dict(zip(_places(self.module, name), rest, strict=False))
+        places |= {key: None for key in places if key == "batch_idx"}
+        return self._call(name, batch, places)
+
+    def _call(self, name: str, batch: Any, places: Mapping[str, Any]) -> Any:
+        self.model.training = self.module.training
+        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() and self.module.training):
+            found = self.model(name, *without_text(batch), places)
+        if self.module._parameters is not self.model._parameters:
+            self._show()
+        self._book.do(self.module, found["effects"])
+        return found["result"]
+
+    def _show(self) -> None:
+        """Have the pieces in the module itself; metrics stay the module's own, and forward is a program too."""
+        metrics = outermost(self.module)
+        module, model = self.module, self.model
+        for slot in ("_parameters", "_buffers", "_modules"):
+            vars(module)[slot] = getattr(model, slot)
+        for path, metric in metrics:
+            parent, _, name = path.rpartition(".")
+            module.get_submodule(parent)._modules[name] = metric.to(self._device)
+        model._parts = list(model.modules())
+        vars(module)["forward"] = lambda *args, **kwargs: self._call("forward", (args, kwargs), {})
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.model.no_sync():
+            yield
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        same = {held: held for held in self.model.parameters()}
+        for optimizer in optimizers:
+            adopt(optimizer, same)  # type: ignore[arg-type]
+
+    def data_place(self) -> tuple[int, int] | None:
+        return (self.model.data_rank, self.model.data_size) if self.model.plan is not None else None
+
+
+class CompiledParts:
+    """Submodules that are compiled, in a module that runs as it is."""
+
+    def __init__(
+        self, module: LightningModule, optimizers: Sequence[Optimizer], parts: Any, options: Mapping[str, Any]
+    ) -> None:
+        self.module = module
+        strange = sorted(set(options) - {"plan", "inputs", "seed", "directory", "opaque"})
+        if strange:
+            raise InputError(f"{', '.join(strange)}: these are for a step that is compiled whole, not for parts")
+        replace_parts(
+            module, optimizers, parts, options["plan"], start(), options["inputs"], accumulate=1,
+            seed=options.get("seed", 0), directory=Path(options.get("directory", GENERATED)),
+            opaque=options.get("opaque", "marked"),
+        )  # fmt: skip
+
+    @property
+    def model(self) -> nn.Module:
+        return self.module
+
+    def step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() and self.module.training):
+            return getattr(self.module, name)(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self._compiled():
+                stack.enter_context(part.no_sync())
+            yield
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        same = {held: held for part in self._compiled() for held in part.parameters()}
+        for optimizer in optimizers:
+            adopt(optimizer, same)  # type: ignore[arg-type]
+
+    def data_place(self) -> tuple[int, int] | None:
+        first = next(part for part in self.module.modules() if isinstance(part, ParallelModel))
+        return first.data_rank, first.data_size
+
+    def _compiled(self) -> list[ParallelModel]:
+        return [part for part in self.module.modules() if isinstance(part, ParallelModel) and part.plan is not None]
+
+
+def heavy_parts(module: LightningModule) -> list[str]:
+    """The children that have parameters; of containers that are never called, what they hold."""
+    found: list[str] = []
+
+    def look(at: nn.Module, path: str) -> None:
+        for name, child in at.named_children():
+            inner = f"{path}{name}"
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                look(child, f"{inner}.")
+            elif not is_metric(child) and next(child.parameters(), None) is not None:
+                found.append(inner)
+
+    look(module, "")
+    if not found:
+        raise InputError(f"{type(module).__name__} has no submodule with parameters that could be compiled")
+    return found
+
+
+def _places(module: LightningModule, step: str) -> dict[str, Any]:
+    """What a step takes besides its batch, as far as Lightning gives it: None for what is not known."""
+    if step == "forward":
+        return {}
+    taken = list(inspect.signature(getattr(type(module), step)).parameters)[2:]
+    return {name: None if name == "batch_idx" else 0 for name in taken if name in ("batch_idx", "dataloader_idx")}

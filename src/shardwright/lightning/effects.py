@@ -1,0 +1,169 @@
+"""What a step does besides computing: it logs, it asks metrics, it appends to lists of its module.
+
+A step is captured once and run many times as a program of tensors. So while it is captured, these
+calls are written in a book instead of done, and the tensors they were given become outputs of the
+program. After each run they are done in their order, with the values of that run.
+
+    self.log("loss", loss)              Log
+    self.accuracy(logits, labels)       Asked, a metric of torchmetrics; its answer is Pending meanwhile
+    self.outputs.append(loss)           Append
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric, MetricCollection
+
+from ..errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The answer of a metric that is asked later. It can be logged, and nothing else."""
+
+    number: int
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(
+            f"a step computes with the answer of a metric (.{name}), and metrics are asked after the compiled step has "
+            "run; log the metric, or keep the step out of the compiled program with ShardwrightStrategy(parts=[...])"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A metric, by its place in the module."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A call of self.log or self.log_dict; `value` is what was logged if that is no tensor of the program."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: Any
+
+    def do(self, module: LightningModule, given: Any, answers: Mapping[int, Any]) -> Any:
+        value = self.value
+        if isinstance(value, Pending):
+            value = answers[value.number]
+        elif isinstance(value, Named):
+            value = module.get_submodule(value.path)
+        elif value is None:
+            value = given
+        return getattr(module, self.method)(*self.args, value, **self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call of a metric."""
+
+    path: str
+    method: str
+
+    def do(self, module: LightningModule, given: Any, answers: Mapping[int, Any]) -> Any:
+        args, kwargs = given
+        metric = module.get_submodule(self.path)
+        return metric(*args, **kwargs) if self.method == "forward" else getattr(metric, self.method)(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Something was appended to a list that is an attribute of the module."""
+
+    name: str
+
+    def do(self, module: LightningModule, given: Any, answers: Mapping[int, Any]) -> Any:
+        getattr(module, self.name).append(given)
+
+
+Effect = Log | Asked | Append
+
+
+@dataclass
+class Book:
+    """All effects that were ever noted, by number, and the tensors of those of the step that is captured."""
+
+    effects: list[Effect] = field(default_factory=list)
+    given: dict[str, Any] | None = None  # by number, while a step is captured
+    paths: dict[int, str] = field(default_factory=dict)  # of the metrics of the module that is captured
+
+    def note(self, effect: Effect, given: Any) -> int:
+        """Put an effect off. Its tensors become outputs of the program."""
+        assert self.given is not None
+        number = len(self.effects)
+        self.effects.append(effect)
+        self.given[str(number)] = given
+        return number
+
+    def do(self, module: LightningModule, given: Mapping[str, Any]) -> None:
+        """Do what a step has put off, with tensors that have no history."""
+        given = pytree.tree_map_only(Tensor, torch.Tensor.detach, given)
+        answers: dict[int, Any] = {}
+        for number in sorted(map(int, given)):
+            answers[number] = self.effects[number].do(module, given[str(number)], answers)
+
+
+def note_log(book: Book, method: str, args: tuple[Any, ...], value: Any, kwargs: Mapping[str, Any]) -> None:
+    """A call of self.log, with the name in `args`, or of self.log_dict."""
+    if isinstance(value, Pending):
+        book.note(Log(method, args, kwargs, value), None)
+    elif isinstance(value, Mapping):
+        for name, held in value.items():
+            note_log(book, "log", (name,), held, kwargs)
+    elif isinstance(value, Tensor):
+        book.note(Log(method, args, kwargs, None), value)
+    elif isinstance(value, Metric | MetricCollection):
+        book.note(Log(method, args, kwargs, Named(book.paths[id(value)])), None)
+    else:
+        book.note(Log(method, args, kwargs, value), None)
+
+
+ASKED = ("forward", "update", "compute", "reset")
+
+
+def is_metric(module: object) -> bool:
+    return isinstance(module, Metric | MetricCollection)
+
+
+@contextmanager
+def noting(module: LightningModule, book: Book) -> Iterator[None]:
+    """Within this the metrics of a module note what they are asked."""
+    metrics = {path: metric for path, metric in module.named_modules() if is_metric(metric)}
+    before = {path: {name: vars(held)[name] for name in ASKED if name in vars(held)} for path, held in metrics.items()}
+    book.paths = {id(metric): path for path, metric in metrics.items()}
+    for path, metric in metrics.items():
+        for method in ASKED:
+            vars(metric)[method] = partial(_ask, book, path, method)
+    try:
+        yield
+    finally:
+        for path, metric in metrics.items():
+            for method in ASKED:
+                vars(metric).pop(method)
+            vars(metric).update(before[path])
+
+
+def _ask(book: Book, path: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+    return Pending(book.note(Asked(path, method), (list(args), kwargs)))
+
+
+def outermost(module: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]]:
+    """Metrics and collections of them, not those inside of others."""
+    found: list[tuple[str, torch.nn.Module]] = []
+    for path, held in module.named_modules():
+        if is_metric(held) and not any(path.startswith(f"{other}.") for other, _ in found):
+            found.append((path, held))
+    return found

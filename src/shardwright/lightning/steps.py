@@ -1,0 +1,178 @@
+"""A LightningModule whose call is one of its steps: what is captured in the place of `forward`.
+
+    steps = stepping(module, book)
+    steps("training_step", batch)   ->   {"result": loss, "effects": {...}}
+
+`stepping` gives an object of a class under the user's that shares modules and parameters with the
+original, so that keys and names stay what they are. In a step `self(x)` is the user's forward. What
+a step asks of the trainer differs from call to call, and a program has it fixed: that is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .effects import Append, Book, note_log, noting
+
+ADVICE = (
+    "a compiled step would have it fixed; compute it outside of the step, or compile only the heavy submodules and "
+    "leave the step as it is: ShardwrightStrategy(parts=[...])"
+)
+SLOTS = ("_parameters", "_buffers", "_modules")
+
+
+def refuse(what: str, step: str = "the step") -> NoReturn:
+    raise CaptureError(f"{step} uses {what}, which differs from call to call: {ADVICE}")
+
+
+def _refused(name: str) -> Any:
+    def get(self: Any) -> NoReturn:
+        refuse(f"self.{name}", self._book.step)
+
+    return property(get)
+
+
+class Unknown:
+    """Stands for the number of a batch: a step may take it, and may not look at it."""
+
+    def __init__(self, name: str, step: str) -> None:
+        self._said = (name, step)
+
+    def _look(self, *_: object) -> NoReturn:
+        refuse(*self._said)
+
+    __bool__ = __index__ = __int__ = __float__ = __hash__ = __str__ = __repr__ = _look
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _look
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _look
+
+
+class StepBook(Book):
+    """The book of effects, and the name of the step that is captured."""
+
+    step: str = "the step"
+
+
+class Stepping(LightningModule):
+    """What is put over the user's class. `forward` is a step from outside, and the user's forward in a step."""
+
+    _book: StepBook
+    _original: ClassVar[type[LightningModule]]
+
+    trainer = _refused("trainer")
+    current_epoch = _refused("current_epoch")
+    global_step = _refused("global_step")
+    logger = _refused("logger")
+    loggers = _refused("loggers")
+    optimizers = _refused("optimizers")
+    lr_schedulers = _refused("lr_schedulers")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._book.given is not None:
+            return self._original.forward(self, *args, **kwargs)
+        return _run(self, *args)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        note_log(self._book, "log", (name,), value, {**dict(zip(LOG_OPTIONS, args, strict=False)), **kwargs})
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        note_log(self._book, "log_dict", (), dictionary, {**dict(zip(LOG_OPTIONS, args, strict=False)), **kwargs})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The modules are copied; plain attributes that hold no tensors (a dataset) are shared."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        for name, held in vars(self).items():
+            plain = name not in SLOTS and not _holds_tensors(held)
+            vars(made)[name] = _shared(held) if plain else copy.deepcopy(held, memo)
+        vars(made)["_device"] = torch.device("cpu")  # where a step is traced
+        return made
+
+
+LOG_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+
+
+def _holds_tensors(held: Any) -> bool:
+    if isinstance(held, list | tuple):
+        return any(_holds_tensors(one) for one in held)
+    if isinstance(held, Mapping):
+        return any(_holds_tensors(one) for one in held.values())
+    return isinstance(held, Tensor | nn.Module)
+
+
+def _shared(held: Any) -> Any:
+    return list(held) if type(held) is list else held
+
+
+def stepping(module: LightningModule, book: StepBook) -> LightningModule:
+    """The module as something that is called with the name of a step and its arguments."""
+    original = type(module)
+    kind = type(original.__name__, (Stepping, original), {"__module__": original.__module__, "_original": original})
+    made: LightningModule = object.__new__(kind)
+    vars(made).update(vars(module), _trainer=None, _book=book)
+    return made
+
+
+def _run(
+    module: Stepping, step: str, batch: Any, odd: Sequence[int], places: Mapping[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Run a step with its effects put off. `places` has by name what else it is given; None stands for unknown."""
+    book = module._book
+    before = {name: held for name, held in vars(module).items() if not name.startswith("_")}
+    lengths = {name: len(held) for name, held in before.items() if type(held) is list}
+    book.step, book.given = step, {}
+    rest = {name: Unknown(name, step) if value is None else value for name, value in places.items()}
+    try:
+        with noting(module, book):
+            result = _method(module, step)(_with_unknown(batch, odd, step), *rest.values())
+        _check_attributes(module, before, step)
+        for name, length in lengths.items():
+            for held in before[name][length:]:
+                book.note(Append(name), held)
+        return {"result": result, "effects": book.given}
+    finally:
+        for name, length in lengths.items():
+            del before[name][length:]
+        book.given = None
+
+
+def _method(module: Stepping, step: str) -> Callable[..., Any]:
+    if step == "forward":
+        return lambda inputs: module._original.forward(module, *inputs[0], **inputs[1])
+    found: Callable[..., Any] = getattr(module, step)
+    return found
+
+
+def _check_attributes(module: Stepping, before: Mapping[str, Any], step: str) -> None:
+    """A step may append to a list; other changes of attributes would be lost, or frozen in the program."""
+    after = {name: held for name, held in vars(module).items() if not name.startswith("_")}
+    changed = [name for name, held in after.items() if name not in before or before[name] is not held]
+    if changed:
+        for name in changed:
+            vars(module).pop(name)
+        vars(module).update(before)
+        some = ", ".join(f"self.{name}" for name in changed)
+        raise CaptureError(
+            f"{step} sets {some}, which a compiled step can't: return it, append it to a list, make it a buffer "
+            "(register_buffer), or leave the step as it is with ShardwrightStrategy(parts=[...])"
+        )
+
+
+def without_text(batch: Any) -> tuple[Any, tuple[int, ...]]:
+    """A batch without text and other objects, each of which would ask for a program of its own, and where they were."""
+    leaves, spec = pytree.tree_flatten(batch)
+    odd = tuple(at for at, leaf in enumerate(leaves) if not isinstance(leaf, Tensor | int | float | None))
+    return pytree.tree_unflatten([None if at in odd else leaf for at, leaf in enumerate(leaves)], spec), odd
+
+
+def _with_unknown(batch: Any, odd: Sequence[int], step: str) -> Any:
+    leaves, spec = pytree.tree_flatten(batch)
+    for at in odd:
+        leaves[at] = Unknown("something in the batch that is neither a tensor nor a number", step)
+    return pytree.tree_unflatten(leaves, spec)

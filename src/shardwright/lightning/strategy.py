@@ -1,0 +1,277 @@
+"""The strategy: a LightningModule compiled for all processes of a Trainer.
+
+    Trainer(strategy=ShardwrightStrategy(plan="auto"), devices=8).fit(module)
+
+By default the steps of the module are what is compiled (`steps.py`): with training_step the loss is
+inside of the program. With `parts=[...]`, and under manual optimization, submodules are compiled each
+on its own and steps run as they are. Checkpoints are folders of `sw.save`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..checkpoint import load_weights
+from ..compile import replicas_of
+from ..parts import Parts
+from ..planning import PlanLike
+from ..runtime.inputs import Mode
+from ..runtime.world import here
+from . import checkpoints
+from .compiled import Compiled, CompiledParts, CompiledSteps, heavy_parts
+from .examples import example_of
+
+
+class ShardwrightStrategy(ParallelStrategy):
+    """Trains a LightningModule under a plan.
+
+    plan        as in sw.parallelize: "auto", a plan string, a Plan, the path of a plan file, a function
+    parts       compile these submodules, each at its first call, and leave the steps as they are. Without it the
+                steps are compiled; under manual optimization, every child that has parameters
+    inputs      "same": a batch of the dataloader is the global batch, on every rank the same, so that a run under any
+                plan is the run of one device; "rows": each data-parallel group loads batches of its own;
+                "gather": each rank does
+    example     a batch to compile for; without it the first one of the dataloader is looked at
+    weights     where parameters on meta get their values: by the path of a submodule, "" for the whole, a
+                safetensors file or a folder of Hugging Face
+    timeout     of the process group
+    options     further keyword arguments of sw.parallelize: cluster, memory, constraints, microbatches, ...
+    """
+
+    def __init__(
+        self, plan: PlanLike = "auto", *, parts: Parts | None = None, inputs: Mode = "same", example: Any = None,
+        weights: Mapping[str, str | Path] | None = None, timeout: timedelta | float = 600.0, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._options = {"plan": plan, "inputs": inputs, **options}
+        self._parts, self._example, self._weights = parts, example, dict(weights or {})
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self.num_nodes = 1
+        self.compiled: Compiled | None = None
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks load rows of their own: Lightning asks this before it puts its own sampler in a dataloader."""
+        return bool(self._options["inputs"] != "same")
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are on this node."""
+        return len(self.parallel_devices or ())
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        os.environ["LOCAL_RANK"] = str(self.local_rank)  # where the runtime looks for its device
+        backend = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{self.root_device.type}:nccl"
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        if not self.is_distributed:  # dataloaders shuffle alike
+            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+
+    # -- the module --------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and isinstance(self.lightning_module, LightningModule)
+        self.accelerator.setup(trainer)
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        known = self.compiled is not None and self.compiled.module is module
+        if not known:
+            self.model = self.precision_plugin.convert_module(module)
+        self._reset_optimizers_and_schedulers()
+        if fitting:
+            self.setup_optimizers(trainer)
+        if not known:
+            self.compiled = self._compile(trainer, module)
+        elif fitting and self.compiled is not None:
+            self.compiled.adopt(self.optimizers)
+        self.optimizers = self.optimizers  # what Lightning puts around them looks at them as they are now
+        self.setup_precision_plugin()
+        checkpoints.check_hyperparameters(module, getattr(trainer, "datamodule", None))
+
+    def _compile(self, trainer: Trainer, module: LightningModule) -> Compiled:
+        module._device = self.root_device
+        parts = heavy_parts(module) if self._parts is None and not module.automatic_optimization else self._parts
+        if parts is not None:
+            return CompiledParts(module, self.optimizers, parts, self._options)
+        made = CompiledSteps(module, self.optimizers, self._options, self.root_device)
+        found = example_of(self, trainer, self._example)
+        if found is not None:
+            made.prepare(*found)
+        for path, weights in self._weights.items():
+            load_weights(weights, made.model, under=path)
+        return made
+
+    def model_to_device(self) -> None:
+        """Pieces are made where they belong."""
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made on the CPU, or with parameters on meta: a rank gets its pieces of them."""
+        with ExitStack() as stack:
+            if empty_init:
+                stack.enter_context(torch.device("meta"))
+            stack.enter_context(self.precision_plugin.tensor_init_context())
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", *args, **kwargs)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.compiled is not None
+        return self.compiled.step(name, args, kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients add up until the last batch of an accumulation."""
+        assert self.compiled is not None
+        with self.compiled.no_sync():
+            yield
+
+    # -- talk --------------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which rows this rank loads: those of its data-parallel group."""
+        rank, size = self._data_place()
+        return {"num_replicas": size, "rank": rank}
+
+    def _data_place(self) -> tuple[int, int]:
+        inputs = self._options["inputs"]
+        if inputs != "rows":
+            return (0, 1) if inputs == "same" else (self.global_rank, self.world_size)
+        known = self.compiled.data_place() if self.compiled is not None else None
+        if known is None:  # an example is looked at: how many rows it has is what counts
+            mesh, axes = replicas_of(self._options["plan"], here())
+            known = 0, math.prod(mesh.sizes[name] for name in axes)
+        return known
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            device = self.root_device
+            dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        said = [obj]
+        dist.broadcast_object_list(said, src)
+        return said[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over data-parallel groups: ranks that hold parts of one replica have the same value, which counts once."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        how = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2].lower()
+        mean, size = how in ("mean", "avg"), dist.get_world_size(group)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, "SUM" if mean else how.upper()), group=group)
+        copies = size if mean else size // self._data_groups() if how == "sum" and group is None else 1
+        if copies > 1:
+            tensor.copy_(tensor / copies)
+        return tensor
+
+    def _data_groups(self) -> int:
+        """How many groups have values of their own rows: what is computed of gathered rows is the same everywhere."""
+        return self._data_place()[1] if self._options["inputs"] == "rows" else 1
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """What all ranks, or any of them, decide."""
+        said = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(said)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.compiled is not None
+        return self.compiled.model.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """That of this rank's pieces; a checkpoint is written from the optimizer itself."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return inner.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self.compiled is not None
+        path = Path(self.broadcast(str(filepath)))
+        checkpoints.save(path, self.compiled.model, self.optimizers, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.compiled is not None and self.lightning_module is not None
+        path = Path(self.broadcast(str(checkpoint_path)))
+        strict = self.lightning_module.strict_loading
+        return checkpoints.load(path, self.compiled.model, self.optimizers, strict=strict, io=self.checkpoint_io)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Done when the checkpoint was loaded."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Done when the checkpoint was loaded."""
+
+    def teardown(self) -> None:
+        """The pieces stay where they are, for what comes after fit."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()

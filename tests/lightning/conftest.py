@@ -1,0 +1,3 @@
+from tests.parity.conftest import pools
+
+__all__ = ["pools"]

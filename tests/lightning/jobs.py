@@ -1,0 +1,36 @@
+"""What ranks do in the tests of the strategy: runs in a pool of gloo processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from . import modules
+from .modules import Net, compiled, ours, quiet, rows, seeded, whole
+
+
+def fit(rank: int, name: str, plan: str, size: int, options: dict[str, Any]) -> Any:
+    return compiled(getattr(modules, name), plan, size, **options)
+
+
+def save(rank: int, plan: str, folder: str) -> list[str]:
+    """Two epochs with a checkpoint after each, of which the better one is kept, and the last."""
+    with quiet(2):
+        kept = ModelCheckpoint(folder, monitor="val", save_last=True, filename="{epoch}")
+        run = ours(plan, 2, callbacks=[kept], enable_checkpointing=True)
+        run.fit(seeded(Net), rows(), rows())
+        run.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+        return sorted(path.name for path in Path(folder).iterdir())
+
+
+def resume(rank: int, name: str, plan: str, path: str) -> Any:
+    """Two more epochs, under another plan; then what test and validate say of the result."""
+    with quiet(2):
+        run, net = ours(plan, 2, max_epochs=4), getattr(modules, name)()
+        run.fit(net.double(), rows(), rows(), ckpt_path=path)
+        after = whole(run)
+        tested = run.test(net, rows(), verbose=False)[0]["test"]
+        run.validate(net, rows(), ckpt_path=path, verbose=False)
+        return after, tested, float(run.callback_metrics["val"]), run.lr_scheduler_configs == []

@@ -1,0 +1,232 @@
+"""LightningModules as people write them, and a Trainer without decoration."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lightning
+from shardwright.lightning import ShardwrightStrategy
+
+SEED = 1
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(LightningModule):
+    """The textbook: a step that calls self(x), takes a loss of it and logs it."""
+
+    def __init__(self, width: int = 8, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.log_dict({"val": F.cross_entropy(logits, y), "right": (logits.argmax(-1) == y).double().mean()})
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def rows(size: int = 8, count: int = 24, shuffled: bool = False) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 8, generator=generator, dtype=torch.float64)
+    data = TensorDataset(x, torch.randint(4, (count,), generator=generator))
+    sampler = DistributedSampler(data, 1, 0, seed=SEED) if shuffled else None
+    return DataLoader(data, batch_size=size, sampler=sampler)
+
+
+def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
+    options = {"max_epochs": 2, "enable_checkpointing": False, "logger": False, **options}
+    options.setdefault("default_root_dir", tempfile.mkdtemp(prefix="lightning-"))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(strategy=strategy, accelerator="cpu", devices=devices, **quiet, **options)
+
+
+def ours(plan: str, devices: int, **options: Any) -> Trainer:
+    own = {key: options.pop(key) for key in ("parts", "inputs", "example", "weights", "microbatches") if key in options}
+    folder = options.setdefault("default_root_dir", tempfile.mkdtemp(prefix="lightning-"))
+    return trainer(ShardwrightStrategy(plan, directory=f"{folder}/generated", **own), devices, **options)
+
+
+@contextmanager
+def quiet(size: int = 1) -> Iterator[None]:
+    """As torchrun would start this process, and without what Lightning likes to say."""
+    before = dict(os.environ)
+    if size > 1:
+        os.environ.update(LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(TORCHELASTIC_RUN_ID="test")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\..*")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def seeded(make: Any) -> Any:
+    lightning.seed_everything(SEED, verbose=False)
+    return make().double()
+
+
+def single(make: Any, shuffled: bool = False, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and metrics after training on one device, by Lightning alone."""
+    with quiet():
+        run, net = trainer("auto", 1, **options), seeded(make)
+        run.fit(net, rows(shuffled=shuffled), rows())
+    return net.state_dict(), dict(run.callback_metrics)
+
+
+def compiled(
+    make: Any, plan: str, size: int, batch: int = 8, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same by our strategy, on one of `size` ranks."""
+    with quiet(size):
+        run, net = ours(plan, size, **options), seeded(make)
+        run.fit(net, rows(batch), rows(batch))
+        return whole(run), dict(run.callback_metrics)
+
+
+def whole(run: Trainer) -> dict[str, Tensor]:
+    model = run.strategy.compiled.model
+    if hasattr(model, "full_state_dict"):
+        return {key: held.clone() for key, held in model.full_state_dict().items()}
+    return {
+        key: getattr(held, "full_tensor", lambda held=held: held)().clone() for key, held in model.state_dict().items()
+    }
+
+
+def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest entry."""
+    assert mine.keys() == theirs.keys()
+    return max(
+        float((mine[key].double() - held.double()).abs().max()) / (1e-300 + float(held.double().abs().max()))
+        for key, held in theirs.items()
+    )
+
+
+class Busy(Net):
+    """A step that does more than compute: detached logs, a metric, a list that is read at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.MeanMetric()
+        self.losses: list[Tensor] = []
+        self.kept: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.losses.append(loss.detach())
+        self.log("half", loss.detach() / 2, on_step=False, on_epoch=True, sync_dist=True)
+        self.accuracy((logits.argmax(-1) == y).double())
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return {"loss": loss}
+
+    def on_train_epoch_end(self) -> None:
+        self.kept.append(float(torch.stack(self.losses).mean()))
+        self.log("kept", self.kept[-1])
+        self.losses.clear()
+
+
+class Pair(LightningModule):
+    """Two networks with an optimizer each, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.judge = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        made = F.softplus(-self.judge(self.maker(x))).mean()
+        self.manual_backward(made)
+        self.clip_gradients(first, 0.1, "norm")
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        if batch_idx % 2 == 0:  # a step that is not compiled may look at anything
+            told = F.softplus(-self.judge(x)).mean() + F.softplus(self.judge(self.maker(x).detach())).mean()
+            second.zero_grad()
+            self.manual_backward(told)
+            second.step()
+            self.log("told", told)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.maker.parameters(), lr=0.1), torch.optim.AdamW(self.judge.parameters(), lr=1e-2)]
+
+
+class Empty(Net):
+    """Layers are made where the Trainer asks for them, without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = None, None
+
+    def configure_model(self) -> None:
+        if self.head is None:
+            with torch.device("meta"):
+                self.blocks = nn.Sequential(Block(8), Block(8)).double()
+                self.head = nn.Linear(8, 4).double()
+
+
+class Epochs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.current_epoch)
+
+
+class Numbers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (2 if batch_idx % 2 else 1)
+
+
+class Remembers(Net):
+    seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)

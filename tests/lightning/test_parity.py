@@ -1,0 +1,58 @@
+"""A LightningModule trained by our strategy ends with the parameters of one that Lightning trains on one device."""
+
+import pytest
+
+from .jobs import fit
+from .modules import Busy, Net, Pair, apart, single
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return single(Net)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "pp=2"])
+def test_a_run_under_a_plan_is_the_run_of_one_device(pools, alone, plan):
+    for parameters, metrics in pools[2].run(fit, "Net", plan, 2, {}, timeout=120):
+        assert apart(parameters, alone[0]) < 1e-10
+        assert apart(metrics, alone[1]) < 1e-10
+
+
+@pytest.mark.parametrize(("plan", "inputs", "batch"), [("dp=2", "rows", 4), ("tp=2", "rows", 8), ("tp=2", "gather", 4)])
+def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
+    """Lightning's sampler shuffles and deals them out; what is logged is of the global batch all the same."""
+    expected = single(Net, shuffled=True)
+    for parameters, metrics in pools[2].run(fit, "Net", plan, 2, {"inputs": inputs, "batch": batch}):
+        assert apart(parameters, expected[0]) < 1e-10
+        assert apart(metrics, expected[1]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("zero2=2", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+        ("tp=2", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    ],
+)
+def test_gradients_are_accumulated_and_clipped(pools, alone, plan, options):
+    expected = single(Net, **options)
+    assert apart(expected[0], alone[0]) > 1e-3
+    for parameters, metrics in pools[2].run(fit, "Net", plan, 2, options):
+        assert apart(parameters, expected[0]) < 1e-10
+        assert apart(metrics, expected[1]) < 1e-10
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+def test_what_a_step_does_besides_computing_is_done(pools, plan):
+    expected = single(Busy)
+    for parameters, metrics in pools[2].run(fit, "Busy", plan, 2, {}):
+        assert apart(parameters, expected[0]) < 1e-10
+        assert apart(metrics, expected[1]) < 1e-10
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_optimizers_that_are_stepped_by_hand(pools, plan):
+    expected = single(Pair)
+    for parameters, metrics in pools[2].run(fit, "Pair", plan, 2, {}):
+        assert apart(parameters, expected[0]) < 1e-10
+        assert apart(metrics, expected[1]) < 1e-10
