@@ -29,6 +29,7 @@ class Part:
 
     batch: Any
     rows: int  # of all ranks together
+    whole: bool = False  # every group has all rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,8 @@ class Source:
         return loader(
             self.data, self.rows, rank=rank, ranks=ranks, seed=self.seed,
             shuffle=not streams if self.shuffle is None else self.shuffle,
-            last=held.last, ignore=held.ignore, workers=held.workers, collate=collate, **self._more(),
+            last="whole" if held.last == "keep" else held.last, ignore=held.ignore,
+            workers=held.workers, collate=collate, **self._more(),
         )  # fmt: skip
 
     def _more(self) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class Sampled(Sampler[list[int]]):
 def parts_of(batches: Loader, ranks: int) -> Iterator[Part]:
     """The batches that are left of this epoch, with the rows that they have over all ranks."""
     for batch in batches:
-        yield Part(batch=batch, rows=batches.total or rows_in(batch) * ranks)
+        yield Part(batch=batch, rows=batches.total or rows_in(batch) * ranks, whole=batches.whole)
 
 
 def updates(parts: Iterator[Part], count: int) -> Iterator[list[Part]]:

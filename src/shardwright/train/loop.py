@@ -134,14 +134,15 @@ class Loop:
             trainer.optimizer.zero_grad()
             trainer.fire("after_zero_grad")
             batches = [moved(part.batch, trainer.world.device) for part in parts]
-            outputs, averages = self._accumulate(batches, [part.rows for part in parts])
+            outputs, averages = self._accumulate(batches, parts)
             trainer.agreement.ask(trainer.wants_to_stop)
             self._clip()
             trainer.fire("before_optimizer_step")
             with record_function("optimizer"):
                 trainer.optimizer.step()
             trainer.fire("after_optimizer_step")
-        rows, tokens = sum(part.rows for part in parts), sum(map(tokens_in, batches)) * trainer.shares
+        rows = sum(part.rows for part in parts)
+        tokens = sum(tokens_in(part.batch) * (1 if part.whole else trainer.shares) for part in parts)
         progress.step, progress.rows, progress.tokens = step, progress.rows + rows, progress.tokens + tokens
         trainer.meter.count(rows, tokens)
         metrics = self._log(averages) if self._is_logged(step) else {}
@@ -150,13 +151,14 @@ class Loop:
         trainer.advance(step)
         trainer.fire("on_step_end", step, metrics, outputs)
 
-    def _accumulate(self, batches: list[Any], rows: list[int]) -> tuple[list[Any], dict[str, Tensor]]:
+    def _accumulate(self, batches: list[Any], parts: Sequence[Part]) -> tuple[list[Any], dict[str, Tensor]]:
         """Forward and backward of all batches of an update; what the model gave back, and its numbers."""
         trainer = self.trainer
-        weights = self.weights(batches, rows)
+        weights = self.weights(batches, parts)
         trainer.fire("on_accumulate_start", batches)
         outputs: list[Any] = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            trainer.model.pass_whole(parts[number].whole)
             last = number == len(batches) - 1
             with nullcontext() if last else trainer.model.no_sync():
                 trainer.fire("on_batch_start", batch, number)
@@ -177,14 +179,14 @@ class Loop:
         trainer.fire("after_average", averages)
         return outputs, averages
 
-    def weights(self, batches: Sequence[Any], rows: Sequence[int]) -> list[float]:
+    def weights(self, batches: Sequence[Any], parts: Sequence[Part]) -> list[float]:
         """What the loss of each batch counts for in the update."""
-        how = self.trainer.reduction
+        how, rows = self.trainer.reduction, [part.rows for part in parts]
         if how == "sum":
             return [1.0] * len(batches)
         if how == "mean" or len(batches) == 1:
             return [count / sum(rows) for count in rows] if sum(rows) else [1.0 / len(rows)] * len(rows)
-        found = torch.stack([counted(batch) for batch in batches]).double().cpu()
+        found = torch.stack([self._labels(batch, part) for batch, part in zip(batches, parts, strict=True)])
         if self.trainer.shares > 1:
             found = self.trainer.agreement.summed(found) / self.trainer.copies
         return [float(one) for one in found / found.sum().clamp(min=1)]
@@ -262,22 +264,27 @@ class Loop:
         batches = trainer.val_batches_anew()
         for number, part in enumerate(islice(parts_of(batches, trainer.shares), trainer.val_batches)):
             batch = moved(part.batch, trainer.world.device)
+            trainer.model.pass_whole(part.whole)
             trainer.fire("on_val_batch_start", batch, number)
             args, kwargs = arguments(batch)
             output = trainer.model(*args, **kwargs)
             trainer.fire("on_val_batch_end", batch, output, number)
             found.append(numbers_of(output))
-            counts.append(self._count(batch, part.rows))
+            counts.append(self._count(batch, part))
         if not found:
             raise InputError("the validation data is empty: it gives no batch")
         total = math.fsum(counts) or 1.0
         return weighted(found, [count / total for count in counts])
 
-    def _count(self, batch: Any, rows: int) -> float:
+    def _labels(self, batch: Any, part: Part) -> Tensor:
+        """The labels that count in this group's share of a batch."""
+        return counted(batch).double().cpu() / (self.trainer.shares if part.whole else 1)
+
+    def _count(self, batch: Any, part: Part) -> float:
         """What a batch counts for in the mean of validation."""
         if self.trainer.reduction != "tokens":
-            return float(rows)
-        found = counted(batch).double().cpu()
+            return float(part.rows)
+        found = self._labels(batch, part)
         trainer = self.trainer
         return float(trainer.agreement.summed(found) / trainer.copies if trainer.shares > 1 else found)
 
