@@ -1,6 +1,7 @@
 """A whole training run: loop, data, validation, checkpoints, logs. `sw.Trainer` and `shardwright train`."""
 
 from .callbacks import Callback, EarlyStopping, LearningRateMonitor
+from .faults import CheckReplicas, NonFinite, StopOnSignal
 from .loggers import ConsoleLogger, CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 from .loop import Progress
 from .options import Checkpoints, LoaderOptions, Profile
@@ -9,6 +10,7 @@ from .trainer import Trainer
 __all__ = [
     "CSVLogger",
     "Callback",
+    "CheckReplicas",
     "Checkpoints",
     "ConsoleLogger",
     "EarlyStopping",
@@ -16,8 +18,10 @@ __all__ = [
     "LoaderOptions",
     "Logger",
     "MLflowLogger",
+    "NonFinite",
     "Profile",
     "Progress",
+    "StopOnSignal",
     "TensorBoardLogger",
     "Trainer",
     "WandbLogger",

@@ -282,6 +282,7 @@ class Loop:
         for number, part in enumerate(islice(parts_of(batches, trainer.model), trainer.val_batches)):
             part = self._here(part)
             batch = part.batch
+            trainer.model.pass_whole(part.whole)
             trainer.fire("on_val_batch_start", batch, number)
             args, kwargs = arguments(batch)
             output = trainer.model(*args, **kwargs)

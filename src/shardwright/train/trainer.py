@@ -31,6 +31,7 @@ from ..runtime.world import here, start
 from .agreement import Agreement
 from .batches import Reduction
 from .callbacks import Callback, Metrics
+from .faults import StopOnSignal
 from .feed import Source
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
 from .loop import Loop, Progress
@@ -154,6 +155,8 @@ class Trainer:
         self.run, self.progress = RunFolder(directory), Progress()
         self.loggers = list(loggers) if loggers is not None else [ConsoleLogger(), CSVLogger()]
         self.callbacks = [*callbacks, *([Profiler(profile)] if profile is not None else [])]
+        if not any(isinstance(held, StopOnSignal) for held in callbacks):
+            self.callbacks.append(StopOnSignal())
         self.last_val: Metrics = {}
         self.stop_reason: str | None = None
         self.scheduler = None
