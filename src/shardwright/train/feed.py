@@ -122,9 +122,9 @@ class Sampled(Rows):
 def parts_of(batches: Loader, model: ParallelModel) -> Iterator[Part]:
     """The batches that are left of this epoch, with what must be known of each when its turn comes."""
     for batch in batches:
-        whole = model.passing != model.input_mode
-        shares = 1 if model.passing == "same" else model.data_size
-        yield Part(batch=batch, rows=batches.total or rows_in(batch) * shares, shares=shares, whole=whole)
+        shares = 1 if batches.whole or model.input_mode == "same" else model.data_size
+        rows = batches.total or rows_in(batch) * shares
+        yield Part(batch=batch, rows=rows, shares=shares, whole=batches.whole)
 
 
 def updates(parts: Iterator[Part], count: int) -> Iterator[list[Part]]:

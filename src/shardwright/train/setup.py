@@ -27,6 +27,7 @@ from ..runtime.world import World
 from ..verify.parity import ranks_of
 from ..verify.program import compile_program
 from .batches import arguments, moved, rows_in
+from .groups import grouped
 from .joined import joined
 from .meters import Meter, peak_of
 
@@ -58,7 +59,7 @@ def module_of(trainer: Trainer) -> nn.Module:
 def compile_model(trainer: Trainer) -> Compiled:
     """Compile for the ranks of this run."""
     module, world = module_of(trainer), trainer.world
-    optimizer = trainer.make_optimizer(module.parameters())
+    optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
     shares = _shares(trainer, world)
     batch = moved(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -51,7 +51,7 @@ from .setup import (
     seed_everything,
 )
 
-OptimizerMaker = Callable[[Iterable[Tensor]], Optimizer]
+OptimizerMaker = Callable[[Any], Optimizer]
 SchedulerMaker = Callable[[Optimizer], LRScheduler]
 
 
@@ -65,6 +65,7 @@ class Trainer:
         loss: a function or module of (output, target), if the model does not compute its loss itself
         target: which argument is the target of `loss`, if batches are dicts and it is not called labels
         optimizer: from parameters to an optimizer: a class, or a function
+        parameter_groups: settings of some parameters, by patterns of names: {match: "*.bias", weight_decay: 0.0}
         scheduler: from the optimizer to a schedule of its learning rate
         scheduler_every: whether the schedule moves after every step or every epoch
         batch_size: rows of one update, over all ranks
@@ -114,7 +115,7 @@ class Trainer:
     def __init__(
         self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
         target: str | None = None, optimizer: OptimizerMaker = torch.optim.AdamW,
-        scheduler: SchedulerMaker | None = None, scheduler_every: Literal["step", "epoch"] = "step",
+        parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None, scheduler_every: Literal["step", "epoch"] = "step",
         batch_size: int | None = None, micro_batch_size: int | None = None, accumulate: int | None = None,
         reduction: Reduction = "mean", loader: LoaderOptions | None = None,
         sampler: Callable[[Any], Iterable[int]] | None = None, max_steps: int | None = None,
@@ -130,7 +131,7 @@ class Trainer:
         checkpoints: Checkpoints | bool = True, loggers: Sequence[Logger] | None = None,
         callbacks: Sequence[Callback] = (), log_every: int = 10, profile: Profile | None = None,
     ) -> None:  # fmt: skip
-        self.loss_function, self.target = loss, target
+        self.loss_function, self.target, self.parameter_groups = loss, target, parameter_groups
         self.make_optimizer, self.make_scheduler, self.scheduler_every = optimizer, scheduler, scheduler_every
         self.max_steps, self.max_epochs = max_steps, max_epochs
         self.val_every, self.val_every_epochs, self.val_batches = val_every, val_every_epochs, val_batches
