@@ -14,6 +14,7 @@ PAGES = [
     "control_flow_and_opaque.md",
     "data.md",
     "experts.md",
+    "faults.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
