@@ -77,7 +77,7 @@ def test_every_room_is_in_the_table():
     assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
 
 
-GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface"]}
+GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface", "cli"]}
 
 
 def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from . import modules
-from .modules import Net, compiled, ours, quiet, rows, seeded, whole
+from .modules import Net, compiled, half, ours, quiet, rows, seeded, trainer, whole
 
 
 def fit(rank: int, name: str, plan: str, size: int, options: dict[str, Any]) -> Any:
@@ -34,3 +35,13 @@ def resume(rank: int, name: str, plan: str, path: str) -> Any:
         tested = run.test(net, rows(), verbose=False)[0]["test"]
         run.validate(net, rows(), ckpt_path=path, verbose=False)
         return after, tested, float(run.callback_metrics["val"]), run.lr_scheduler_configs == []
+
+
+def narrow(rank: int, plan: str, size: int, options: dict[str, Any]) -> Any:
+    """A run in float32, bfloat16 or float16: the parameters, and the scale of the loss if there is one."""
+    with quiet(size):
+        options = {**options, "plugins": [half()]} if options["precision"] is None else options
+        run = ours(plan, size, **options) if plan else trainer("auto", 1, **options)
+        run.fit(seeded(Net, torch.float32), rows(dtype=torch.float32))
+        scaler = getattr(run.precision_plugin, "scaler", None)
+        return whole(run) if plan else run.model.state_dict(), scaler and scaler.get_scale()

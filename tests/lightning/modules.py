@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -21,6 +22,7 @@ import lightning
 from shardwright.lightning import ShardwrightStrategy
 
 SEED = 1
+LARGE = 2.0**22  # a scale of the loss that float16 has to come down from
 
 
 class Block(nn.Module):
@@ -64,9 +66,11 @@ class Net(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def rows(size: int = 8, count: int = 24, shuffled: bool = False) -> DataLoader[Any]:
+def rows(
+    size: int = 8, count: int = 24, shuffled: bool = False, dtype: torch.dtype = torch.float64
+) -> DataLoader[Any]:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(count, 8, generator=generator, dtype=dtype)
     data = TensorDataset(x, torch.randint(4, (count,), generator=generator))
     sampler = DistributedSampler(data, 1, 0, seed=SEED) if shuffled else None
     return DataLoader(data, batch_size=size, sampler=sampler)
@@ -104,9 +108,14 @@ def quiet(size: int = 1) -> Iterator[None]:
         os.environ.update(before)
 
 
-def seeded(make: Any) -> Any:
+def seeded(make: Any, dtype: torch.dtype = torch.float64) -> Any:
     lightning.seed_everything(SEED, verbose=False)
-    return make().double()
+    return make().to(dtype)
+
+
+def half() -> MixedPrecision:
+    """float16 as Lightning has it on a GPU, with a scale that is too large at first."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=LARGE))
 
 
 def single(make: Any, shuffled: bool = False, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -39,6 +39,7 @@ from ..runtime.world import here
 from . import checkpoints
 from .compiled import Compiled, CompiledParts, CompiledSteps, heavy_parts
 from .examples import example_of
+from .scaling import agree
 
 
 class ShardwrightStrategy(ParallelStrategy):
@@ -127,6 +128,12 @@ class ShardwrightStrategy(ParallelStrategy):
         self.optimizers = self.optimizers  # what Lightning puts around them looks at them as they are now
         self.setup_precision_plugin()
         checkpoints.check_hyperparameters(module, getattr(trainer, "datamodule", None))
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            agree(scaler)
 
     def _compile(self, trainer: Trainer, module: LightningModule) -> Compiled:
         module._device = self.root_device
