@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import lightning
+
 from . import modules
-from .modules import Net, compiled, half, ours, quiet, rows, seeded, trainer, whole
+from .modules import Net, Tuned, compiled, half, ours, quiet, rows, seeded, sentences, trainer, whole
 
 
 def fit(rank: int, name: str, plan: str, size: int, options: dict[str, Any]) -> Any:
@@ -45,3 +47,18 @@ def narrow(rank: int, plan: str, size: int, options: dict[str, Any]) -> Any:
         run.fit(seeded(Net, torch.float32), rows(dtype=torch.float32))
         scaler = getattr(run.precision_plugin, "scaler", None)
         return whole(run) if plan else run.model.state_dict(), scaler and scaler.get_scale()
+
+
+def tune(rank: int, plan: str, folder: str, size: int) -> Any:
+    """A model of transformers in a LightningModule: losses, and what it predicts; then how it does in a second fit."""
+    with quiet(size):
+        lightning.seed_everything(1, verbose=False)
+        data = sentences(folder)
+        run = ours(plan, size, weights={"model": folder}, max_epochs=1) if plan else trainer("auto", 1, max_epochs=1)
+        net = Tuned(folder, empty=bool(plan))
+        run.fit(net, data)
+        first = float(run.callback_metrics["loss"])
+        said = run.predict(net, data)
+        again = ours(plan, size, max_epochs=1) if plan else trainer("auto", 1, max_epochs=1)
+        again.fit(net, data)
+        return first, torch.cat(said), float(again.callback_metrics["loss"])

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load_weights
 from ..compile import replicas_of
+from ..errors import InputError
 from ..parts import Parts
 from ..planning import PlanLike
 from ..runtime.inputs import Mode
@@ -40,6 +41,8 @@ from . import checkpoints
 from .compiled import Compiled, CompiledParts, CompiledSteps, heavy_parts
 from .examples import example_of
 from .scaling import agree
+
+MARK = "_shardwright_compiled"  # the attribute of a module that was compiled
 
 
 class ShardwrightStrategy(ParallelStrategy):
@@ -115,19 +118,31 @@ class ShardwrightStrategy(ParallelStrategy):
         assert self.accelerator is not None and isinstance(self.lightning_module, LightningModule)
         self.accelerator.setup(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        known = self.compiled is not None and self.compiled.module is module
-        if not known:
+        self.compiled = known = self._known(module)
+        self.model = module
+        if known is None:
             self.model = self.precision_plugin.convert_module(module)
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
-        if not known:
-            self.compiled = self._compile(trainer, module)
-        elif fitting and self.compiled is not None:
-            self.compiled.adopt(self.optimizers)
+        if known is None:
+            self.compiled = vars(module)[MARK] = self._compile(trainer, module)
+        elif fitting:
+            known.adopt(self.optimizers)
         self.optimizers = self.optimizers  # what Lightning puts around them looks at them as they are now
         self.setup_precision_plugin()
         checkpoints.check_hyperparameters(module, getattr(trainer, "datamodule", None))
+
+    def _known(self, module: LightningModule) -> Compiled | None:
+        """The module as a Trainer before this one compiled it: it has nothing but pieces."""
+        known: Compiled | None = vars(module).get(MARK)
+        for name in ("plan", "inputs"):
+            if known is not None and known.options[name] != self._options[name]:
+                raise InputError(
+                    f"{type(module).__name__} was compiled with {name}={known.options[name]!r} and holds those pieces; "
+                    f"for {name}={self._options[name]!r} make a new one and load it: fit(new, ckpt_path=...)"
+                )
+        return known
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -137,10 +152,11 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def _compile(self, trainer: Trainer, module: LightningModule) -> Compiled:
         module._device = self.root_device
+        options = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **self._options}
         parts = heavy_parts(module) if self._parts is None and not module.automatic_optimization else self._parts
         if parts is not None:
-            return CompiledParts(module, self.optimizers, parts, self._options)
-        made = CompiledSteps(module, self.optimizers, self._options, self.root_device)
+            return CompiledParts(module, self.optimizers, parts, options)
+        made = CompiledSteps(module, self.optimizers, options, self.root_device)
         found = example_of(self, trainer, self._example)
         if found is not None:
             made.prepare(*found)
