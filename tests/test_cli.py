@@ -69,7 +69,7 @@ def test_plan_writes_a_file_that_explain_and_verify_read(net, tmp_path, capsys):
 
 
 def test_a_plan_is_searched_for_a_cluster_by_name(net, tmp_path, capsys):
-    asked = ["--cluster", "4xA100-80GB", "--batch", "64", "--precision", "bfloat16", "--optimizer", "momentum"]
+    asked = ["--cluster", "4xA100-80GB", "--batch", "64", "--precision", "bf16-mixed", "--optimizer", "momentum"]
     assert main(["plan", net, *asked, "--memory", "1GiB", "--accumulate", "2", "-o", "plan.json"]) == 0
 
     out = capsys.readouterr().out

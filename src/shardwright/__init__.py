@@ -5,6 +5,19 @@ from .checkpoint import load, save
 from .parallelize import parallelize, plan
 from .register import register_op
 from .report import diff, explain
+from .train import Trainer
 from .verify import verify
 
-__all__ = ["diff", "experts", "explain", "load", "opaque", "parallelize", "plan", "register_op", "save", "verify"]
+__all__ = [
+    "Trainer",
+    "diff",
+    "experts",
+    "explain",
+    "load",
+    "opaque",
+    "parallelize",
+    "plan",
+    "register_op",
+    "save",
+    "verify",
+]

@@ -12,6 +12,8 @@
     ├── InputError         what was passed at run time does not fit the program
     ├── CheckpointError    a checkpoint is damaged, half written, or of something else
     ├── ParityError        the compiled program differs from the original
+    ├── DriftError         ranks have different values of what should be equal
+    ├── NonFiniteError     a loss, a value or a gradient is infinite or not a number
     └── RankError          another rank failed or was lost
 
 Messages carry the op, the value with its shape, the user's source line, the numbers
@@ -73,6 +75,14 @@ class CheckpointError(ShardwrightError):
 
 class ParityError(ShardwrightError):
     """The compiled program differs from the original."""
+
+
+class DriftError(ShardwrightError):
+    """Ranks have different values of what should be equal."""
+
+
+class NonFiniteError(ShardwrightError):
+    """A loss, a value or a gradient is infinite or not a number."""
 
 
 class RankError(ShardwrightError):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .capture import Captured, capture, find_opaque
+from .capture import Captured, capture, cast, casting, find_opaque
 from .cluster import find as find_cluster
 from .cluster import quantity
 from .compile import Compiler, Outputs, skeleton_of
@@ -28,12 +28,13 @@ from .plan import Plan
 from .plan.auto import Progress, Wishes
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
 from .planning import Batching, PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
+from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
 from .runtime.pipeline.loop import Backward
-from .runtime.world import start
+from .runtime.world import World, start
 
 GENERATED = Path(".shardwright")
 How = Literal["marked", "auto"]
@@ -44,8 +45,9 @@ def parallelize(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, example: Any = None, plan: PlanLike = "auto",
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
-    inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1, seed: int = 0,
-    directory: str | Path = GENERATED, timeout: float = 600.0, parts: Parts | None = None, opaque: How = "marked",
+    precision: PrecisionLike = None, inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1,
+    seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0, parts: Parts | None = None,
+    opaque: How = "marked",
 ) -> Any:  # fmt: skip
     """Compile a model for all processes of this run.
 
@@ -57,14 +59,13 @@ def parallelize(
                 shardwright calibrate), or "auto": the devices of this run as the catalogue knows them.
     memory      how much of a device's memory a plan may use, such as "70GiB".
     constraints what "auto" has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md.
-    microbatches
-                how many parts of a batch go through a pipeline one after the other; without it a plan string takes
+    microbatches  how many parts of a batch go through a pipeline one after the other; without it a plan string takes
                 about four a stage, and "auto" searches.
-    microbatch_semantics
-                "global": the step is that of the whole batch; "local": each microbatch is a batch of its own, and
-                losses are averaged (for models that can't be cut, such as those with batch norm).
+    microbatch_semantics  "global": the step is that of the whole batch; "local": each microbatch is a batch of its
+                own, and losses are averaged (for models that can't be cut, such as those with batch norm).
     backward    of a pipeline: "inside" the call of the model, seeded by its loss, which keeps few microbatches
                 alive; "outside": when backward of anything made of its outputs runs.
+    precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
     inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
                 group its rows), "gather" (each rank its rows).
     outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
@@ -80,35 +81,51 @@ def parallelize(
     """
     _check(inputs, outputs, accumulate)
     _check_batching(microbatches, microbatch_semantics, backward)
+    exact = _exact(precision, model, optimizer)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
     if parts is not None:
-        _check_parts(example, constraints)
+        _check_parts(example, constraints, exact.casts)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
-    setting = None
-    if plan == "auto" or cluster != "auto":
-        setting = Setting(
-            cluster=cluster_here(world) if cluster == "auto" else find_cluster(cluster),
-            training=training_of(optimizer, accumulate),
-            wishes=Wishes(memory=read_bytes(memory), constraints=asked),
-            rows=inputs == "rows",
-        )
+    wishes = Wishes(memory=read_bytes(memory), constraints=asked)
+    setting = _setting(plan, cluster, world, training_of(optimizer, accumulate, exact), wishes, inputs)
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
+        precision=exact,
     )  # fmt: skip
-    find_opaque(compiler.skeleton, opaque)
-    made = _made(model, compiler, example, accumulate)
+    made = _made(model, compiler, example, accumulate, opaque)
     return made if optimizer is None else (made, optimizer)
 
 
-def _made(model: nn.Module, compiler: Compiler, example: Any, accumulate: int) -> ParallelModel:
+def _setting(
+    plan: PlanLike, cluster: str | Path, world: World, training: Training, wishes: Wishes, inputs: Mode
+) -> Setting | None:
+    """What a plan is searched for and priced with; None if nobody asks for either."""
+    if plan != "auto" and cluster == "auto":
+        return None
+    known = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
+    return Setting(cluster=known, training=training, wishes=wishes, rows=inputs == "rows")
+
+
+def _made(model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How) -> ParallelModel:
+    find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate)
     if example is not None:
         made.prepare(*arguments_of(example))
     else:
         made.show(model)
     return made
+
+
+def _exact(precision: PrecisionLike, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Precision:
+    found = read_precision(precision)
+    if found.master and optimizer is None and model.training:
+        raise InputError(
+            f"precision={precision!r} has float32 masters, which the optimizer updates, and there is none; pass the "
+            "optimizer, or call model.eval() before if it is not trained, or say {'base': ..., 'master': False}"
+        )
+    return found
 
 
 def _check(inputs: str, outputs: str, accumulate: int) -> None:
@@ -131,17 +148,19 @@ def _check_batching(microbatches: int | None, semantics: str, backward: str) -> 
         raise InputError(f'backward={backward!r} is not known; use "inside" or "outside"')
 
 
-def _check_parts(example: Any, constraints: Any) -> None:
+def _check_parts(example: Any, constraints: Any, casts: bool) -> None:
     if example is not None:
         raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
     if constraints is not None:
         raise InputError("constraints are for the search over a whole model, not over parts of one; leave them out")
+    if casts:
+        raise InputError("precision is for a whole model; cast the parts, or use torch.autocast in the model")
 
 
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
-    precision: str | None = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
+    precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
     opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
@@ -151,7 +170,7 @@ def plan(
     memory      how much of a device's memory it may use, such as "70GiB"; without it, what the device has
     constraints what the search has to keep to: a list of dicts or the path of a YAML file, see docs/constraints.md
     optimizer   the kind whose state counts: "adamw", "sgd", "momentum", ...
-    precision   "bfloat16" or "float16" if the model is trained in it (autocast); None: as it is written
+    precision   as `parallelize` takes it: "bf16-mixed", "bf16", ...; None: as it is written
     microbatches  how many, in a pipeline; without it, about four a stage, or what "auto" finds
     seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
@@ -168,7 +187,7 @@ def plan(
 
 def planned(
     model: nn.Module, *, example: Any, plan: PlanLike, cluster: str | Path | int, size: int | None = None,
-    entry: str = "train", memory: str | float | None, optimizer: str, precision: str | None, accumulate: int,
+    entry: str = "train", memory: str | float | None, optimizer: str, precision: PrecisionLike, accumulate: int,
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
     microbatches: int | None = None,
@@ -178,12 +197,13 @@ def planned(
     size    for how many devices of the cluster, if not for all
     stop    says when to end the search with the best so far
     """
-    captured = captured_graph(model, example, entry=entry, opaque=opaque)
+    exact = read_precision(precision)
+    captured = captured_graph(model, example, entry=entry, opaque=opaque, precision=exact)
     graph = only_scalars(captured.graph) if outputs == "scalars" else captured.graph
     count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
     setting = Setting(
         cluster=cluster_for(cluster, count),
-        training=Training(optimizer=optimizer, compute=precision, accumulate=accumulate),
+        training=Training(optimizer=optimizer, reduce=exact.sync, accumulate=accumulate),
         wishes=Wishes(
             memory=read_bytes(memory),
             constraints=read_asked(constraints, model, plan),
@@ -197,12 +217,17 @@ def planned(
     return make_plan(graph, analyse(graph, probing(captured.functions)), plan, count, setting, asked), graph
 
 
-def captured_graph(model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked") -> Captured:
+def captured_graph(
+    model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked",
+    precision: PrecisionLike = None,
+) -> Captured:  # fmt: skip
     """What a call of a model computes."""
+    exact = read_precision(precision)
     args, kwargs = arguments_of(example)
-    skeleton = find_opaque(skeleton_of(model), opaque)
+    skeleton = find_opaque(cast(skeleton_of(model), exact), opaque)
     held = entry or ("train" if model.training else "eval")
-    return capture(skeleton, args, kwargs, entry=held, real=lambda: (model, args, kwargs))
+    with casting(skeleton, exact):
+        return capture(skeleton, args, kwargs, entry=held, real=lambda: (model, args, kwargs))
 
 
 def read_asked(constraints: ConstraintsLike | None, model: nn.Module, plan: PlanLike) -> Constraints:

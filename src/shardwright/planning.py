@@ -27,6 +27,7 @@ from .plan.pipeline import continue_pipeline, draw_pipeline
 from .plan.price import price
 from .plan.recompute import faults_of
 from .plan.rows import is_replica, replica_axes
+from .precision import Precision
 from .rules import Analysis
 from .runtime.world import World
 
@@ -148,7 +149,7 @@ def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting
         cluster = setting.cluster if setting else cluster_of(world)
         more = extend(plan, facts, cluster, setting.training if setting else Training())
     else:
-        more = draw(graph, read_request(plan.policy, world), facts, plan.cluster)
+        more = draw(graph, read_request(plan.policy, world), facts, plan.cluster, lenient=True)
     wished = next(iter(plan.entries.values()))[0].recompute
     again = tuple(path for path in wished if not faults_of(graph, path))
     return replace(
@@ -201,14 +202,17 @@ def _gpus(size: int, local: int) -> Cluster:
     return Cluster(name=f"{size // local}x{local}x{device.name}", groups=(Group(node=node, nodes=size // local),))
 
 
-def training_of(optimizer: torch.optim.Optimizer | None, accumulate: int = 1) -> Training:
+def training_of(
+    optimizer: torch.optim.Optimizer | None, accumulate: int = 1, precision: Precision | None = None
+) -> Training:
     """How a model is trained, from its optimizer; AdamW if there is none, or one whose state is not known."""
+    reduce = precision.sync if precision is not None else None
     if optimizer is None:
-        return Training(accumulate=accumulate)
+        return Training(accumulate=accumulate, reduce=reduce)
     name = type(optimizer).__name__.lower()
     if name == "sgd" and any(group.get("momentum") for group in optimizer.param_groups):
         name = "momentum"
-    return Training(optimizer=name if name in STATES else "adamw", accumulate=accumulate)
+    return Training(optimizer=name if name in STATES else "adamw", accumulate=accumulate, reduce=reduce)
 
 
 def only_scalars(graph: Graph) -> Graph:

@@ -63,12 +63,12 @@ def test_dropped_and_padded_last_batches(held, epoch):
         rows.set_epoch(epoch)
     for whole, *shares in zip(kept, *groups, strict=True):
         assert len({len(mine) for mine in shares}) == 1  # as many on every group
-        real = [mine[: len(mine) - rows.padding(len(whole))] for rows, mine in zip(groups, shares, strict=True)]
+        real = [mine[: len(mine) - rows.sharing.padding(len(whole))] for rows, mine in zip(groups, shares, strict=True)]
         assert joined(real) == whole
         assert set(joined(shares)) == set(whole)  # what fills up is of the same batch
 
 
-@given(shared(), st.sampled_from(["keep", "drop", "pad"]))
+@given(shared(), st.sampled_from(["keep", "drop", "pad", "whole"]))
 def test_the_length_is_the_number_of_batches(held, last):
     rows = Rows(**held, last=last)
     assert len(rows) == len(list(rows))
@@ -95,7 +95,7 @@ def test_shares_are_cut_as_torch_chunks(total, ranks):
         ({"batch": 6, "ranks": 4}, "batch=6 does not divide by the 4 groups that share it; take 8"),
         ({"batch": 4, "ranks": 2, "rank": 2}, "rank=2 of ranks=2"),
         ({"batch": 0}, "at least one row"),
-        ({"batch": 2, "last": "kept"}, "it is one of keep, drop, pad"),
+        ({"batch": 2, "last": "kept"}, "it is one of keep, drop, pad, whole"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(options, words):
@@ -112,3 +112,12 @@ def test_a_place_in_another_order_is_refused():
     other = Rows(10, 2, shuffle=True, seed=5)
     other.load_state_dict(state)
     assert list(other) == list(Rows(10, 2, shuffle=True, seed=4))
+
+
+@given(shared())
+def test_what_can_not_be_shared_evenly_is_given_whole(held):
+    kept = batches(**held)
+    for rank in range(held["ranks"]):
+        for whole, mine in zip(kept, Rows(**held, rank=rank, last="whole"), strict=True):
+            size = len(whole) // held["ranks"]
+            assert mine == (whole if len(whole) % held["ranks"] else whole[rank * size : (rank + 1) * size])

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["checkpoints.md", "clusters.md", "constraints.md", "cost-model.md", "control_flow_and_opaque.md", "experts.md"]
+PAGES = [
+    "checkpoints.md",
+    "clusters.md",
+    "constraints.md",
+    "cost-model.md",
+    "control_flow_and_opaque.md",
+    "data.md",
+    "experts.md",
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -9,13 +9,14 @@ from .source import SRC, Import, imports
 # Section 2 of the design, every room with all it may import of ours, in the order data goes through them.
 MAY_IMPORT = {
     "errors": "",
+    "precision": "errors",
     "layout": "errors",
     "tie": "",
     "conversion": "errors layout",
     "schedule": "errors layout",
     "ir": "errors layout",
     "rules": "errors layout conversion ir",
-    "capture": "errors layout tie ir rules",
+    "capture": "errors precision layout tie ir rules",
     "cluster": "errors layout",
     "cost": "errors layout conversion schedule ir rules cluster",
     "plan": "errors layout conversion schedule ir rules cluster cost",
@@ -23,28 +24,31 @@ MAY_IMPORT = {
     "probe": "errors layout ir rules capture lower",
     "emit": "errors layout schedule ir rules plan lower",
     "runtime": "errors layout tie schedule",
-    "planning": "errors ir rules capture cluster cost plan runtime",
-    "compile": "errors layout conversion schedule ir rules capture cluster cost plan lower probe emit runtime planning",
+    "planning": "errors precision ir rules capture cluster cost plan runtime",
+    "compile": (
+        "errors precision layout conversion schedule ir rules capture cluster cost plan lower probe emit runtime "
+        "planning"
+    ),
     "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile",
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
-        "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile parts "
-        "verify"
+        "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
+        "compile parts verify"
     ),
     "checkpoint": "errors runtime",
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors parallelize runtime checkpoint data",
+    "train": "errors cluster cost plan planning compile runtime verify parallelize checkpoint data",
     "lightning": "errors runtime planning compile parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
-        "errors schedule ir capture cluster calibrate plan lower emit runtime planning compile verify parallelize "
-        "checkpoint report"
+        "errors precision schedule ir capture cluster calibrate plan lower emit runtime planning compile verify "
+        "parallelize checkpoint report train"
     ),
 }
-NO_TORCH = frozenset("errors layout conversion schedule ir rules cluster cost plan lower emit".split())
+NO_TORCH = frozenset("errors precision layout conversion schedule ir rules cluster cost plan lower emit".split())
 
 
 def is_torch(target: str) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
 
+NAP = 14.0  # seconds, longer than ranks of the tests of hangs wait
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,6 +42,8 @@ class Flaky(torch.autograd.Function):
         wanted = cls.plan.get(when) if dist.is_initialized() and dist.get_rank() == cls.plan.get("rank") else None
         if wanted == "raise":
             raise ValueError(f"the data went bad in {when}")
+        if wanted == "sleep":
+            time.sleep(NAP)
         if wanted == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -64,6 +67,8 @@ def train(rank: int, plan: dict[str, Any], policy: str, directory: str) -> None:
     x = torch.randn(4, 4)
     for step in range(4):
         Flaky.plan = plan if step == 2 else {}
+        if step == 2 and rank == plan.get("rank") and plan.get("loop") == "sleep":
+            time.sleep(NAP)
         try:
             loss = model(x)
             loss.backward()

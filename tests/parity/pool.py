@@ -33,8 +33,9 @@ GRACE = 30.0  # seconds in which other ranks may say what they saw of a failure
 class Pool:
     """Processes of one world size. `run` gives a job to all of them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, patience: float | None = None) -> None:
         self.size = size
+        self._patience = patience  # the timeout of the process group, if it is not that of the first job
         self._members: list[tuple[Any, Connection]] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -77,7 +78,7 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system picks the port
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            wanted = (theirs, rank, self.size, self._store.port, timeout)
+            wanted = (theirs, rank, self.size, self._store.port, self._patience or timeout)
             process = context.Process(target=_serve, args=wanted, daemon=True)
             process.start()
             theirs.close()

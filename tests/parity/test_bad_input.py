@@ -51,15 +51,6 @@ def test_a_batch_that_does_not_divide(tmp_path, plan, size):
     refused(PlanError, size, plan, tmp_path, *words, batch=3)
 
 
-def test_a_later_batch_that_does_not_divide(tmp_path):
-    def call(rank, model, args):
-        model(*args)
-        model(*(held[:3] for held in args))
-
-    words = ("a batch of 3 does not divide over 2", "use a batch of 4")
-    refused(PlanError, 2, "dp=2", tmp_path, *words, call=call)
-
-
 @pytest.mark.parametrize("axis", ["dp", "tp", "zero3"])
 def test_an_axis_of_one(tmp_path, axis):
     refused(PlanError, 1, f"{axis}=1", tmp_path, f"'{axis}=1' gives {axis} 1 device", "leave an axis out")

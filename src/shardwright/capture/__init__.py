@@ -3,10 +3,11 @@
 from .assemble import capture
 from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
+from .casting import cast, casting
 from .interpret import run
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
-from .real import Real
+from .real import NoValues, Real
 from .trace import without_collection
 
 __all__ = [
@@ -15,10 +16,13 @@ __all__ = [
     "Captured",
     "Function",
     "InputLeaf",
+    "NoValues",
     "Opaque",
     "OpaquePart",
     "Real",
     "capture",
+    "cast",
+    "casting",
     "experts",
     "find_opaque",
     "opaque",

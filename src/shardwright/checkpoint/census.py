@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..errors import InputError, raise_all
 from ..runtime.model import Holding, ParallelModel
 from ..runtime.parameters import ShardParameter
+from ..runtime.refresh import renew
 from ..runtime.state import name_of
 from ..runtime.world import here
 
@@ -107,6 +108,11 @@ class Census:
         """What has these keys was loaded."""
         for prefix, part in self.compiled.items():
             part._ready().filled({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+
+    def renew(self) -> None:
+        """What parameters have masters follows them: those were loaded. All ranks must call it."""
+        for part in self.compiled.values():
+            renew(part._ready().parameters.values())
 
     def check_ready(self) -> None:
         """Several ranks have one model only once it is compiled; and what is on meta has nothing to save."""

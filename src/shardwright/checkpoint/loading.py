@@ -72,6 +72,7 @@ def load(
     census = Census(model)
     world = opened.manifest.world
     meeting.together(lambda: held.restore(opened.said, opened.index, census, world, strict=strict, rng=rng))
+    census.renew()
     others = {name: one for name, one in opened.said["extra"].items() if name not in held.extra}
     return Loaded(
         path=opened.folder,

@@ -91,6 +91,7 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, und
         census.filled(names)
 
     meeting.together(read)
+    census.renew()
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def _kinds(census: Census, own: Mapping[str, Tensor]) -> dict[str, Tensor | _Kin
     for prefix, part in census.compiled.items():
         holding = part._ready()
         for _, helds in holding.seats:
-            found.update({prefix + held.name: _Kind(held.dtype) for held in helds})
+            found.update({prefix + held.name: _Kind(held.true_dtype) for held in helds})
     return {key: own.get(key, found.get(key, _Kind(torch.float32))) for key in census.shapes}
 
 

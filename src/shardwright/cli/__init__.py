@@ -1,4 +1,4 @@
-"""The command line: plan, explain, diff, simulate, compile, verify, calibrate, checkpoint.
+"""The command line: plan, explain, diff, simulate, compile, verify, calibrate, checkpoint, train.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
@@ -9,6 +9,7 @@
     shardwright verify  train.py:make_model --plan tp=2
     shardwright calibrate -o cluster.yaml
     shardwright checkpoint inspect run/step-001000
+    shardwright train config.yaml --model.init_args.n_layer 24
 
 A model is named by a file (or an importable module) and a function in it that returns the
 module and an example of its arguments; or by a Hugging Face config, `hf:config.json`. None
@@ -35,27 +36,35 @@ from ..errors import InputError, ShardwrightError
 from ..ir import Graph
 from ..parallelize import captured_graph, cluster_size, planned
 from ..planning import Batching
+from ..precision import NAMED
 from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
 from .checkpoint import add_checkpoint, run_checkpoint
 from .models import MODEL, load_model, with_rows
 from .simulate import run_simulate, simulate_parser
+from .train import run_train
 from .watching import Watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
-    parser = make_parser()
-    asked = parser.parse_args(list(argv) if argv is not None else None)
+    words = list(sys.argv[1:] if argv is None else argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if words[:1] == ["train"]:  # its settings are those of a class, and not known before they are read
+        return _guarded("train", lambda: run_train(words[1:]))
+    asked = make_parser().parse_args(words)
+    return _guarded(asked.command, lambda: COMMANDS[asked.command](asked[asked.command], console))
+
+
+def _guarded(command: str, run: Callable[[], int]) -> int:
     try:
-        return COMMANDS[asked.command](asked[asked.command], console)
+        return run()
     except (ShardwrightError, OSError) as error:
-        print(f"shardwright {asked.command}: {error}", file=sys.stderr)
+        print(f"shardwright {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"shardwright {asked.command}: interrupted, and nothing was written", file=sys.stderr)
+        print(f"shardwright {command}: interrupted, and nothing was written", file=sys.stderr)
         return 130
 
 
@@ -116,6 +125,7 @@ def make_parser() -> ArgumentParser:
     measured.add_argument("--ranks", type=int, help="processes to start; one for each core if not said")
     commands.add_subcommand("calibrate", measured, help="measure this machine as a cluster")
     add_checkpoint(commands)
+    commands.add_subcommand("train", ArgumentParser(), help="train a model, as a file says; see docs/training.md")
     return parser
 
 
@@ -133,7 +143,7 @@ def _model_arguments(parser: ArgumentParser) -> None:
 def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cluster", help="what to plan for: a name such as 8xA100-80GB, or a cluster file (YAML)")
     parser.add_argument("--memory", help="how much of a device's memory may be used, such as 70GiB; else what it has")
-    parser.add_argument("--precision", choices=["bfloat16", "float16"], help="train in it (autocast); else as written")
+    parser.add_argument("--precision", choices=list(NAMED), help="train in it; else as written")
     parser.add_argument("--optimizer", default="adamw", help="whose state counts: adamw, sgd, momentum, ...")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards before an update")
     parser.add_argument(

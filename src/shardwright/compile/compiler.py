@@ -20,7 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import Body, Captured, Function, Opaque, OpaquePart, Real, capture, without_collection
+from ..capture import (
+    Body,
+    Captured,
+    Function,
+    NoValues,
+    Opaque,
+    OpaquePart,
+    Real,
+    capture,
+    cast,
+    casting,
+    without_collection,
+)  # fmt: skip
+from ..cost import training_flops
 from ..emit import emit
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
@@ -31,6 +44,7 @@ from ..plan.file import read as read_plan
 from ..plan.rows import replica_axes
 from ..plan.strings import REPLICAS
 from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
+from ..precision import Precision
 from ..probe import probing
 from ..rules import Analysis, analyse
 from ..runtime.inputs import Mode, rows_of
@@ -44,7 +58,7 @@ from ..runtime.world import Groups, Moment, World
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
-from .seats import Seat, check_held, find_seats
+from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -111,9 +125,11 @@ class Compiler:
         outputs: Outputs = "all",
         batching: Batching | None = None,
         backward: Backward = "inside",
+        precision: Precision | None = None,
     ) -> None:
         self.module: nn.Module | None = module
-        self.skeleton = skeleton_of(module)
+        self.precision = precision or Precision()
+        self.skeleton = cast(skeleton_of(module), self.precision)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
@@ -127,10 +143,12 @@ class Compiler:
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
-        graph, mode = captured.graph, "rows" if self.mode == "rows" else "same"
+        graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
         with without_collection():
             facts = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, facts)
+            if model.training and model.flops is None:
+                model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
             self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
@@ -140,6 +158,8 @@ class Compiler:
             made = [generate(program, self.directory) for program in programs]
         self.programs.append(programs[0])
         seats = find_seats(plan.entries[graph.entry], made)
+        if self.precision.master and self.optimizer is not None:
+            seats = with_masters(seats)
         groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
         if model._holding is None:
             self._hold(model, made, seats, groups)
@@ -150,7 +170,7 @@ class Compiler:
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
-        scale = self._replicas() if self.mode == "rows" else 1
+        scale = self._replicas() if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -162,7 +182,7 @@ class Compiler:
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
         real = self._real(model, given, rows, scale)
-        with _CAPTURING:
+        with _CAPTURING, casting(self.skeleton, self.precision):
             found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
@@ -175,6 +195,8 @@ class Compiler:
         module = self.module or (self._gathered(model) if self.looked else self.skeleton)
 
         def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+            if self.precision.casts:
+                raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
             leaves, spec = pytree.tree_flatten(given)
             many = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows for x in leaves]
             whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, many, strict=True)]
@@ -224,8 +246,10 @@ class Compiler:
     ) -> None:
         assert self.module is not None
         holder = Holder(
-            module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix
-        )
+            module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix,
+            dtypes={key: held.dtype for key, held in self.skeleton.named_buffers(remove_duplicate=False)},
+            wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
+        )  # fmt: skip
         units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
         holding = holder.hold(seats, groups, tuple(units))
         model.hold(holding)
@@ -241,7 +265,8 @@ class Compiler:
             stage=self._stage(model, captured, made, groups),
             path=made.path,
             rows=tuple(
-                self.mode == "rows" and name is not None and any(program.layouts[name].cuts) for name in program.outputs
+                model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
+                for name in program.outputs
             ),
             **self._ways(captured),
         )
@@ -267,7 +292,7 @@ class Compiler:
         return Entry(
             running=Running(pipeline, self.loop),
             path=here.path,
-            rows=tuple(self.mode == "rows" and output.value in joined for output in captured.graph.outputs),
+            rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
             **self._ways(captured),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..layout import Mesh
 from ..plan.rows import replica_axes
 from ..runtime.gradients import GradientSync
-from ..runtime.holding import Held, coordinates, kept_layout, scatter
+from ..runtime.holding import Held, coordinates, kept_layout, scatter, storage_layout
 from ..runtime.model import Holding
 from ..runtime.parameters import ShardParameter, join, make_parameter
 from ..runtime.pipeline import Ties
@@ -34,6 +34,8 @@ class Holder:
     random: Randomness
     promote: bool = False
     prefix: str = ""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of buffers that are cast
+    wire: torch.dtype | None = None  # in which gradients are summed, if not in their own
 
     def hold(self, seats: Sequence[Seat], every: Mapping[Mesh, Groups], units: Sequence[str] = ()) -> Holding:
         """What this rank holds. All ranks must call it. `units` are those of ZeRO-3, in their order."""
@@ -47,7 +49,7 @@ class Holder:
             full = self._shared(old[key])
             if key in own:
                 pieces[key] = self._piece(full, own[key], groups)
-        buffers = {key: self._shared(tensor) for key, tensor in self.module.named_buffers(remove_duplicate=False)}
+        buffers = {key: self._buffer(key, held) for key, held in self.module.named_buffers(remove_duplicate=False)}
         every_held = tuple((seat.mesh, seat.held) for seat in seats)
         if len(seats) > 1:
             join(Stages(every_held), pieces.values())
@@ -88,23 +90,34 @@ class Holder:
 
     def _sync(self, trained: Sequence[tuple[Held, nn.Parameter]], groups: Groups, seats: Seats) -> GradientSync | None:
         ties = Ties(seats) if len(seats) > 1 else None
-        return GradientSync(trained, groups, ties=ties) if ties is not None or groups.mesh.size > 1 else None
+        alone = ties is None and groups.mesh.size == 1
+        return None if alone else GradientSync(trained, groups, ties=ties, dtype=self.wire)
 
     def _zero3(self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str]) -> Zero3 | None:
         units: dict[str, list[tuple[Held, nn.Parameter]]] = {}
         for one, parameter in pairs:
             if one.level == 3:
                 units.setdefault(one.unit, []).append((one, parameter))
-        return Zero3(units, groups, [unit for unit in order if unit in units]) if units else None
+        return Zero3(units, groups, [unit for unit in order if unit in units], self.wire) if units else None
 
     def _piece(self, full: Tensor, held: Held, groups: Groups) -> ShardParameter:
         sizes = groups.mesh.sizes
-        local = scatter(full.to(held.dtype), held, sizes, coordinates(groups), kept_layout(held, sizes))
-        if local.is_meta:  # the values come with a checkpoint; until then the model does not run
-            local = torch.empty_like(local, device=self.world.device)
-        made = make_parameter(local, held, groups)
+        local = self._here(scatter(full.to(held.dtype), held, sizes, coordinates(groups), kept_layout(held, sizes)))
+        master = None
+        if held.master:
+            layout = storage_layout(held, sizes)
+            master = self._here(scatter(full.to(held.true_dtype), held, sizes, coordinates(groups), layout))
+        made = make_parameter(local, held, groups, master)
         made.prefix = self.prefix
         return made
+
+    def _here(self, local: Tensor) -> Tensor:
+        """A piece on this rank's device; values of what was on meta come with a checkpoint, and nothing runs before."""
+        return torch.empty_like(local, device=self.world.device) if local.is_meta else local
+
+    def _buffer(self, key: str, buffer: Tensor) -> Tensor:
+        shared = self._shared(buffer)
+        return shared if self.promote else shared.to(self.dtypes.get(key, shared.dtype))
 
     def _shared(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""

@@ -7,7 +7,7 @@ in both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError, raise_all
 from ..layout import Mesh
@@ -61,6 +61,18 @@ def _seat(mesh: Mesh, segments: Sequence[Segment], made: Sequence[Generated]) ->
             held[one.name] = one
     wanted |= dict.fromkeys(sorted(wanted_groups(held.values(), mesh)))
     return Seat(mesh=mesh, segments=numbers, held=tuple(held.values()), wanted=tuple(wanted))
+
+
+def with_masters(seats: Sequence[Seat]) -> tuple[Seat, ...]:
+    """The same, where what is trained in less than float32 has a master."""
+
+    def narrow(held: Held) -> bool:
+        return held.trainable and held.dtype.is_floating_point and held.dtype.itemsize < 4
+
+    return tuple(
+        replace(seat, held=tuple(replace(held, master=True) if narrow(held) else held for held in seat.held))
+        for seat in seats
+    )
 
 
 def check_held(seats: Sequence[Seat], known: Seats, made: Sequence[Generated]) -> None:

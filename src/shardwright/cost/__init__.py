@@ -7,7 +7,7 @@ from .sends import Send, algorithm_sends
 from .strides import Strides, shares, strides_of
 from .time import OpTime, join_time, op_time, update_time
 from .training import ON_CPU, ON_GPU, STATES, Habits, Training, habits_of
-from .work import flops, is_product
+from .work import flops, is_product, training_flops
 
 __all__ = [
     "ON_CPU",
@@ -35,6 +35,7 @@ __all__ = [
     "peak",
     "shares",
     "strides_of",
+    "training_flops",
     "update_time",
     "work_parts",
 ]

@@ -46,7 +46,9 @@ def _fold_biases(program: RankProgram) -> None:
         bias = program.tensors[step.inputs[1]]
         view = made.get(step.inputs[1])
         held = bias.parameter is not None or (
-            view is not None and view.shares and program.tensors[view.inputs[0]].parameter is not None
+            view is not None
+            and (view.shares or view.kind == "_to_copy")
+            and program.tensors[view.inputs[0]].parameter is not None
         )
         if product is None or product.kind not in PRODUCTS or not held or product.region != step.region:
             continue

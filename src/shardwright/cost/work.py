@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from ..rules import Signature
+from ..rules import Analysis, Signature
 from ..rules.kept import OPAQUE
 
 PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "addmm", "baddbmm", "mv", "attention")
@@ -46,6 +46,20 @@ def flops(signature: Signature) -> float:
     if "conv" in signature.op.target:
         work *= math.prod(values[signature.op.inputs[1]].shape[2:])
     return work
+
+
+def training_flops(facts: Analysis) -> float:
+    """The products of one call, forward and backward, at global shape: what "model flops" usually means.
+
+    Backward has one product of the same size for each operand that has a gradient, and none is counted twice that a
+    plan recomputes. Attention counts whole, also where a mask leaves half of it out.
+    """
+    total, values = 0.0, facts.graph.values
+    for signature in facts.signatures.values():
+        if is_product(signature) or signature.op.target == OPAQUE:
+            operands = [values[name] for name in signature.op.inputs if len(values[name].shape) > 1]
+            total += flops(signature) * (1 + min(2, sum(held.gradient for held in operands)))
+    return total
 
 
 def _inside(signature: Signature) -> float:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
 from ..errors import InputError
@@ -35,8 +36,11 @@ class Loader:
     left out; it must have the same order again: random samplers of torch draw from `seed` and the epoch here.
     """
 
-    def __init__(self, data: Iterable[Any], *, seed: int = 0, ignore: Ignore | None = None) -> None:
+    def __init__(
+        self, data: Iterable[Any], *, seed: int = 0, ignore: Ignore | None = None, model: nn.Module | None = None
+    ) -> None:
         self.data, self.seed, self.ignore = data, seed, dict(ignore or {})
+        self._model = model if isinstance(model, ParallelModel) else None
         self.epoch = 0
         self.row = 0  # global rows of this epoch that the loop has seen; batches, where rows are not known
         self.total = 0  # rows of the global batch that the loop has
@@ -46,7 +50,9 @@ class Loader:
         self._state: Any = None  # of a stream that has one
         if self._rows is not None:
             self.seed = self._rows.seed
-        if self._padded and not self.ignore:
+        held = self._rows or self._stream
+        self._sharing = held.sharing if held is not None else None
+        if self._sharing is not None and self._sharing.last == "pad" and not self.ignore:
             raise InputError(
                 'last="pad" fills a batch up with rows that must not count: say how, such as ignore={"labels": -100} '
                 '(of a dict) or ignore={1: -100} (of a tuple), or use last="keep" or "drop"'
@@ -54,11 +60,6 @@ class Loader:
         if self._stream is not None and getattr(data, "persistent_workers", False):
             raise InputError("persistent_workers=True: workers that stay are not told of another place in a stream")
         self._draw_apart()
-
-    @property
-    def _padded(self) -> bool:
-        held = self._rows or self._stream
-        return held is not None and held.last == "pad"
 
     def _draw_apart(self) -> None:
         """Draw from a generator of its own: a run that goes on must not find torch's moved by a second start."""
@@ -77,14 +78,21 @@ class Loader:
             yield from self._of_stream(self._stream)
         else:
             yield from self._of_any()
+        self._tell(0)
         self.set_epoch(self.epoch + 1)
+
+    def _tell(self, total: int) -> None:
+        """Tell the model of a last batch that every group has all of."""
+        if self._model is not None and self._sharing is not None:
+            self._model.pass_whole(self._sharing.is_whole(total))
 
     def _of_rows(self, rows: Rows) -> Iterator[Any]:
         rows.epoch, rows.start = self.epoch, self.row
         for batch in self.data:
             total = rows.count_at(self.row)
-            batch = fill(batch, self.ignore, rows.padding(total))
+            batch = fill(batch, self.ignore, rows.sharing.padding(total))
             self.row, self.total = self.row + total, total
+            self._tell(total)
             yield batch
 
     def _of_stream(self, stream: Stream) -> Iterator[Any]:
@@ -93,6 +101,7 @@ class Loader:
         for batch, known in self.data:
             batch = fill(batch, self.ignore, known.padding)
             self.row, self.total, self._state = self.row + known.total, known.total, known.state
+            self._tell(known.total)
             yield batch
 
     def _of_any(self) -> Iterator[Any]:
@@ -110,8 +119,7 @@ class Loader:
         """The batches of a whole epoch, where that is known."""
         if self._stream is None:
             return len(self.data)  # type: ignore[arg-type]
-        size = len(self._stream.dataset)  # type: ignore[arg-type]
-        return size // self._stream.batch if self._stream.last == "drop" else -(-size // self._stream.batch)
+        return self._stream.sharing.batches(len(self._stream.dataset))  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch, from its beginning. The same epoch goes on where the loop is."""
@@ -147,7 +155,7 @@ class Loader:
 
 
 def loader(
-    dataset: Any, batch: int, *, model: torch.nn.Module | None = None, rank: int | None = None,
+    dataset: Any, batch: int, *, model: nn.Module | None = None, rank: int | None = None,
     ranks: int | None = None, shuffle: bool = False, seed: int = 0, last: Last = "keep", ignore: Ignore | None = None,
     workers: int = 0, collate: Collate = default_collate, **options: Any,
 ) -> Loader:  # fmt: skip
@@ -155,7 +163,8 @@ def loader(
 
     batch    rows of a global batch, over all data-parallel groups
     model    what `sw.parallelize` gave: whose rows this rank takes follows from it and its `inputs`. Without it
-             the whole batch is given, or the share of `rank` of `ranks`
+             the whole batch is given, or the share of `rank` of `ranks`. A last batch that the groups can't share
+             evenly is given whole to every rank, and the model is told: it computes the same as on one device
     shuffle  a new order every epoch, the same on all ranks, of `seed` and the epoch (map-style datasets only)
     last     what is done with a smaller last batch: see `shardwright.data.Last`
     ignore   with last="pad": how the labels of rows that don't count are marked, such as {"labels": -100}
@@ -165,20 +174,22 @@ def loader(
     if (rank is None) != (ranks is None):
         raise InputError(f"rank={rank}, ranks={ranks}: give both or none")
     mine, of = place_of(model) if rank is None or ranks is None else (rank, ranks)
+    if last == "keep" and rank is None:
+        last = "whole"
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if shuffle:
             raise InputError("shuffle=True needs a dataset with numbers for its rows; let the stream shuffle itself")
         stream = Stream(dataset, batch, rank=mine, ranks=of, last=last)
         join: Any = ShareCollate(collate=collate)
         gives = DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=join, **options)
-        return Loader(gives, seed=seed, ignore=ignore)
+        return Loader(gives, seed=seed, ignore=ignore, model=model)
     rows = Rows(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
     bound = RowsCollate(collate=collate, dataset=dataset)
-    return Loader(DataLoader(dataset, batch_sampler=rows, num_workers=workers, collate_fn=bound, **options), seed=seed,
-                  ignore=ignore)  # fmt: skip
+    held = DataLoader(dataset, batch_sampler=rows, num_workers=workers, collate_fn=bound, **options)
+    return Loader(held, seed=seed, ignore=ignore, model=model)
 
 
-def place_of(model: torch.nn.Module | None) -> tuple[int, int]:
+def place_of(model: nn.Module | None) -> tuple[int, int]:
     """Which share of a batch this rank passes to a model, of how many."""
     if not isinstance(model, ParallelModel) or model.input_mode == "same":
         return 0, 1

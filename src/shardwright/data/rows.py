@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,10 +23,11 @@ from torch.utils.data import Sampler
 
 from ..errors import InputError, raise_all
 
-Last = Literal["keep", "drop", "pad"]
+Last = Literal["keep", "drop", "pad", "whole"]
 """What is done with the last batch of an epoch, if it is smaller than the others.
 
 keep    it is smaller; groups may have unequal shares of it, or none (see `share`)
+whole   it is smaller; if the groups can't share it evenly, every group gets all of it
 drop    it is left out
 pad     every group gets as many rows; rows of the same batch stand in the places that are left over
 """
@@ -40,6 +42,49 @@ def share(total: int, rank: int, ranks: int) -> range:
 def seed_of(seed: int, epoch: int) -> int:
     """One number of two."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest(), "big")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Who takes what of a global batch: `rank` of `ranks` groups."""
+
+    batch: int
+    rank: int
+    ranks: int
+    last: Last
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.ranks < 1 or not 0 <= self.rank < self.ranks:
+            faults.append(f"rank={self.rank} of ranks={self.ranks}: the first is from 0 to ranks - 1")
+        if self.batch < 1:
+            faults.append(f"batch={self.batch}: a global batch has at least one row")
+        elif self.ranks >= 1 and self.batch % self.ranks:
+            near = self.batch + -self.batch % self.ranks
+            faults.append(f"batch={self.batch} does not divide by the {self.ranks} groups that share it; take {near}")
+        if self.last not in get_args(Last):
+            faults.append(f"last={self.last!r}: it is one of {', '.join(get_args(Last))}")
+        raise_all(InputError, "these rows can't be shared:", faults)
+
+    def count(self, left: int) -> int:
+        """How many rows the next global batch has, if so many are left; 0 at the end."""
+        return 0 if left < self.batch and self.last == "drop" else max(0, min(left, self.batch))
+
+    def is_whole(self, total: int) -> bool:
+        """Whether every group gets all of a batch of so many rows."""
+        return self.last == "whole" and total % self.ranks > 0
+
+    def mine(self, total: int) -> range:
+        """The rows that this group takes of a batch of so many."""
+        return range(total) if self.is_whole(total) else share(total, self.rank, self.ranks)
+
+    def padding(self, total: int) -> int:
+        """How many rows this group needs besides, to have as many as the first."""
+        return len(share(total, 0, self.ranks)) - len(self.mine(total)) if self.last == "pad" else 0
+
+    def batches(self, size: int) -> int:
+        """How many batches so many rows are."""
+        return size // self.batch if self.last == "drop" else -(-size // self.batch)
 
 
 class Rows(Sampler[list[int]]):
@@ -58,11 +103,10 @@ class Rows(Sampler[list[int]]):
         self, size: int, batch: int, *, rank: int = 0, ranks: int = 1, shuffle: bool = False, seed: int = 0,
         last: Last = "keep",
     ) -> None:  # fmt: skip
-        check_sharing(batch, rank, ranks, last)
+        self.sharing = Sharing(batch=batch, rank=rank, ranks=ranks, last=last)
         if size < 0:
             raise InputError(f"a dataset of {size} rows: give its length")
-        self.size, self.batch, self.rank, self.ranks = size, batch, rank, ranks
-        self.shuffle, self.seed, self.last = shuffle, seed, last
+        self.size, self.shuffle, self.seed = size, shuffle, seed
         self.epoch = self.start = 0
 
     def order(self) -> torch.Tensor:
@@ -73,25 +117,18 @@ class Rows(Sampler[list[int]]):
 
     def count_at(self, start: int) -> int:
         """How many rows the global batch has that begins with this row; 0 at the end."""
-        left = max(0, self.size - start)
-        return 0 if left < self.batch and self.last == "drop" else min(left, self.batch)
-
-    def padding(self, total: int) -> int:
-        """How many rows of this group's share of a batch of so many rows only fill it up."""
-        if self.last != "pad":
-            return 0
-        return -(-total // self.ranks) - len(share(total, self.rank, self.ranks))
+        return self.sharing.count(self.size - start)
 
     def __iter__(self) -> Iterator[list[int]]:
         order, start = self.order(), self.start
         while total := self.count_at(start):
-            mine = [int(order[start + row]) for row in share(total, self.rank, self.ranks)]
-            yield mine + [int(order[start + at % total]) for at in range(self.padding(total))]
+            mine = order[start : start + total][list(self.sharing.mine(total))].tolist()
+            yield mine + [int(order[start + at % total]) for at in range(self.sharing.padding(total))]
             start += total
 
     def __len__(self) -> int:
         """The batches of a whole epoch."""
-        return self.size // self.batch if self.last == "drop" else -(-self.size // self.batch)
+        return self.sharing.batches(self.size)
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch, from its beginning. The same epoch goes on where it was."""
@@ -113,18 +150,3 @@ class Rows(Sampler[list[int]]):
         ]
         raise_all(InputError, "the place in the data is that of another order:", faults)
         self.epoch, self.start, self.seed = int(state["epoch"]), int(state["row"]), int(state["seed"])
-
-
-def check_sharing(batch: int, rank: int, ranks: int, last: Last) -> None:
-    """Refuse numbers that make no sense together."""
-    faults = []
-    if ranks < 1 or not 0 <= rank < ranks:
-        faults.append(f"rank={rank} of ranks={ranks}: the first is from 0 to ranks - 1")
-    if batch < 1:
-        faults.append(f"batch={batch}: a global batch has at least one row")
-    elif ranks >= 1 and batch % ranks:
-        near = batch + -batch % ranks
-        faults.append(f"batch={batch} does not divide by the {ranks} groups that share it; take {near}")
-    if last not in get_args(Last):
-        faults.append(f"last={last!r}: it is one of {', '.join(get_args(Last))}")
-    raise_all(InputError, "these rows can't be shared:", faults)

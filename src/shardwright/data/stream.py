@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .rows import Last, check_sharing, share
+from .rows import Last, Sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class Stream(IterableDataset[Share]):
     def __init__(
         self, dataset: Iterable[Any], batch: int, *, rank: int = 0, ranks: int = 1, last: Last = "keep"
     ) -> None:
-        check_sharing(batch, rank, ranks, last)
-        self.dataset, self.batch, self.rank, self.ranks, self.last = dataset, batch, rank, ranks, last
+        self.sharing = Sharing(batch=batch, rank=rank, ranks=ranks, last=last)
+        self.dataset = dataset
         self.epoch = self.skip = 0
         self.state: dict[str, Any] | None = None
         self._first = copy.deepcopy(dataset.state_dict()) if self.has_state else None  # type: ignore[attr-defined]
@@ -71,22 +71,20 @@ class Stream(IterableDataset[Share]):
         for _ in range(0 if self.state is not None else self.skip):
             next(rows, None)
         number = 0
-        while held := _take(rows, self.batch):
-            if len(held) < self.batch and self.last == "drop":
-                return
+        while self.sharing.count(len(held := _take(rows, self.sharing.batch))):
             if number % every == mine:
                 yield self._share(held)
             number += 1
 
     def _share(self, held: list[Any]) -> Share:
         total = len(held)
-        rows = [held[row] for row in share(total, self.rank, self.ranks)]
-        padding = -(-total // self.ranks) - len(rows) if self.last == "pad" else 0
+        rows = [held[row] for row in self.sharing.mine(total)]
+        padding = self.sharing.padding(total)
         rows += [held[at % total] for at in range(padding)]
         state = None
         if self.has_state:
             said = self.dataset.state_dict()  # type: ignore[attr-defined]
-            state = {"ended": total < self.batch, "dataset": copy.deepcopy(said)}
+            state = {"ended": total < self.sharing.batch, "dataset": copy.deepcopy(said)}
         return Share(rows=rows, like=held[0], total=total, padding=padding, state=state)
 
 

@@ -267,8 +267,7 @@ class Writer:
         if op.no_grad:
             return "torch.no_grad()"
         if op.autocast:
-            device, dtype = op.autocast.split(":")
-            return f'torch.autocast("{device}", torch.{dtype})'
+            return f"torch.autocast(self.device.type, torch.{op.autocast.split(':')[1]})"
         return ""
 
     def line(self, op: Op, names: Names, at: int, lead: str | None, source: str = "") -> str:

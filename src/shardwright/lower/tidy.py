@@ -116,6 +116,7 @@ def fold_bias(program: Program) -> Program:
     users, needed = program.users(), program.needed()
     made = {name: op for op in program.body for name in op.outputs}
     held = {holding.value for holding in program.holdings}
+    held |= {name for name, op in made.items() if op.target == "aten._to_copy.default" and op.inputs[0] in held}
     replaced: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:

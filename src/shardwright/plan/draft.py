@@ -28,11 +28,11 @@ MB = "mb"
 
 
 class Draft:
-    """Choices for the ops of one graph on one mesh."""
+    """Choices for the ops of one graph on one mesh. With `lenient`, what an axis can't share stays whole on it."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, facts: Analysis | None = None) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, facts: Analysis | None = None, *, lenient: bool = False) -> None:
         self.graph = graph
-        self.mesh = mesh
+        self.mesh, self.lenient = mesh, lenient
         self.facts = facts or analyse(graph)
         self.choices: dict[str, dict[str, str]] = {}
         self.storage: dict[str, dict[str, int]] = {}
@@ -56,6 +56,8 @@ class Draft:
 
     def split(self, op: Op, axis: Axis, role: Role) -> None:
         """Split an op on a role along an axis."""
+        if self.lenient and not role.fills(axis.size):
+            return
         if role.size < axis.size:
             raise PlanError(
                 f"{op}: {axis.name}={axis.size} is larger than {role.name}, which has {role.size}; use a smaller axis"

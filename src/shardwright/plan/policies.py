@@ -27,6 +27,8 @@ Policy = Callable[[Draft, Axis], None]
 def dp(draft: Draft, axis: Axis) -> None:
     """Data parallel: every op that has the batch in it is split on the batch."""
     if draft.graph.batch is None or not draft.facts.batch:
+        if draft.lenient:  # a last batch of one row
+            return
         raise PlanError(f"{axis.name}={axis.size} splits the batch, but the inputs have no common batch dim")
     for op in draft.ops:
         role = draft.role_among(op, axis, draft.facts.batch)
@@ -108,10 +110,13 @@ POLICIES: dict[str, Policy] = {
 }  # fmt: skip
 
 
-def draw(graph: Graph, request: Request, facts: Analysis | None = None, cluster: str = "") -> Plan:
-    """The plan that a plan string asks for."""
-    _check_sizes(graph, request)
-    draft = Draft(graph, request.mesh, facts)
+def draw(
+    graph: Graph, request: Request, facts: Analysis | None = None, cluster: str = "", *, lenient: bool = False
+) -> Plan:
+    """The plan that a plan string asks for. With `lenient` (a last batch), an axis that is too large is not used."""
+    if not lenient:
+        _check_sizes(graph, request)
+    draft = Draft(graph, request.mesh, facts, lenient=lenient)
     apply(draft, request)
     return draft.finish(str(request), cluster)
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from .holding import Held, coordinates, zero_axes
+from . import journal
+from .holding import Held, coordinates, named, zero_axes
 from .packing import Pack
 from .parameters import ShardParameter, Untouched, raw_gradient, set_raw_gradient
 from .world import Groups
@@ -59,16 +60,16 @@ class Entry:
     def hand_out(self, total: Tensor) -> None:
         """Make `.grad` the true gradient: what was there before, and this backward's sum."""
         true, self.true, self.seen = self.true, None, False
-        set_raw_gradient(self.parameter, total if true is None else true.add_(total))
+        set_raw_gradient(self.parameter, total.to(self.held.true_dtype) if true is None else true.add_(total))
 
 
 class Bucket:
     """Slots in one flat buffer that is summed over `axes` at once."""
 
-    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups) -> None:
+    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups, dtype: torch.dtype) -> None:
         self.entries = list(entries)
         self.group = groups[axes].process_group
-        self.dtype = entries[0].held.dtype
+        self.dtype = dtype
         self.sizes = [entry.parameter.numel() for entry in entries]
         self.missing = len(entries)
         self.flat: Tensor | None = None
@@ -78,6 +79,9 @@ class Bucket:
         self.work: dist.Work | None = None
         for number, entry in enumerate(entries):
             entry.bucket, entry.number = self, number
+
+    def __str__(self) -> str:
+        return f"the gradients of {named([entry.held.name for entry in self.entries])}"
 
     def open(self) -> None:
         """A buffer to write in. If anybody still looks at the last one's memory, it is theirs."""
@@ -111,6 +115,7 @@ class Bucket:
         assert self.flags is not None
         assert self.flat is not None
         self._mark(self.flags)
+        journal.enter("all_reduce", self.group, self)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def _mark(self, flags: Tensor) -> None:
@@ -158,8 +163,8 @@ class Bucket:
 class SplitBucket(Bucket):
     """A bucket at ZeRO level 2: reduce-scattered, and only the own row is kept."""
 
-    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups) -> None:
-        super().__init__(entries, axes, groups)
+    def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups, dtype: torch.dtype) -> None:
+        super().__init__(entries, axes, groups, dtype)
         sizes = groups.mesh.sizes
         helds = [entry.held for entry in entries]
         split = zero_axes(helds[0], sizes)
@@ -189,6 +194,7 @@ class SplitBucket(Bucket):
         for row in self.pack.rows(self.flat):
             self._mark(row.narrow(0, self.pack.used, len(self.entries)))
         self.row = self.flat.new_empty(self.pack.width)
+        journal.enter("reduce_scatter", self.split.process_group, self)
         self.work = dist.reduce_scatter_single(self.row, self.flat, group=self.split.process_group, async_op=True)
 
     def finish(self) -> None:
@@ -196,6 +202,7 @@ class SplitBucket(Bucket):
             return
         self._wait()
         if self.others is not None:
+            journal.enter("all_reduce", self.others, self)
             dist.all_reduce(self.row, group=self.others)
         used = self._used(self.row.narrow(0, self.pack.used, len(self.entries)))
         for entry, anybody in zip(self.entries, used, strict=True):
@@ -204,7 +211,8 @@ class SplitBucket(Bucket):
                 shard = entry.parameter.shard if isinstance(entry.parameter, ShardParameter) else None
                 assert shard is not None
                 old = raw_gradient(shard)
-                set_raw_gradient(shard, share.detach() if old is None else old.add_(share))
+                kept = share.detach().to(entry.held.true_dtype)
+                set_raw_gradient(shard, kept if old is None else old.add_(share))
                 set_raw_gradient(entry.parameter, None)
             entry.seen, entry.true = False, None
         self.flat = self.row = None

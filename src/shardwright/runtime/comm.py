@@ -34,7 +34,7 @@ from torch import Tensor
 from shardwright.errors import LayoutError
 from shardwright.layout import Cut, Reduction
 
-from . import blocks
+from . import blocks, journal
 from .faults import told
 from .world import Group, here
 
@@ -86,6 +86,7 @@ def begin_all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Callable
         return lambda: x
     if _listeners:
         note("all_reduce", group, tuple(x.shape))
+    journal.enter("all_reduce", group.process_group, x.shape)
     work = dist.all_reduce(x, _OPS[op], group=group.process_group, async_op=True)
 
     @told
@@ -105,6 +106,7 @@ def _gather(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
     if piece.numel():
         if _listeners:
             note("all_gather", group, tuple(piece.shape))
+        journal.enter("all_gather", group.process_group, piece.shape)
         dist.all_gather_single(_flat(stacked), _flat(piece), group=group.process_group)
     return blocks.unstack(stacked, dim, cut)
 
@@ -120,6 +122,7 @@ def begin_reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None) -> 
     if piece.numel():
         if _listeners:
             note("reduce_scatter", group, tuple(x.shape))
+        journal.enter("reduce_scatter", group.process_group, x.shape)
         work = dist.reduce_scatter_single(piece.view(-1), stacked.view(-1), group=group.process_group, async_op=True)
 
     @told
@@ -161,6 +164,7 @@ def _exchange(x: Tensor, gather_dim: int, take_dim: int, group: Group, given: tu
     if sent.numel():
         if _listeners:
             note("all_to_all", group, tuple(x.shape))
+        journal.enter("all_to_all", group.process_group, x.shape)
         dist.all_to_all_single(_flat(got), _flat(sent), group=group.process_group)
     mine = got.narrow(take_dim + 1, 0, take_cut.local(group.size, group.index))
     return blocks.unstack(mine, gather_dim, gather_cut)
@@ -195,12 +199,16 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.there, ctx.back = there, back
+        ctx.there, ctx.back, ctx.place = there, back, journal.here()
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return convert(gradient, ctx.back, ctx.there), None, None
+        before = journal.within(ctx.place)
+        try:
+            return convert(gradient, ctx.back, ctx.there), None, None
+        finally:
+            journal.within(before)
 
 
 def convert(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwright.layout import Cut
 
-from . import comm
+from . import comm, journal
 from .world import Group
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,6 +84,7 @@ def _travel(x: Tensor, out: list[int], back: list[int], group: Group) -> Tensor:
 def _send(x: Tensor, out: list[int] | None, back: list[int] | None, group: Group) -> Tensor:
     """Rows to the ranks of a group, so many to each; what they send."""
     comm.note("all_to_all", group, tuple(x.shape))
+    journal.enter("all_to_all", group.process_group, x.shape)
     got = x.new_empty(sum(back) if back is not None else x.shape[0], *x.shape[1:])
     dist.all_to_all_single(got, x.contiguous(), back, out, group=group.process_group)
     return got

@@ -12,6 +12,8 @@ collectives. A small thread of each rank writes there once a second that it live
     a rank raises and lives on, or    nothing at all: they wait      the thread prints that RankError and
     its machine is lost                                              ends the process, since nothing can
                                                                      wake a thread that waits in gloo
+    a rank sleeps, or leaves a        nothing, until the process     RankError with the op, its line, who has
+    collective out                    group's timeout                come to it and where the others are
 
 `Watch` is a context for what may fail (`with watch: ...`), `told` a decorator for what
 autograd calls. Neither costs anything as long as nothing fails. An error that all ranks
@@ -33,7 +35,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
@@ -41,6 +43,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardwright.errors import RankError
+
+from . import journal, world
+from .hang import Inquiry
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 10.0  # seconds without one after which a rank counts as lost, once something has failed
@@ -51,7 +56,15 @@ GRACE = 5.0  # seconds that a waiting thread gets to fail by itself, before its 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Socket", "process group")
+_SIGNS = (
+    "gloo",
+    "NCCL",
+    "Connection closed",
+    "Connection reset",
+    "Socket",
+    "process group",
+    "timeout caused pair closure",
+)
 _WAITING_IN = (os.path.dirname(dist.__file__), os.path.dirname(__file__), os.path.join("torch", "autograd"))
 
 
@@ -67,6 +80,11 @@ class Watch(AbstractContextManager[None]):
         self._others = [other for other in range(size) if other != rank]
         self._who: dict[int, int | None] = {}  # process numbers of the ranks on this machine
         self._thread_watched = threading.get_ident()
+        self._notes = journal.begin()
+        self._inquiry = Inquiry(self._store, rank, size, self._notes)
+        limit = world.timeout_of(group)
+        self._limit = LATE if limit is None else limit.total_seconds()
+        self._prints = world.here().device.type != "cpu"  # NCCL's own watch ends the process without a word of ours
         self._ended = threading.Event()
         self._store.set(f"who/{rank}", f"{_place()} {os.getpid()}")
         self._store.set(f"beat/{rank}", "0 0")
@@ -117,7 +135,7 @@ class Watch(AbstractContextManager[None]):
         beats: dict[int, tuple[bytes, float]] = {}
         try:
             while True:
-                told = self._told()
+                told = self._told() or self._hung()
                 lost = [] if told else self._gone() or self._silent(beats)
                 if told or lost:
                     return told or self._lost(lost)
@@ -155,8 +173,10 @@ class Watch(AbstractContextManager[None]):
         """Raise if it makes no sense to wait for these ranks any longer."""
         gone = self._gone()
         lost = self._told() or (self._lost(gone) if gone else None)
-        if lost is None and waited > LATE:
-            lost = f"rank {', '.join(map(str, ranks))} did not come to call {self.call} within {LATE:.0f} s"
+        if lost is None and waited > min(LATE, self._limit):
+            lost = f"rank {', '.join(map(str, ranks))} did not come to call {self.call} within {waited:.0f} s"
+            found = self._inquiry.ask(sys._getframe(1), waited, 3 * self._beat)
+            lost += f"; {found}" if found else ""
         if lost is not None:
             raise RankError(lost)
 
@@ -171,6 +191,11 @@ class Watch(AbstractContextManager[None]):
             return None
         held = json.loads(self._store.get(key))
         return None if held["rank"] == self.rank else str(held["text"])
+
+    def _hung(self) -> str | None:
+        """What was found out about ranks that wait for each other."""
+        key = f"hang/{self.call}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _gone(self) -> list[int]:
         """The ranks on this machine whose process has ended."""
@@ -215,6 +240,7 @@ class Watch(AbstractContextManager[None]):
             try:
                 self._store.set(f"beat/{self.rank}", f"{count} {self.call}")
                 now, here = time.monotonic(), self._waiting()
+                self._inquiry.answer(self._frame(), here is not None)
                 if here is None or here != place or self.failed == self.call:
                     place, since, known = here, now, 0.0
                     beats.clear()
@@ -232,18 +258,34 @@ class Watch(AbstractContextManager[None]):
         if told is not None or waited < GRACE:
             return told
         lost = self._gone() or (self._silent(beats) if waited > PATIENCE else [])
-        return self._lost(lost) if lost else None
+        if lost:
+            return self._lost(lost)
+        if waited > max(self._limit - 4 * self._beat, self._limit / 2) and self._hung() is None:
+            self._inquire(waited)
+        return self._hung() if waited > self._limit + GRACE else None
+
+    def _inquire(self, waited: float) -> None:
+        """Find out why the ranks wait, shortly before the backend gives up: the error that it raises will say it."""
+        found = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
+        if found is not None:
+            self._store.set(f"hang/{self.call}", found)
+            if self._prints:
+                sys.stderr.write(f"shardwright: {found}\n")
+                sys.stderr.flush()
 
     def _waiting(self) -> Any:
         """Where the watched thread waits for others, or None if it does something else."""
-        frame = sys._current_frames().get(self._thread_watched)
+        frame = self._frame()
         if frame is None or not any(part in frame.f_code.co_filename for part in _WAITING_IN):
             return None
-        return self.call, id(frame), frame.f_lasti
+        return self.call, self._notes.total, id(frame), frame.f_lasti
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._thread_watched)
 
     def _stop(self, found: str) -> None:
         """End a process whose thread can't be woken."""
-        frame = sys._current_frames().get(self._thread_watched)
+        frame = self._frame()
         where = "".join(traceback.format_stack(frame)) if frame is not None else ""
         text = f"{where}shardwright.errors.RankError: {found} (rank {self.rank} waited for it and ends)\n"
         sys.stderr.write(text)
@@ -269,6 +311,7 @@ class Watch(AbstractContextManager[None]):
             if sys.excepthook == self._uncaught:
                 sys.excepthook = self._before
             self._thread.join(5.0)
+            journal.end()
             try:
                 self._store.set(f"left/{self.rank}", "1")
             except RuntimeError:

@@ -19,6 +19,8 @@ gradient everywhere.
 Under `no_sync` local gradients pile up in `.grad` and count as pending; the next backward
 with sync (or `flush`) takes them along. At ZeRO level 2 a bucket is reduce-scattered, and
 only the share that this rank owns is kept, as the gradient of the parameter's `shard`.
+Buckets are summed in the dtype of the parameter, or in another one (`dtype`), and handed out in the
+gradient's own.
 Parameters that level 3 splits are not handled here but in `zero`.
 
 Not supported: `create_graph=True`, and a backward inside a backward (reentrant checkpoints).
@@ -68,9 +70,10 @@ class GradientSync:
         bucket_mb: float = 25.0,  # fewer meetings of the ranks win over earlier ones
         first_mb: float = 1.0,
         ties: Tied | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.enabled, self.ties = True, ties
-        self.buckets = _buckets(params, groups, bucket_mb, first_mb, ties or ())
+        self.buckets = _buckets(params, groups, bucket_mb, first_mb, ties or (), dtype)
         self._tied = [bucket for bucket in self.buckets if isinstance(bucket, TiedBucket)]
         self._entries = [entry for bucket in self.buckets for entry in bucket.entries]
         self._next = 0  # the first bucket that was not launched in this backward
@@ -183,7 +186,7 @@ class Kind(NamedTuple):
 
     def bucket(self, entries: Sequence[Entry]) -> Bucket:
         made = TiedBucket if self.tied else SplitBucket if self.split else Bucket
-        return made(entries, self.axes, self.groups)
+        return made(entries, self.axes, self.groups, self.dtype)
 
 
 def _expect_plain(entry: Entry, gradient: Tensor) -> None:
@@ -202,13 +205,14 @@ def _buckets(
     bucket_mb: float,
     first_mb: float,
     ties: Container[str],
+    dtype: torch.dtype | None,
 ) -> list[Bucket]:
     """Buckets in the order in which backward completes them. A kind has one open bucket at a time."""
     kinds: dict[Kind, list[list[Entry]]] = defaultdict(list)
     room: dict[Kind, float] = {}
     order: list[tuple[Kind, int]] = []
     for held, parameter in reversed(params):
-        kind = _kind(held, parameter, groups, held.name in ties)
+        kind = _kind(held, parameter, groups, held.name in ties, dtype)
         if kind is None:
             continue
         with Untouched():
@@ -223,7 +227,9 @@ def _buckets(
     return [kind.bucket(kinds[kind][number]) for kind, number in order]
 
 
-def _kind(held: Held, parameter: Parameter, groups: Groups | None, tied: bool) -> Kind | None:
+def _kind(
+    held: Held, parameter: Parameter, groups: Groups | None, tied: bool, dtype: torch.dtype | None
+) -> Kind | None:
     """In which kind of bucket a parameter is, or None if its gradient is true as it comes."""
     own = parameter.groups if isinstance(parameter, ShardParameter) else None
     groups = own or groups
@@ -235,4 +241,4 @@ def _kind(held: Held, parameter: Parameter, groups: Groups | None, tied: bool) -
         axes, split = (), ()
     if not held.trainable or not (axes or tied):
         return None
-    return Kind(groups, axes, split if held.level == 2 and not tied else (), held.dtype, tied)
+    return Kind(groups, axes, split if held.level == 2 and not tied else (), dtype or held.dtype, tied)

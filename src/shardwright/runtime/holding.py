@@ -11,9 +11,11 @@ gradient is a sum (FANNED), and whether ZeRO stores something split on top:
       3     split       split      split
 
 All three levels split in the same way, by `storage_layout`, so that an optimizer state
-saved under one level fits another. `Piece` and `cut` are the words of the PIECES table in
-a generated file; `parse` turns that table into `Held`s. `scatter` and `gather` go between
-whole tensors and pieces. Autograd has no part in anything here.
+saved under one level fits another. A parameter that is computed with in less than float32 may
+have a float32 `master`, split as the optimizer state is: that is the parameter's true value.
+
+`Piece` and `cut` are the words of the PIECES table in a generated file; `parse` turns that table
+into `Held`s. `scatter` and `gather` go between whole tensors and pieces. Autograd has no part in anything here.
 """
 
 from __future__ import annotations
@@ -54,9 +56,12 @@ class Held:
     trainable: bool = True
     zero: tuple[tuple[str, int], ...] = ()
     unit: str = ""
+    master: bool = False
 
     def __post_init__(self) -> None:
         faults = []
+        if self.master and not (self.trainable and self.dtype.is_floating_point):
+            faults.append("a master is for what is trained and floats")
         if not self.keys:
             faults.append("it has no key")
         if len(self.layout.cuts) != len(self.shape):
@@ -79,6 +84,11 @@ class Held:
     def sums(self) -> tuple[str, ...]:
         """The axes over which the gradient must be summed."""
         return tuple(axis for axis, placement in self.layout.rest if placement == FANNED)
+
+    @property
+    def true_dtype(self) -> torch.dtype:
+        """The dtype of its true value and of its gradient."""
+        return torch.float32 if self.master else self.dtype
 
     @property
     def level(self) -> int:
@@ -112,6 +122,11 @@ def _even_lengths(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]
 def kept_layout(held: Held, sizes: Mapping[str, int]) -> Layout:
     """The layout of the tensor that is really kept as the parameter: split further only by level 3."""
     return storage_layout(held, sizes) if held.level == 3 else held.layout
+
+
+def true_layout(held: Held, sizes: Mapping[str, int]) -> Layout:
+    """The layout of the tensor that has its true value: the master's, or that of the parameter itself."""
+    return storage_layout(held, sizes) if held.master else kept_layout(held, sizes)
 
 
 def zero_axes(held: Held, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -277,3 +292,8 @@ def _held(key: str, piece: Piece, stars: Sequence[str], mesh: Mesh) -> Held:
         zero=tuple(piece.zero.items()),
         unit=_filled(piece.unit, stars),
     )
+
+
+def named(names: Sequence[str]) -> str:
+    """Some names of many."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

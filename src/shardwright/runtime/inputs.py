@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwright.errors import InputError, raise_all
 
+from . import journal
 from .faults import watch
 
 Mode = Literal["same", "rows", "gather"]
@@ -41,6 +42,7 @@ def everyone(number: int, size: int, device: torch.device) -> list[int]:
     """The number of every rank."""
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     every = torch.empty(size, dtype=torch.int64, device=device)
+    journal.enter("all_gather", None, "a number of every rank")
     dist.all_gather_single(every, mine)
     return [int(held) for held in every.tolist()]
 
@@ -115,6 +117,7 @@ def gather_rows(tensor: Tensor, batch: int | None) -> Tensor:
     plain = tensor.detach().contiguous()
     sent = plain.view(torch.uint8) if plain.dtype == torch.bool else plain
     every = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+    journal.enter("all_gather", None, "the rows of every rank")
     dist.all_gather_single(every, sent)
     return every.view(plain.dtype) if plain.dtype == torch.bool else every
 

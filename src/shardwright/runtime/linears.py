@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.layout import Cut
 
-from . import comm
+from . import comm, journal
 from .world import Group
 
 Begin = Callable[[Tensor], Callable[[], Tensor]]
@@ -89,7 +89,7 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(layers) // 2
         weights = [w for w in layers[:count] if w is not None]
-        whole = convert(x)
+        whole, ctx.place = convert(x), journal.here()
         ctx.begin, ctx.biases = begin, [None if b is None else b.dtype for b in layers[count:]]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(whole, *weights)
@@ -100,7 +100,9 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+        before = journal.within(ctx.place)
         finish = ctx.begin(_of_input(x, rows, weights))
+        journal.within(before)
         flat = x.reshape(-1, x.shape[-1])
         of_weights = [
             (g.t() @ flat.to(g.dtype)).to(w.dtype) if g is not None and wants else None

@@ -88,6 +88,7 @@ class ParallelModel(nn.Module):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any
+    flops: float | None  # of the products of the first training call, forward and backward, over all ranks
 
     def __init__(
         self,
@@ -102,6 +103,7 @@ class ParallelModel(nn.Module):
         self._world, self._mode, self._accumulate = world, mode, accumulate
         self._entries: dict[Any, Entry] = {}
         self._holding: Holding | None = None
+        self._whole = False
         self._checked: set[Any] = set()
         self._backwards = 0
         self._flags = tuple(module.training for module in skeleton.modules())
@@ -109,7 +111,7 @@ class ParallelModel(nn.Module):
         self._beside: GradientSync | None = None  # of the module that this is a part of
         self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
-        self.plan = None
+        self.plan = self.flops = None
         self.training = skeleton.training
 
     # -- what the user reads -------------------------------------------------------------
@@ -121,8 +123,20 @@ class ParallelModel(nn.Module):
 
     @property
     def input_mode(self) -> Mode:
-        """What a call passes: "same", "rows" or "gather"."""
+        """What `inputs` was said to be: "same", "rows" or "gather"."""
         return self._mode
+
+    @property
+    def passing(self) -> Mode:
+        """What the next call passes: `input_mode`, unless `pass_whole` says otherwise."""
+        return "same" if self._whole else self._mode
+
+    def pass_whole(self, whole: bool) -> None:
+        """Whether the next calls pass the same global batch on every rank, whatever `inputs` was said to be.
+
+        So a loader hands out a last batch that the groups can't share evenly.
+        """
+        self._whole = whole
 
     @property
     def data_rank(self) -> int:
@@ -189,6 +203,10 @@ class ParallelModel(nn.Module):
     def stand(self, rank: int, size: int) -> None:
         """Which data-parallel group this rank is in, for a part of a module: known before the part is compiled."""
         self._place = (rank, size)
+
+    def sync_by_hand(self) -> None:
+        """The loop says by `no_sync` when gradients are summed; `accumulate` was for the plan alone."""
+        self._accumulate = 1
 
     def sync_too(self, sync: GradientSync) -> None:
         """Put the sync of gradients outside of this part off whenever its own is."""
@@ -258,7 +276,7 @@ class ParallelModel(nn.Module):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._mode == "gather":
+        if self.passing == "gather":
             args, kwargs = self._gathered(args, kwargs)
         entry = self._entry(args, kwargs)
         holding = self._ready()
@@ -315,7 +333,7 @@ class ParallelModel(nn.Module):
         self._see_flags()
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        key = (self._flags, str(spec), shapes)
+        key = (self._flags, str(spec), shapes, self.passing)
         if key not in self._entries:
             self._check_dtypes(key)
             check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)], self._world.device)
@@ -324,7 +342,7 @@ class ParallelModel(nn.Module):
 
     def _check_dtypes(self, key: Any) -> None:
         """A new program is made for other shapes or another mode, never for other dtypes."""
-        for (_, spec, shapes), entry in self._entries.items():
+        for (_, spec, shapes, _), entry in self._entries.items():
             if spec == key[1]:
                 known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))
                 if len(known) == len(given) == len(entry.dtypes):
@@ -332,11 +350,11 @@ class ParallelModel(nn.Module):
                 return
 
     def _check(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        if id(entry) not in self._checked and self._mode != "gather":
+        if (id(entry) not in self._checked or self._whole) and self.passing != "gather":
             holding = self._ready()
             mesh = holding.groups.mesh
             inner = [name for name in mesh.names if name not in holding.replica_axes]
-            check_mode(self._mode, tensors, mesh.groups(inner), self._world.device)
+            check_mode(self.passing, tensors, mesh.groups(inner), self._world.device)
             self._checked.add(id(entry))
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import comm
+from . import comm, journal
 from .world import Group
 
 
@@ -88,6 +88,7 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, values, mean, rstd)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
+        ctx.place = journal.here()
         scale = rstd if weight is None else rstd * weight
         y = (_wide(x) - _channels(mean, x)) * _channels(scale, x)
         return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
@@ -103,7 +104,9 @@ class _Normalize(torch.autograd.Function):
         dbias, dweight = sums.unbind()
         dx = None
         if ctx.needs_input_grad[0]:
+            before = journal.within(ctx.place)
             whole = sums if ctx.group is None or ctx.group.process_group is None else comm.all_reduce(sums, ctx.group)
+            journal.within(before)
             mean_dy, mean_dy_xhat = (whole / values).unbind()
             scale = rstd if weight is None else rstd * weight
             dx = (dy - _channels(mean_dy, x) - xhat * _channels(mean_dy_xhat, x)) * _channels(scale, x)

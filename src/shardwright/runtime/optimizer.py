@@ -11,7 +11,8 @@ depends on what the optimizer's update needs to see:
     maybe everything              LBFGS, any unknown class     gathers all, steps once, cuts
 
 Under ZeRO levels 1 and 2 the param groups hold the `shard` of each parameter, a view on the
-rows that this rank owns, and a hook after step gathers the updated rows into the parameters.
+rows that this rank owns, and a hook after step gathers the updated rows into the parameters
+(`refresh`). So they do where parameters have float32 masters.
 
 An unknown class is taken for one that needs everything: that is always right, and says in a
 warning what it costs and how to declare it elementwise (`elementwise = True` on the class).
@@ -22,23 +23,20 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 from torch.utils._foreach_utils import _device_has_foreach_support
 
-from .faults import told
-from .holding import coordinates, gather, scatter, zero_axes
-from .packing import Pack
+from .holding import coordinates, gather, scatter
 from .parameters import ShardParameter, Untouched
+from .refresh import Refresh
 
 Sees = Literal["element", "tensor", "everything"]
 
@@ -117,54 +115,6 @@ def _keep_foreach(group: dict[str, Any], leaves: Sequence[Tensor]) -> None:
         device = leaves[0].device
         if device.type != "cpu" and _device_has_foreach_support(device):
             group["foreach"] = True
-
-
-# -- ZeRO 1 and 2: after the update of the own rows -----------------------------------------
-
-
-class Refresh:
-    """Brings the rows that other ranks updated into the parameters, one collective for each pack."""
-
-    def __init__(self, parameters: Sequence[ShardParameter], pack_mb: float = 25.0) -> None:
-        kinds: dict[tuple[tuple[str, ...], torch.dtype], list[list[ShardParameter]]] = defaultdict(list)
-        room: dict[tuple[tuple[str, ...], torch.dtype], float] = {}
-        for parameter in parameters:
-            assert parameter.groups is not None
-            key = (zero_axes(parameter.held, parameter.groups.mesh.sizes), parameter.held.dtype)
-            if not kinds[key] or room[key] < 0:
-                kinds[key].append([])
-                room[key] = pack_mb * 2**20
-            kinds[key][-1].append(parameter)
-            with Untouched():
-                room[key] -= parameter.numel() * parameter.element_size()
-        self._packs = [(held, self._pack(held, axes), axes) for (axes, _), every in kinds.items() for held in every]
-
-    @staticmethod
-    def _pack(parameters: Sequence[ShardParameter], axes: tuple[str, ...]) -> Pack:
-        groups = parameters[0].groups
-        assert groups is not None
-        return Pack([p.held for p in parameters], axes, groups.mesh.sizes, coordinates(groups))
-
-    @told
-    @torch.no_grad()
-    def __call__(self) -> None:
-        with Untouched():
-            waiting = []
-            for parameters, pack, axes in self._packs:
-                groups = parameters[0].groups
-                assert groups is not None
-                row = parameters[0].new_empty(pack.width)
-                for number, parameter in enumerate(parameters):
-                    assert parameter.shard is not None
-                    pack.own(row, number, groups[axes].index).copy_(parameter.shard)
-                flat = row.new_empty(pack.parts * pack.width)
-                work = dist.all_gather_single(flat, row, group=groups[axes].process_group, async_op=True)
-                waiting.append((parameters, pack, flat, work))
-            for parameters, pack, flat, work in waiting:
-                if work is not None:
-                    work.wait()
-                for number, parameter in enumerate(parameters):
-                    pack.take(pack.rows(flat), number, parameter)
 
 
 # -- a step around the optimizer's own -------------------------------------------------------
@@ -270,6 +220,8 @@ def _write_back(shown: Sequence[tuple[Any, Tensor]]) -> None:
             target = leaf if leaf.owner is None else leaf.owner
             with Untouched():
                 target.copy_(_cut(full, target))
+                if leaf.held.master:
+                    leaf.copy_(_cut(full, leaf))
 
 
 def _on_pieces(
@@ -301,12 +253,17 @@ def _cut(full: Tensor, leaf: ShardParameter) -> Tensor:
 
 
 def _cut_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
-    """State as kept: what has the whole parameter's shape is cut as the parameter is."""
+    """State as kept: what has the whole parameter's shape is cut as the parameter is, in a master's dtype."""
     if not isinstance(leaf, ShardParameter) or not leaf.held.shape:
         return state
     fits = {k for k, v in state.items() if isinstance(v, Tensor) and tuple(v.shape) == leaf.held.shape}
     leaf.cut_state = frozenset(fits)
-    return {key: _cut(value, leaf) if key in fits else value for key, value in state.items()}
+    return {key: _cut(_widened(value, leaf), leaf) if key in fits else value for key, value in state.items()}
+
+
+def _widened(value: Tensor, leaf: ShardParameter) -> Tensor:
+    """State that was made beside a narrow parameter belongs to its master."""
+    return value.to(leaf.held.true_dtype) if leaf.held.master and value.is_floating_point() else value
 
 
 def _gather_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:

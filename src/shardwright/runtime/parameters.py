@@ -12,7 +12,8 @@ a stack has the norms of all stages (`stages`).
 ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view
 on the rows that this rank owns. At level 1 `shard.grad` is a view on the parameter's
 gradient. At level 2 only the share exists, and both `.grad`s read it; its shape is then
-the shard's, not the parameter's.
+the shard's, not the parameter's. A float32 master is such a shard too, with memory of its own;
+where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
 
 Norms over the whole tensor are global (`vector_norm`, `norm`, `_foreach_norm`); anything
 else done to a piece is local. A forward pass should not pay for the interception: run it
@@ -31,6 +32,7 @@ from torch import Tensor
 from shardwright.errors import RankError
 from shardwright.layout import Layout
 
+from . import journal
 from .faults import told
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .packing import Slot, make_slot
@@ -89,7 +91,8 @@ class ShardParameter(torch.nn.Parameter):
             copied = ShardParameter(data, self.held, self.groups, self.spread, needs)
             memo[id(self)] = copied
             if self.shard is not None:
-                _attach_shard(copied)
+                with Untouched():
+                    _attach_shard(copied, self.shard.detach().clone() if self.held.master else None)
             if self.stages is not None:
                 join(self.stages, [copied])
         return cast(ShardParameter, memo[id(self)])
@@ -108,26 +111,37 @@ def _rebuild(data: Tensor, held: Held, layout: Layout, requires_grad: bool) -> S
     return ShardParameter(data, held, None, layout, requires_grad)
 
 
-def make_parameter(local: Tensor, held: Held, groups: Groups) -> ShardParameter:
-    """The parameter for a piece that `scatter` cut, with a shard for the optimizer where ZeRO wants one."""
+def make_parameter(local: Tensor, held: Held, groups: Groups, master: Tensor | None = None) -> ShardParameter:
+    """The parameter for a piece that `scatter` cut, with a shard for the optimizer where ZeRO or a master wants one."""
     layout = kept_layout(held, groups.mesh.sizes)
     made = ShardParameter(local, held, groups, layout, requires_grad=held.trainable)
-    if held.level in (1, 2) and held.trainable:
-        _attach_shard(made)
+    if (held.level in (1, 2) or held.master) and held.trainable:
+        _attach_shard(made, master)
     return made
 
 
-def _attach_shard(parameter: ShardParameter) -> None:
+def true_value(parameter: ShardParameter) -> ShardParameter:
+    """What has the parameter's true value: its master, if it has one."""
+    return parameter.shard if parameter.held.master and parameter.shard is not None else parameter
+
+
+def _attach_shard(parameter: ShardParameter, master: Tensor | None = None) -> None:
     held, groups = parameter.held, parameter.groups
     if groups is None:
         raise RankError(f"{held.name} has lost its groups (it was unpickled), so it can't be split again")
     sizes = groups.mesh.sizes
-    axes = zero_axes(held, sizes)
-    if not axes:
+    axes = zero_axes(held, sizes) if held.level in (1, 2) else ()
+    if not axes and master is None:
         return
-    slot = make_slot(held, axes, sizes, coordinates(groups))
-    with Untouched():
-        rows = slot.owned(parameter.detach(), groups[axes].index)
+    slot = make_slot(held, axes, sizes, coordinates(groups)) if axes else None
+    if master is not None:
+        rows = master
+        with Untouched():
+            parameter.grad_dtype = held.true_dtype
+    else:
+        assert slot is not None
+        with Untouched():
+            rows = slot.owned(parameter.detach(), groups[axes].index)
     shard = ShardParameter(rows, held, groups, storage_layout(held, sizes), requires_grad=True)
     shard.owner, shard.slot = parameter, slot
     parameter.shard, parameter.slot = shard, slot
@@ -180,12 +194,17 @@ def set_raw_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 def _read(parameter: Any) -> Tensor | None:
     if not isinstance(parameter, ShardParameter):
         return cast("Tensor | None", parameter.grad)
-    if parameter.shard is not None and parameter.held.level == 2:
+    if parameter.shard is not None and _keeps_share(parameter):
         share = _dressed(parameter.shard, parameter.shard.grad)
         return share if share is not None else parameter.grad
-    if parameter.owner is not None and parameter.held.level == 1:
+    if parameter.owner is not None and not _keeps_share(parameter):
         return _share_of_owner(parameter, parameter.owner)
     return _dressed(parameter, parameter.grad)
+
+
+def _keeps_share(parameter: ShardParameter) -> bool:
+    """Whether only a share of the gradient is there, as that of the shard."""
+    return parameter.held.level == 2 and parameter.slot is not None
 
 
 def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | None:
@@ -193,7 +212,7 @@ def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | Non
     if gradient is None or isinstance(gradient, ShardGradient):
         return gradient
     split = parameter.groups is not None and cutting_axes(parameter.spread, parameter.groups.mesh)
-    if not split and parameter.shard is None and parameter.stages is None:
+    if not split and parameter.slot is None and parameter.stages is None:
         return gradient
     made = _as_gradient(gradient, parameter)
     if parameter.shard is not None and parameter.slot is not None:
@@ -204,8 +223,10 @@ def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | Non
 
 
 def _share_of_owner(shard: ShardParameter, owner: ShardParameter) -> Tensor | None:
-    if owner.grad is None or shard.slot is None:
+    if owner.grad is None:
         return None
+    if shard.slot is None:
+        return _dressed(owner, owner.grad)
     made = _as_gradient(shard.slot.owned(owner.grad, _index(shard)), shard)
     made.whole = owner.grad
     return made
@@ -226,16 +247,16 @@ def _index(parameter: ShardParameter) -> int:
 
 def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
     """Setting a gradient; a parameter and its shard are cleared together."""
-    if parameter.owner is not None and parameter.held.level == 1:
-        if gradient is None:
-            parameter.owner.grad = None
+    if parameter.owner is not None and not _keeps_share(parameter):
+        if gradient is None or parameter.slot is None:
+            parameter.owner.grad = gradient
         else:
             current = _share_of_owner(parameter, parameter.owner)
             if current is None:
                 raise RankError(f"{parameter.held.name} has no gradient; set the gradient of the model's parameter")
             current.copy_(gradient)
         return
-    other = parameter.shard if parameter.held.level == 2 else None
+    other = parameter.shard if _keeps_share(parameter) else None
     other = parameter.owner if parameter.owner is not None else other
     if other is not None and gradient is None:
         other.grad = None
@@ -352,6 +373,7 @@ def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[T
 
 
 def _summed(values: Tensor, groups: Groups, axis: str) -> Tensor:
+    journal.enter("all_reduce", groups[axis].process_group, "norms")
     dist.all_reduce(values, group=groups[axis].process_group)
     return values
 
@@ -361,6 +383,7 @@ def _extreme(values: Tensor, order: float, groups: Groups, axis: str) -> Tensor:
     sign = 1.0 if order > 0 else -1.0
     lost = values.isnan()
     both = torch.stack([torch.where(lost, -torch.inf, values * sign), lost.double()])
+    journal.enter("all_reduce", groups[axis].process_group, "norms")
     dist.all_reduce(both, dist.ReduceOp.MAX, group=groups[axis].process_group)
     return torch.where(both[1] > 0, torch.nan, both[0] * sign)
 

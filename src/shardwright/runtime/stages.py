@@ -41,7 +41,7 @@ class Stages:
             for held in helds:
                 if held.name not in self._numbers:
                     self._numbers[held.name] = len(self._numbers)
-                    self.dtype = torch.promote_types(self.dtype, held.dtype)
+                    self.dtype = torch.promote_types(self.dtype, held.true_dtype)
                     if world.rank == mesh.devices[0]:
                         self._own.add(held.name)
         trains = {rank for mesh, helds in seats if any(held.trainable for held in helds) for rank in mesh.devices}

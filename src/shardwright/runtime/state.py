@@ -31,8 +31,9 @@ from torch.optim import Optimizer
 from shardwright.errors import InputError, LayoutError, raise_all
 from shardwright.layout import Layout, Mesh, piece_of
 
-from .holding import Held, coordinates, gather, kept_layout, scatter
-from .parameters import ShardParameter, Untouched
+from .holding import Held, coordinates, gather, scatter, true_layout
+from .parameters import ShardParameter, Untouched, true_value
+from .refresh import renew
 from .world import Groups, here
 
 
@@ -162,19 +163,22 @@ def _local(value: Tensor) -> Tensor:
 
 
 def state_dict(
-    held: Iterable[Held], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], groups: Groups
+    held: Iterable[Held], parameters: Mapping[str, ShardParameter], buffers: Mapping[str, Tensor], groups: Groups
 ) -> dict[str, Tensor]:
-    """Every key of the original model with this rank's piece; buffers whole. Shares memory with the model."""
+    """Every key of the original model with this rank's piece; buffers whole. Shares memory with the model.
+
+    Of a parameter with a float32 master it is the master: what is saved in one precision is loaded in another.
+    """
     found: dict[str, Tensor] = {}
     for one in held:
-        value = as_state(parameters[one.name], one, kept_layout(one, groups.mesh.sizes), groups)
+        value = as_state(true_value(parameters[one.name]), one, true_layout(one, groups.mesh.sizes), groups)
         found.update(dict.fromkeys(one.keys, value))
     return {**found, **{key: buffer.detach() for key, buffer in buffers.items()}}
 
 
 def full_state_dict(
     held: Iterable[Held],
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, ShardParameter],
     buffers: Mapping[str, Tensor],
     groups: Groups,
     rank: int | None = None,
@@ -186,7 +190,8 @@ def full_state_dict(
     own: dict[str, Tensor] = {}
     for one in held:
         with Untouched():
-            whole = gather(parameters[one.name], one, groups).as_subclass(Tensor)
+            true = true_value(parameters[one.name])
+            whole = gather(true, one, groups, true_layout(one, groups.mesh.sizes)).as_subclass(Tensor)
         if keep or len(seats) > 1:
             own[one.name] = whole
     every = [one for _, helds in seats for one in helds] if len(seats) > 1 else held
@@ -215,7 +220,8 @@ def spread_out(values: Mapping[str, Tensor | None], seats: Seats) -> dict[str, T
             there = torch.tensor(own is not None, device=device)
             dist.broadcast(there, source)
             if bool(there):
-                whole = torch.empty(held.shape, dtype=held.dtype, device=device) if own is None else own.contiguous()
+                empty = torch.empty(held.shape if own is None else (), dtype=held.true_dtype, device=device)
+                whole = empty if own is None else own.contiguous()
                 dist.broadcast(whole, source)
                 found[held.name] = whole
             else:
@@ -227,7 +233,7 @@ def spread_out(values: Mapping[str, Tensor | None], seats: Seats) -> dict[str, T
 def load_state(
     values: Mapping[str, Any],
     held: Iterable[Held],
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, ShardParameter],
     buffers: Mapping[str, Tensor],
     groups: Groups,
     strict: bool = True,
@@ -248,9 +254,10 @@ def load_state(
     for one in held:
         key = next((key for key in one.keys if key in values), None)
         if key is not None:
-            piece = _piece(values[key], one, kept_layout(one, groups.mesh.sizes), groups)
+            piece = _piece(values[key], one, true_layout(one, groups.mesh.sizes), groups)
             with Untouched():
-                parameters[one.name].copy_(piece)
+                true_value(parameters[one.name]).copy_(piece)
+    renew(parameters[one.name] for one in held)
     for key, buffer in buffers.items():
         if key in values:
             given = values[key]
@@ -322,13 +329,13 @@ def fill_state(optimizer: Optimizer) -> None:
         return
     leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.requires_grad]
     owners: list[Any] = [leaf if getattr(leaf, "owner", None) is None else leaf.owner for leaf in leaves]
-    first = [isinstance(owner, ShardParameter) and owner.held.level == 1 for owner in owners]
-    takers = [owner if taken else leaf for leaf, owner, taken in zip(leaves, owners, first, strict=True)]
+    shared = [isinstance(leaf, ShardParameter) and leaf.held.level == 2 and leaf.slot is not None for leaf in leaves]
+    takers = [leaf if share else owner for leaf, owner, share in zip(leaves, owners, shared, strict=True)]
     with Untouched(), torch.no_grad():
-        before = [(owner, owner.detach().clone()) for owner in owners]
+        before = [(held, held.detach().clone()) for held in dict.fromkeys((*owners, *leaves))]
         kept = [taker.grad for taker in takers]
         for taker in takers:
-            taker.grad = torch.zeros_like(taker)
+            taker.grad = torch.zeros_like(taker, dtype=taker.grad_dtype)
     optimizer.step()
     with Untouched(), torch.no_grad():
         for owner, value in before:

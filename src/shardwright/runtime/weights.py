@@ -133,7 +133,7 @@ def _owes(weight: Tensor) -> bool:
 
 def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
     """As autograd does at the end of a backward."""
-    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+    leaf.grad = gradient.to(leaf.grad_dtype) if leaf.grad is None else leaf.grad.add_(gradient)
 
 
 class _Product(torch.autograd.Function):
@@ -157,8 +157,8 @@ class _Product(torch.autograd.Function):
         def later() -> None:
             flat, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
             left, right = (flat, inputs) if rows else (inputs, flat)
-            if weight.grad is None:
-                weight.grad = left.t() @ right
+            if weight.grad is None or weight.grad.dtype != left.dtype:
+                add_gradient(weight, left.t() @ right)
             else:
                 weight.grad.addmm_(left.t(), right)
             if bias is not None and bias.requires_grad:

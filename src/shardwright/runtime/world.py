@@ -176,7 +176,7 @@ def _process_group(ranks: tuple[int, ...], apart: bool) -> dist.ProcessGroup | N
     with _made_lock:
         made = _made.setdefault(whole, {})
     if (ranks, apart) not in made:
-        group = dist.new_group(list(ranks), timeout=_timeout(whole), sort_ranks=False)
+        group = dist.new_group(list(ranks), timeout=timeout_of(whole), sort_ranks=False)
         made[ranks, apart] = group if dist.get_rank() in ranks else None
     return made[ranks, apart]
 
@@ -201,7 +201,7 @@ def pair_groups(pairs: Iterable[tuple[int, int]], device: torch.device) -> dict[
     return found
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """A subgroup waits as long as its parent: torch would give it half an hour."""
     try:
         backend = group._get_backend(here().device)

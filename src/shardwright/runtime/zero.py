@@ -2,7 +2,7 @@
 
 A unit is a handful of parameters that are needed together, such as a block. Its shards lie
 next to each other in one row, so that one all_gather brings all of them, and one
-reduce_scatter takes all their gradients back:
+reduce_scatter takes all their gradients back, in the dtype of the parameters or in another:
 
     forward    open a | compute a, close a | compute b, close b | ..
     network    gather a,  gather b ======    gather c =======
@@ -32,8 +32,9 @@ from torch.nn import Parameter
 
 from shardwright.errors import LayoutError
 
+from . import journal
 from .faults import told
-from .holding import Held, coordinates, summing_axes, zero_axes
+from .holding import Held, coordinates, named, summing_axes, zero_axes
 from .packing import Pack, whole_buffer
 from .parameters import Untouched, raw_gradient, set_raw_gradient
 from .world import Groups
@@ -44,7 +45,10 @@ Pair = tuple[Held, Parameter]
 class Shards:
     """Parameters of one unit, one dtype and the same zero axes: gathered by one collective."""
 
-    def __init__(self, pairs: Sequence[Pair], axes: tuple[str, ...], groups: Groups) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], axes: tuple[str, ...], groups: Groups, wire: torch.dtype | None = None
+    ) -> None:
+        self.wire = wire or pairs[0][0].dtype  # gradients are summed in it
         self.pairs = list(pairs)
         self.group = groups[axes]
         self.pack = Pack([held for held, _ in pairs], axes, groups.mesh.sizes, coordinates(groups))
@@ -59,6 +63,9 @@ class Shards:
             if held.trainable:
                 by_rest[tuple(axis for axis in summing_axes(held, groups.mesh) if axis not in axes)].append(number)
         self.returns = [Return(self, numbers, rest, groups, axes) for rest, numbers in by_rest.items()]
+
+    def __str__(self) -> str:
+        return f"the parameters {named([held.name for held, _ in self.pairs])}"
 
     def _home(self, number: int) -> Tensor:
         return self.pack.own(self.row, number, self.group.index)
@@ -86,6 +93,7 @@ class Gathered:
         self.version = shards.version()
         row = shards.fill_row()
         self.rows: Tensor | None = row.new_empty(shards.pack.parts * shards.pack.width)
+        journal.enter("all_gather", shards.group.process_group, shards)
         self.work = dist.all_gather_single(self.rows, row, group=shards.group.process_group, async_op=True)
         self.flat: Tensor | None = None
         self.offsets: list[int] = []
@@ -136,12 +144,16 @@ class Return:
         self.pack = Pack(helds, axes, groups.mesh.sizes, coordinates(groups), extra=len(helds))
         self.sent: list[tuple[Tensor, Tensor, Any, bool]] = []
 
+    def __str__(self) -> str:
+        return f"the gradients of {named([held.name for held, _ in self.pairs])}"
+
     @torch.no_grad()
-    def send(self, gradients: Sequence[Tensor | None], like: Tensor) -> None:
+    def send(self, gradients: Sequence[Tensor | None], like: Tensor, wire: torch.dtype) -> None:
         """Start the sum of whole gradients (in the order of `numbers`) into shares."""
         full = all(gradient is not None for gradient in gradients)
         size = self.pack.parts * self.pack.width
-        flat = like.new_empty(size) if full and not self.pack.padded else like.new_zeros(size)
+        make = like.new_empty if full and not self.pack.padded else like.new_zeros
+        flat = make(size, dtype=wire)
         rows = self.pack.rows(flat)
         flags = rows.narrow(1, self.pack.used, len(gradients))
         flags.copy_(torch.tensor([g is not None for g in gradients], dtype=flat.dtype, device=flat.device))
@@ -149,6 +161,7 @@ class Return:
             if gradient is not None:
                 self.pack.put(rows, number, gradient)
         row = flat.new_empty(self.pack.width)
+        journal.enter("reduce_scatter", self.group.process_group, self)
         work = dist.reduce_scatter_single(row, flat, group=self.group.process_group, async_op=True)
         self.sent.append((row, flat, work, full))
 
@@ -159,11 +172,12 @@ class Return:
             if work is not None:
                 work.wait()
             if self.rest is not None:
+                journal.enter("all_reduce", self.rest, self)
                 dist.all_reduce(row, group=self.rest)
             flags = [1.0] * len(self.pairs) if full else row.narrow(0, self.pack.used, len(self.pairs)).tolist()
-            for number, (_, parameter) in enumerate(self.pairs):
+            for number, (held, parameter) in enumerate(self.pairs):
                 if flags[number] > 0:
-                    share = self.pack.own(row, number, self.group.index)
+                    share = self.pack.own(row, number, self.group.index).to(held.true_dtype)
                     leaf = leaf_of(parameter)
                     old = raw_gradient(leaf)
                     set_raw_gradient(leaf, share if old is None else old.add_(share))
@@ -209,7 +223,13 @@ class Saved:
 class Zero3:
     """The units of a model whose parameters are stored split. `order` is the order of their use in forward."""
 
-    def __init__(self, units: Mapping[str, Sequence[Pair]], groups: Groups, order: Sequence[str]) -> None:
+    def __init__(
+        self,
+        units: Mapping[str, Sequence[Pair]],
+        groups: Groups,
+        order: Sequence[str],
+        wire: torch.dtype | None = None,
+    ) -> None:
         unknown = sorted(set(order) - set(units))
         if unknown:
             raise LayoutError(f"the order of gathers names units that there are not: {', '.join(unknown)}")
@@ -221,7 +241,7 @@ class Zero3:
                 axes = zero_axes(held, groups.mesh.sizes) if held.level == 3 else ()
                 kinds[axes, held.dtype].append((held, parameter))
             self._loose[name] = [pair for (axes, _), held in kinds.items() if not axes for pair in held]
-            self._units[name] = [Shards(held, axes, groups) for (axes, _), held in kinds.items() if axes]
+            self._units[name] = [Shards(held, axes, groups, wire) for (axes, _), held in kinds.items() if axes]
         self._order = list(order)
         self._names = {id(shards): name for name, held in self._units.items() for shards in held}
         self._ready: dict[Shards, Gathered] = {}  # gathered or on the way
@@ -338,7 +358,7 @@ class Zero3:
             self._again.remove(shards)
         self._release(shards)
         for back in shards.returns:
-            back.send([gradients[number] for number in back.numbers], shards.row)
+            back.send([gradients[number] for number in back.numbers], shards.row, shards.wire)
             self._sent.append(back)
         while len(self._sent) > 2:  # bound the whole gradients in flight
             self._sent.pop(0).receive(self._leaf)

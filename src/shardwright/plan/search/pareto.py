@@ -92,13 +92,16 @@ class Fronts:
         self.forms = _Forms(dual.problem, dual.limited)
         self.leaves = self._leaves()
 
-    def search(self, gap: float, stop: Callable[[], bool], thin: int | None = None) -> Point | None:
+    def search(
+        self, gap: float, stop: Callable[[], bool], thin: int | None = None, effort: float = 1.0
+    ) -> Point | None:
         """The best point with a time up to bound + gap, if there is one; maybe one that is slower.
 
         With `thin`, no cell keeps more vectors than that, and what is found need not be the best. TooMany if it is
-        too much, Stopped if it is told to.
+        more than `effort` of what is looked at otherwise, Stopped if it is told to.
         """
         self.thin = thin
+        self.most_rows, self.most_compared = int(effort * MOST_ROWS), int(effort * MOST_COMPARED)
         self.gap = gap + self.rounding
         self.rows = self.compared = 0
         self.fronts = list(self.leaves)
@@ -153,14 +156,14 @@ class Fronts:
         """Pair each row with every vector of its cell: the rows' numbers, and the vectors'."""
         counts = front.start[cell + 1] - front.start[cell]
         self.rows += int(counts.sum())
-        if self.rows > MOST_ROWS:
-            raise TooMany(f"the exact search would look at more than {MOST_ROWS:,} vectors")
+        if self.rows > self.most_rows:
+            raise TooMany(f"the exact search would look at more than {self.most_rows:,} vectors")
         again = np.repeat(np.arange(len(cell)), counts)
         within = np.arange(len(again)) - np.repeat(np.cumsum(counts) - counts, counts)
         return again, front.start[cell][again] + within
 
     def _keep(self, group: Ints, values: Floats) -> Ints:
-        kept, compared = nondominated(group, values, MOST_COMPARED - self.compared)
+        kept, compared = nondominated(group, values, self.most_compared - self.compared)
         self.compared += compared
         return kept if self.thin is None else kept[spread(group[kept], self.thin)]
 
@@ -261,7 +264,7 @@ def nondominated(group: Ints, values: Floats, most: float = math.inf) -> tuple[I
         for some in np.split(inside, range(BLOCK, len(inside), BLOCK)):
             compared += (length + len(some)) * len(some)
             if compared > most:
-                raise TooMany(f"the exact search would compare more than {MOST_COMPARED:,} pairs")
+                raise TooMany("the exact search would compare too many pairs")
             left = some[~_beaten_by(rest[some], front[:length])]
             left = left[~_beaten(rest[left], np.arange(len(left)), len(left))]
             keep[some] = False

@@ -29,6 +29,8 @@ WIDER = 6  # how often the gap of the exact search doubles, at most
 SHARES = (0.25, 0.5, 0.75)  # of blends
 THIN = (64, 16)  # vectors of a cell in a mix of points
 POOL = 6  # points of which all pairs are mixed
+SMALL = 0.01  # a gap that is worth little effort
+LITTLE = 1 / 32  # of the exact search's effort
 
 Stop = Callable[[], bool]
 Progress = Callable[[float, float], None]  # the best time so far (maybe inf) and the bound
@@ -121,7 +123,10 @@ class _Search:
     @property
     def near(self) -> bool:
         """Whether the gap is within the aim."""
-        return self.best is not None and self.best.time <= self.bound + max(self.aim, ROUNDING) * abs(self.bound)
+        return self.within(max(self.aim, ROUNDING))
+
+    def within(self, gap: float) -> bool:
+        return self.best is not None and self.best.time <= self.bound + gap * abs(self.bound)
 
     def offer(self, point: Point | None) -> None:
         if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
@@ -139,11 +144,13 @@ class _Search:
         return list(distinct.values())[:POOL]
 
     def mix_pool(self, dual: Dual) -> None:
-        """Mix all pairs of the pool, blends of its first with all others, and the best point with each."""
+        """Mix all pairs of the pool; while the gap is large also blends of its first, and the best point with each."""
         pool = self.pool(dual)
         for one, other in combinations(pool, 2):
             self.mix(dual, one, other)
         for one, other in combinations(pool[: len(dual.best) + 1], 2):
+            if self.within(SMALL):
+                return
             for share in SHARES if len(dual.best) > 1 else ():  # with one multiplier two points are enough
                 blended = blend(self.problem, one, other, share)
                 for third in pool:
@@ -157,6 +164,8 @@ class _Search:
     def splice(self, dual: Dual) -> None:
         """Mix the pool and the best point in every way, as far as fronts of some length show it."""
         assert self.best is not None
+        if self.within(SMALL):
+            return
         small = narrow(self.problem, self.pool(dual)[: len(dual.best) + 1])
         inside = Dual(small.problem, eliminate(small.problem), dual.limited)
         inside.solve(dual.best)
@@ -177,10 +186,11 @@ class _Search:
         """All that is within a gap of the bound: a small gap first, then wider ones, until the best is among it."""
         assert self.best is not None
         gap = (self.best.time - dual.bound) / 2**WIDER
+        effort = LITTLE if self.within(SMALL) else 1.0
         try:
             fronts = Fronts(dual)
             while not self.done(self.bound):
-                self.offer(fronts.search(gap, self.stop))
+                self.offer(fronts.search(gap, self.stop, effort=effort))
                 self.bound = min(self.best.time, dual.bound + gap)  # all that is faster would have been found
                 gap *= 2
         except TooMany:

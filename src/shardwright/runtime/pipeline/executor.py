@@ -24,7 +24,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Reduction
 from shardwright.schedule import Step, StepKind
 
-from .. import comm
+from .. import comm, journal
 from ..parameters import Untouched
 from ..stage import Stage
 from .parts import Leaving, Pipeline, Placed
@@ -135,6 +135,7 @@ class Executor:
         sent: deque[tuple[int, Arrival]] = deque()
         with Untouched():
             for turn in script.turns:
+                journal.do(turn.step)
                 for message in turn.asks:
                     self._ask(message, run)
                 self._does[turn.step.kind](turn, run)
@@ -143,6 +144,7 @@ class Executor:
                 if turn.sends and script.orderly:
                     sent.append((turn.step.microbatch, self.transport.mark()))
         self.transport.flush()
+        journal.do(None)
 
     # -- steps ---------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardwright.errors import InputError, RankError
 
+from .. import journal
 from ..faults import told
 from ..gradients import GradientSync
 from ..parameters import ShardParameter
@@ -184,6 +185,7 @@ class Call:
             if at == number and first and leaf.grad is not None:
                 total += leaf.grad
         if dist.is_initialized() and dist.get_world_size() > 1:
+            journal.enter("all_reduce", None, "the gradient of an input")
             dist.all_reduce(total)
         return total
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import journal
 from ..faults import told
 from ..optimizer import leaf_of
 from ..parameters import ShardParameter, Untouched
@@ -29,6 +30,7 @@ def show_everywhere(parameters: Sequence[ShardParameter], device: torch.device) 
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
             lost = (~torch.isfinite(largest).all()).float()
         if dist.is_initialized() and dist.get_world_size() > 1:
+            journal.enter("all_reduce", None, "whether gradients are finite")
             dist.all_reduce(lost, dist.ReduceOp.MAX)
         if lost.item():
             for gradient in gradients:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwright.layout import Block, Cut
 
-from .. import blocks
+from .. import blocks, journal
 from ..faults import told
 from .parts import Leaving, Pipeline
 
@@ -90,6 +90,7 @@ def broadcast(tensors: Sequence[Tensor], home: int, rank: int) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if len(tensors) == 1 and tensors[0].is_contiguous():
+        journal.enter("broadcast", None, f"outputs of rank {home}")
         dist.broadcast(_bytes(tensors[0]), home)
         return
     starts, total = [], 0
@@ -104,6 +105,7 @@ def broadcast(tensors: Sequence[Tensor], home: int, rank: int) -> None:
     if rank == home:
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
+    journal.enter("broadcast", None, f"outputs of rank {home}")
     dist.broadcast(flat, home)
     if rank != home:
         for view, tensor in zip(views, tensors, strict=True):

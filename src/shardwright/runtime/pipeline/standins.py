@@ -40,6 +40,8 @@ class StandIns:
                 leaf = self._leaves[number]
                 if leaf is None or not _same(leaf, parameter):
                     leaf = self._leaves[number] = parameter.detach().requires_grad_(parameter.requires_grad)
+                    if parameter.requires_grad:
+                        leaf.grad_dtype = parameter.grad_dtype
                     for stage, key in self._places[id(parameter)]:
                         stage.place(key, leaf)
                         if stage.zero is not None:

@@ -103,13 +103,13 @@ class Ties:
     def _exchange(tie: Tie, entry: Entry, own: Tensor | None, transport: Transport) -> list[Coming]:
         """Send the own sum, and ask for those of the others."""
         like = entry.parameter.detach().as_subclass(Tensor)
-        mine = torch.zeros_like(like) if own is None else own
-        flag = like.new_full((1,), float(own is not None))
+        mine = torch.zeros_like(like, dtype=entry.bucket.dtype) if own is None else own
+        flag = mine.new_full((1,), float(own is not None))
         for leg in tie.sends:
             transport.send(torch.cat([leg.pack(mine).view(-1), flag]), leg.target)
         coming = []
         for stage, leg in tie.takes:
-            buffer = like.new_empty(leg.elements + 1)
+            buffer = mine.new_empty(leg.elements + 1)
             coming.append((stage, leg, buffer, transport.receive(buffer, leg.source)))
         return coming
 
@@ -139,7 +139,7 @@ def _hand_out(entry: Entry, total: Tensor) -> None:
         entry.hand_out(total)
         return
     place = shard.groups[zero_axes(entry.held, shard.groups.mesh.sizes)].index
-    share, old = shard.slot.owned(total, place), raw_gradient(shard)
+    share, old = shard.slot.owned(total, place).to(entry.held.true_dtype), raw_gradient(shard)
     set_raw_gradient(shard, share.clone() if old is None else old.add_(share))
     set_raw_gradient(parameter, None)
     entry.seen, entry.true = False, None

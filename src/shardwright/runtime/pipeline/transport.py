@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardwright.errors import RankError
 
+from .. import journal
 from ..faults import told
 from ..world import here, pair_groups
 
@@ -81,6 +82,7 @@ class TorchTransport:
 
     @told
     def send(self, tensor: Tensor, to: int) -> None:
+        journal.send(self._rank, to)
         work = dist.isend(_bytes(tensor), to, group=self._groups[self._rank, to])
         assert work is not None
         if self._keeper is not None:
@@ -96,7 +98,7 @@ class TorchTransport:
     def receive(self, buffer: Tensor, source: int) -> Arrival:
         work = dist.irecv(_bytes(buffer), source, group=self._groups[source, self._rank])
         assert work is not None
-        return _Arrival(work)
+        return _Arrival(work, (source, self._rank, journal.expect(source, self._rank)))
 
     def mark(self) -> Arrival:
         return _NOTHING if self._keeper is None else self._keeper.mark()
@@ -106,11 +108,12 @@ class TorchTransport:
 
 
 class _Arrival:
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, work: dist.Work, message: tuple[int, int, int]) -> None:
+        self._work, self._message = work, message
 
     @told
     def wait(self) -> None:
+        journal.wait_for(*self._message)
         self._work.wait()
 
 

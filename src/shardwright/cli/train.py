@@ -1,0 +1,111 @@
+"""`shardwright train config.yaml`: a run from a file, with anything in it overridden on the command line.
+
+    shardwright train config.yaml --model.init_args.n_layer 24 --max_steps 1000
+    torchrun --nproc-per-node 8 --no-python shardwright train config.yaml --resume last
+    shardwright train config.yaml --mode compile
+
+The keys of a file are the arguments of `sw.Trainer`; classes are given as in Lightning's command line, by `class_path`
+and `init_args`. Modules beside the file and in the current directory are found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from torch.utils.data import Dataset
+
+from ..errors import InputError, ShardwrightError
+from ..train import Trainer
+from ..train.config import Keys, check_config, explained, read_config
+from ..train.setup import seed_everything
+
+MODES = ("fit", "validate", "compile", "profile")
+
+
+def run_train(argv: Sequence[str]) -> int:
+    """Read the settings, make the trainer, run it."""
+    files, given = split_files(argv)
+    for folder in (*(file.resolve().parent for file in files), Path.cwd()):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    parser = train_parser()
+    known = keys_of(Trainer.__init__, "mode")
+    configs = [read_config(file) for file in files]
+    for config in configs:
+        check_config(config, known)
+    try:
+        asked = parser.parse_args([*(f"--config={file}" for file in files), *given])
+    except ArgumentError as error:
+        raise InputError(explained(str(error), configs, known, given)) from error
+    return run_asked(asked, parser)
+
+
+def run_asked(asked: Namespace, parser: ArgumentParser) -> int:
+    mode = asked.pop("mode")
+    asked.pop("config", None)
+    text = parser.dump(asked, skip_unset=False)
+    seed_everything(asked.seed)
+    try:
+        made = parser.instantiate(asked)
+    except ValueError as error:
+        if isinstance(error.__cause__, ShardwrightError):  # a group of settings that refuses a value
+            raise error.__cause__ from None
+        raise
+    trainer = Trainer(**vars(made))
+    trainer.config = text
+    {"fit": trainer.fit, "validate": trainer.validate, "compile": trainer.compile, "profile": trainer.profile}[mode]()
+    return 0
+
+
+def split_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The config files, which come first or after --config, and the rest."""
+    files: list[Path] = []
+    left = list(argv)
+    while left and not left[0].startswith("-"):
+        files.append(Path(left.pop(0)))
+    given: list[str] = []
+    while left:
+        word = left.pop(0)
+        if word == "--config" and left:
+            files.append(Path(left.pop(0)))
+        elif word.startswith("--config="):
+            files.append(Path(word.partition("=")[2]))
+        else:
+            given.append(word)
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"there is no file {file}; the first word after train is a config file (YAML)")
+    return files, given
+
+
+def train_parser() -> ArgumentParser:
+    """A parser made of the signature of `sw.Trainer`."""
+    parser = ArgumentParser(
+        prog="shardwright train", description="Train a model, as a file says.", exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("--config", action="config", help="a file of settings (YAML)")
+    parser.add_argument("--mode", choices=MODES, default="fit", help="what to do; compile: plan and code alone")
+    parser.add_class_arguments(Trainer, skip={"train_data", "val_data", "plan", "precision"})
+    parser.add_argument("--train_data", type=Dataset, required=True, help="rows to train on")
+    parser.add_argument("--val_data", type=Dataset | None, default=None, help="rows to validate on")
+    parser.add_argument("--plan", type=str, default="auto", help='"auto", "dp=2,tp=2", or the path of a plan file')
+    parser.add_argument("--precision", type=str | dict[str, Any] | None, default=None, help='"bf16-mixed", ...')
+    return parser
+
+
+def keys_of(function: Any, *more: str) -> Keys:
+    """The keys that a file may have: the arguments of a function, with the fields of those that are dataclasses."""
+    hints = get_type_hints(function)
+    found: dict[str, Any] = dict.fromkeys(more)
+    for name in inspect.signature(function).parameters:
+        kinds = [kind for kind in (hints.get(name), *get_args(hints.get(name))) if is_dataclass(kind)]
+        found[name] = {field.name: None for kind in kinds for field in fields(kind)} or None
+    found.pop("self", None)
+    found["plan"] = None
+    return found

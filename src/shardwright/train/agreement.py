@@ -1,0 +1,62 @@
+"""What all ranks must decide alike, such as to stop, agreed beside the step and waited for at its end.
+
+The talk is between CPUs, on a process group of its own, so that it neither waits for a GPU nor comes
+between the collectives of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Agreement:
+    """Numbers of which every rank learns the largest. All ranks make it, and call its methods together."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._sent: torch.Tensor | None = None
+        self._work: Any = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            real = any(name in str(dist.get_backend_config()) for name in ("gloo", "nccl"))
+            self._group = dist.new_group(backend="gloo") if real else dist.group.WORLD
+
+    def ask(self, number: float) -> None:
+        """Say this rank's number, and go on."""
+        self._sent = torch.tensor([number], dtype=torch.float64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def answer(self) -> float:
+        """The largest number that any rank has said."""
+        if self._sent is None:
+            return 0.0
+        if self._work is not None:
+            self._work.wait()
+        found, self._sent, self._work = float(self._sent[0]), None, None
+        return found
+
+    def largest(self, number: float) -> float:
+        """The largest number of all ranks; a question may be under way beside."""
+        if self._group is None:
+            return number
+        held = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
+        return float(held[0])
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+        held = numbers.double().cpu().clone()
+        if self._group is not None:
+            dist.all_reduce(held, group=self._group)
+        return held
+
+    def said(self, text: str) -> list[str]:
+        """What every rank has to say, without repeats, the first rank's first."""
+        if self._group is None:
+            return [text] if text else []
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, text, group=self._group)
+        return [held for held in dict.fromkeys(every) if held]

@@ -1,0 +1,111 @@
+"""What a batch and what a model gives back are, for a loop that knows neither: arguments, rows, tokens, the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from ..parallelize import arguments_of
+from ..runtime.inputs import rows_of
+
+Reduction = Literal["mean", "sum", "tokens"]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+IGNORED = -100
+LABELS = ("labels", "label", "targets", "target", "y")
+IDS = ("input_ids", "ids", "idx", "tokens", "x")
+
+
+def arguments(batch: Any) -> Arguments:
+    """A batch as the arguments of a call: a tensor, a tuple (by position) or a dict (by name)."""
+    if isinstance(batch, Tensor | Mapping | Sequence) and not isinstance(batch, str | bytes):
+        return arguments_of(batch)
+    raise InputError(
+        f"the data gives batches of type {type(batch).__name__}; a batch is a tensor, a tuple of arguments or a dict "
+        "of arguments by name"
+    )
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The same batch on a device."""
+    if device.type == "cpu":
+        return batch
+    return pytree.tree_map(lambda held: held.to(device, non_blocking=True) if isinstance(held, Tensor) else held, batch)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    return [held for held in pytree.tree_leaves(arguments(batch)) if isinstance(held, Tensor)]
+
+
+def rows_in(batch: Any) -> int:
+    """How many rows a batch has: the size of the first dim, or of that of its first tensor if they differ."""
+    tensors = [held for held in tensors_of(batch) if held.dim()]
+    found = rows_of(tensors)
+    return found if found is not None else int(tensors[0].shape[0]) if tensors else 0
+
+
+def tokens_in(batch: Any) -> int:
+    """How many tokens a batch has; 0 if it has no ids."""
+    args, kwargs = arguments(batch)
+    named = [kwargs[name] for name in IDS if name in kwargs]
+    for held in (*named, *args, *kwargs.values()):
+        if isinstance(held, Tensor) and held.dim() == 2 and not held.is_floating_point() and held.dtype != torch.bool:
+            return held.numel()
+    return 0
+
+
+def counted(batch: Any) -> Tensor:
+    """How many labels of a batch count in its loss: those that are not ignored."""
+    args, kwargs = arguments(batch)
+    named = [kwargs[name] for name in LABELS if name in kwargs]
+    whole = [held for held in (*named, *reversed(args)) if isinstance(held, Tensor) and not held.is_floating_point()]
+    if not whole:
+        raise InputError(
+            'reduction="tokens" counts labels that are not -100, and this batch has no whole numbers: give them as '
+            f'the last of a tuple, or in a dict as one of {", ".join(LABELS)}; or use reduction="mean"'
+        )
+    return (whole[0] != IGNORED).sum()
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model gives back: itself, `loss` of a dict or an object, or the first of a tuple."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, Tensor) and hasattr(output, "loss"):
+        found = output.loss
+    elif isinstance(output, tuple | list) and output:
+        found = output[0]
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found.reshape(())
+    said = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(output).__name__}"
+    if isinstance(output, Mapping):
+        said += f" with {', '.join(map(str, output)) or 'nothing'}"
+    raise InputError(
+        f"the model gives back {said}, and no loss; a loss is one number: alone, as 'loss' of a dict, or first of a "
+        "tuple. Or say what the loss is: loss=torch.nn.functional.cross_entropy"
+    )
+
+
+def numbers_of(output: Any) -> dict[str, Tensor]:
+    """The numbers that a model gives back by name, the loss first."""
+    found = {"loss": loss_of(output).detach()}
+    if isinstance(output, Mapping):
+        found |= {
+            str(name): held.detach().reshape(())
+            for name, held in output.items()
+            if isinstance(held, Tensor) and held.numel() == 1 and name != "loss"
+        }
+    return found
+
+
+def weighted(outputs: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+    """The sum of the outputs' numbers, each with its weight."""
+    names = [name for name in outputs[0] if all(name in held for held in outputs)]
+    pairs = list(zip(outputs, weights, strict=True))
+    return {name: torch.stack([held[name] * weight for held, weight in pairs]).sum(0) for name in names}

@@ -1,0 +1,239 @@
+"""Where the numbers of a run go. Only the first rank logs.
+
+ConsoleLogger       a progress bar on a terminal, lines elsewhere
+CSVLogger           metrics.csv in the folder of the run
+TensorBoardLogger   tensorboard --logdir run
+WandbLogger         Weights & Biases, if wandb is installed
+MLflowLogger        if mlflow is installed
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ..checkpoint.disk import replace_text
+from ..errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a logger may want to know of a run.
+
+    step    the step from which it goes on; 0 at its start
+    steps   the step at which it ends, if that is known
+    """
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+    steps: int | None = None
+
+
+class Logger:
+    """Takes the numbers of a run. `start` is called before the first, `finish` after the last, also after an error."""
+
+    def start(self, run: RunFacts) -> None:
+        """A run begins, or goes on."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Numbers of a step."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Something that is not a number, in words."""
+
+    def progress(self, step: int) -> None:
+        """A step is done, whether or not it is logged."""
+
+    def finish(self) -> None:
+        """No more will come."""
+
+
+class ConsoleLogger(Logger):
+    """A progress bar with the newest numbers on a terminal; elsewhere a line for each step that is logged."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._steps: int | None = None
+
+    def start(self, run: RunFacts) -> None:
+        self._steps = run.steps
+        if self.console.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
+            self._task = self._bar.add_task("", total=run.steps, completed=run.step, said="")
+            self._bar.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._bar is not None and "val_loss" not in metrics:
+            self._bar.update(self._task, said=told(metrics))
+        else:
+            of = f" of {self._steps}" if self._steps is not None else ""
+            self.console.print(f"step {step}{of}  {told(metrics)}", markup=False)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def progress(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+SAID = {
+    "seconds_per_step": ("{:.3g} s/step", 1.0), "rows_per_second": ("{:.4g} rows/s", 1.0),
+    "tokens_per_second": ("{:.4g} tokens/s", 1.0), "mfu": ("MFU {:.3g} %", 100.0), "memory_gib": ("{:.2f} GiB", 1.0),
+    "lr": ("lr {:.3g}", 1.0), "epoch": ("epoch {:.0f}", 1.0),
+}  # fmt: skip
+
+
+def told(metrics: Mapping[str, float]) -> str:
+    """Numbers on one line."""
+    shown = []
+    for name, value in metrics.items():
+        text, factor = SAID.get(name, (name + " {:.5g}", 1.0))
+        shown.append(text.format(value * factor))
+    return "  ".join(shown)
+
+
+class CSVLogger(Logger):
+    """One row for each step that is logged, one column for each number, in a file of the run's folder.
+
+    A run that goes on drops the rows of steps that it will do again; the file as it was stays beside it.
+    """
+
+    def __init__(self, file: str = "metrics.csv") -> None:
+        self.file = file
+        self._path = Path(file)
+        self._names: list[str] = []
+
+    def start(self, run: RunFacts) -> None:
+        self._path, self._names = run.folder / self.file, []
+        if not self._path.exists():
+            return
+        text = self._path.read_text()
+        rows = list(csv.DictReader(io.StringIO(text)))
+        self._names = list(rows[0]) if rows else []
+        kept = [row for row in rows if int(row["step"]) <= run.step]
+        if len(kept) < len(rows):
+            last = rows[-1]["step"]
+            replace_text(self._path.with_name(f"{self._path.stem}-until-{int(last):06d}{self._path.suffix}"), text)
+            self._rewrite(kept)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        row = {"step": str(step), **{name: repr(float(value)) for name, value in metrics.items()}}
+        new = [name for name in row if name not in self._names]
+        if new:
+            rows = list(csv.DictReader(io.StringIO(self._path.read_text()))) if self._names else []
+            self._names += new
+            self._rewrite([*rows, row])
+            return
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._names, lineterminator="\n").writerow(row)
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        replace_text(self._path, text.getvalue())
+
+
+class TensorBoardLogger(Logger):
+    """Event files for TensorBoard, in a folder of the run's folder."""
+
+    def __init__(self, folder: str = "tensorboard") -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def start(self, run: RunFacts) -> None:
+        needed("tensorboard", "TensorBoardLogger")
+        module = importlib.import_module("torch.utils.tensorboard")
+        purged = run.step + 1 if run.step else None
+        self._writer = module.SummaryWriter(str(run.folder / self.folder), purge_step=purged)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def say(self, text: str) -> None:
+        if self._writer is not None:
+            self._writer.add_text("run", text)
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandbLogger(Logger):
+    """Weights & Biases. A run that goes on goes on there too, if its id is given."""
+
+    def __init__(
+        self, project: str = "shardwright", name: str | None = None, id: str | None = None, mode: str | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """`options` are those of `wandb.init`."""
+        self.options = {"project": project, "name": name, "id": id, "mode": mode, **options}
+        self._run: Any = None
+
+    def start(self, run: RunFacts) -> None:
+        wandb = needed("wandb", "WandbLogger")
+        given = {key: value for key, value in self.options.items() if value is not None}
+        self._run = wandb.init(dir=str(run.folder), config=dict(run.config), resume="allow", **given)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class MLflowLogger(Logger):
+    """An experiment of MLflow, on the server or in the folder that `uri` names."""
+
+    def __init__(self, experiment: str = "shardwright", name: str | None = None, uri: str | None = None) -> None:
+        self.experiment, self.name, self.uri = experiment, name, uri
+        self._mlflow: Any = None
+
+    def start(self, run: RunFacts) -> None:
+        mlflow = needed("mlflow", "MLflowLogger")
+        if self.uri is not None:
+            mlflow.set_tracking_uri(self.uri)
+        mlflow.set_experiment(self.experiment)
+        mlflow.start_run(run_name=self.name)
+        self._mlflow = mlflow
+        mlflow.log_params({name: str(value)[:500] for name, value in run.config.items()})
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def finish(self) -> None:
+        if self._mlflow is not None:
+            self._mlflow.end_run()
+            self._mlflow = None
+
+
+def needed(package: str, who: str) -> Any:
+    """A package that is not a part of this one's needs."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise InputError(f"{who} needs the package {package}, which is not installed: pip install {package}") from error

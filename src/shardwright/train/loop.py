@@ -1,0 +1,287 @@
+"""The loop: updates, validation, saving, in the order that `callbacks.py` draws.
+
+Nothing here knows how a model is split. What ranks must decide alike is agreed (`agreement.py`): a rank that is asked
+to stop asks the others at its next update, and all stop after the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from .batches import arguments, counted, loss_of, moved, numbers_of, tokens_in, weighted
+from .feed import Part, parts_of, updates
+from .meters import memory_used
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a run is: what a checkpoint has of the loop."""
+
+    step: int = 0
+    epoch: int = 0
+    rows: int = 0
+    tokens: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    val_step: int | None = None  # of the last validation
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for field in fields(self):
+            setattr(self, field.name, state[field.name])
+
+
+class Loop:
+    """Runs a trainer that is set up."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._norm: Tensor | None = None
+        self._stopped: str | None = None
+
+    # -- the run -------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """Train until the end, or until somebody asks to stop; how it ended."""
+        trainer, progress = self.trainer, self.trainer.progress
+        trainer.model.train()
+        trainer.fire("on_train_start")
+        while not self._done() and self._stopped is None:
+            self._epoch()
+        if self._stopped is None and trainer.val_source is not None and progress.val_step != progress.step:
+            self._validated()
+        trainer.save()
+        trainer.fire("on_train_end")
+        return f"at step {progress.step}" + (f", stopped: {self._stopped}" if self._stopped is not None else "")
+
+    def _done(self) -> bool:
+        progress, trainer = self.trainer.progress, self.trainer
+        steps = trainer.max_steps is not None and progress.step >= trainer.max_steps
+        return steps or (trainer.max_epochs is not None and progress.epoch >= trainer.max_epochs)
+
+    def _epoch(self) -> None:
+        trainer, progress, batches = self.trainer, self.trainer.progress, self.trainer.batches
+        fresh, before = batches.row == 0, progress.step
+        trainer.fire("on_epoch_start", progress.epoch)
+        for parts in updates(parts_of(batches, trainer.shares), trainer.accumulate):
+            self._update(parts)
+            if self._between() or self._done():
+                return
+        if fresh and progress.step == before:
+            raise InputError("the training data is empty: an epoch has no batch")
+        ended = progress.epoch
+        progress.epoch = batches.epoch
+        self._end_of_epoch(ended)
+
+    def _between(self) -> bool:
+        """What comes after an update: validation and a checkpoint, if it is time. Whether to stop."""
+        trainer, step = self.trainer, self.trainer.progress.step
+        stop = trainer.agreement.answer() > 0
+        due = trainer.val_source is not None and trainer.val_every is not None and step % trainer.val_every == 0
+        better = self._validated() if due else False
+        kept = trainer.checkpoints
+        if kept is not None and (better or (kept.every is not None and step % kept.every == 0)):
+            trainer.save()
+        if stop or (due and trainer.agreement.largest(trainer.wants_to_stop) > 0):
+            self._stop()
+        return self._stopped is not None
+
+    def _end_of_epoch(self, epoch: int) -> None:
+        trainer, kept = self.trainer, self.trainer.checkpoints
+        if trainer.scheduler_every == "epoch":
+            self._move_schedule()
+        every = trainer.val_every_epochs
+        due = trainer.val_source is not None and every is not None and (epoch + 1) % every == 0
+        due = due and trainer.progress.val_step != trainer.progress.step
+        better = self._validated() if due else False
+        if kept is not None and (better or (kept.every_epochs is not None and (epoch + 1) % kept.every_epochs == 0)):
+            trainer.save()
+        trainer.fire("on_epoch_end", epoch)
+        if trainer.agreement.largest(trainer.wants_to_stop) > 0:
+            self._stop()
+
+    def _stop(self) -> None:
+        trainer = self.trainer
+        self._stopped = "; ".join(trainer.agreement.said(trainer.stop_reason or "")) or "asked to"
+        trainer.say(f"stopping after step {trainer.progress.step}: {self._stopped}")
+        trainer.fire("on_stop", self._stopped)
+
+    # -- one update ----------------------------------------------------------------------------
+
+    def _update(self, parts: Sequence[Part]) -> None:
+        trainer, progress = self.trainer, self.trainer.progress
+        step = progress.step + 1
+        trainer.fire("on_step_start", step)
+        with record_function(f"step {step}"):
+            trainer.fire("before_zero_grad")
+            trainer.optimizer.zero_grad()
+            trainer.fire("after_zero_grad")
+            batches = [moved(part.batch, trainer.world.device) for part in parts]
+            outputs, averages = self._accumulate(batches, [part.rows for part in parts])
+            trainer.agreement.ask(trainer.wants_to_stop)
+            self._clip()
+            trainer.fire("before_optimizer_step")
+            with record_function("optimizer"):
+                trainer.optimizer.step()
+            trainer.fire("after_optimizer_step")
+        rows, tokens = sum(part.rows for part in parts), sum(map(tokens_in, batches)) * trainer.shares
+        progress.step, progress.rows, progress.tokens = step, progress.rows + rows, progress.tokens + tokens
+        trainer.meter.count(rows, tokens)
+        metrics = self._log(averages) if self._is_logged(step) else {}
+        if trainer.scheduler_every == "step":
+            self._move_schedule()
+        trainer.advance(step)
+        trainer.fire("on_step_end", step, metrics, outputs)
+
+    def _accumulate(self, batches: list[Any], rows: list[int]) -> tuple[list[Any], dict[str, Tensor]]:
+        """Forward and backward of all batches of an update; what the model gave back, and its numbers."""
+        trainer = self.trainer
+        weights = self.weights(batches, rows)
+        trainer.fire("on_accumulate_start", batches)
+        outputs: list[Any] = []
+        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            last = number == len(batches) - 1
+            with nullcontext() if last else trainer.model.no_sync():
+                trainer.fire("on_batch_start", batch, number)
+                args, kwargs = arguments(batch)
+                with record_function("forward"):
+                    output = trainer.model(*args, **kwargs)
+                loss = loss_of(output)
+                if last:
+                    trainer.fire("before_sync")
+                with record_function("backward"):
+                    torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+                if last:
+                    trainer.fire("after_sync")
+                outputs.append(_let_go(output))
+                trainer.fire("on_batch_end", batch, outputs[-1], number)
+        trainer.fire("on_accumulate_end", outputs)
+        averages = weighted([numbers_of(output) for output in outputs], weights)
+        trainer.fire("after_average", averages)
+        return outputs, averages
+
+    def weights(self, batches: Sequence[Any], rows: Sequence[int]) -> list[float]:
+        """What the loss of each batch counts for in the update."""
+        how = self.trainer.reduction
+        if how == "sum":
+            return [1.0] * len(batches)
+        if how == "mean" or len(batches) == 1:
+            return [count / sum(rows) for count in rows] if sum(rows) else [1.0 / len(rows)] * len(rows)
+        found = torch.stack([counted(batch) for batch in batches]).double().cpu()
+        if self.trainer.shares > 1:
+            found = self.trainer.agreement.summed(found) / self.trainer.copies
+        return [float(one) for one in found / found.sum().clamp(min=1)]
+
+    def _clip(self) -> None:
+        trainer = self.trainer
+        trainer.fire("before_clip")
+        self._norm = None
+        if trainer.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(trainer.model.parameters(), trainer.clip_value)
+        if trainer.clip_norm is not None:
+            self._norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.clip_norm)
+        trainer.fire("after_clip", self._norm)
+
+    def _move_schedule(self) -> None:
+        scheduler = self.trainer.scheduler
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):  # which moves with validation
+            scheduler.step()
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def _is_logged(self, step: int) -> bool:
+        trainer = self.trainer
+        return step % trainer.log_every == 0 or step in (1, trainer.max_steps)
+
+    def _log(self, averages: dict[str, Tensor]) -> dict[str, float]:
+        """Log the step, before the schedule moves on: the learning rate is that of the step."""
+        trainer = self.trainer
+        metrics = {name: float(value) for name, value in averages.items()}
+        metrics |= {"lr": float(trainer.optimizer.param_groups[0]["lr"]), "epoch": float(trainer.progress.epoch)}
+        if self._norm is not None:
+            metrics["grad_norm"] = float(self._norm)
+        metrics |= trainer.meter.read()
+        metrics["memory_gib"] = trainer.agreement.largest(memory_used(trainer.world.device))
+        trainer.fire("before_log", metrics)
+        trainer.log(metrics)
+        return metrics
+
+    # -- validation ----------------------------------------------------------------------------
+
+    def _validated(self) -> bool:
+        """Validate; whether the metric by which runs are judged is the best so far."""
+        trainer, progress, kept = self.trainer, self.trainer.progress, self.trainer.checkpoints
+        metrics = self.validate()
+        if isinstance(trainer.scheduler, ReduceLROnPlateau):
+            trainer.scheduler.step(metrics["val_loss"])
+        if kept is None or kept.metric not in metrics or not kept.better(metrics[kept.metric], progress.best):
+            return False
+        progress.best, progress.best_step = metrics[kept.metric], progress.step
+        return kept.keep_best > 0
+
+    def validate(self) -> dict[str, float]:
+        """The mean loss over the validation data, and what else the model gives back by name."""
+        trainer = self.trainer
+        with trainer.meter.paused():
+            training = trainer.model.training
+            trainer.model.eval()
+            try:
+                trainer.fire("on_val_start")
+                averages = self._val_averages()
+            finally:
+                trainer.model.train(training)
+            trainer.fire("after_val_average", averages)
+            metrics = {f"val_{name}": float(value) for name, value in averages.items()}
+            trainer.fire("before_log_val", metrics)
+            trainer.log(metrics)
+            trainer.progress.val_step, trainer.last_val = trainer.progress.step, dict(metrics)
+            trainer.fire("on_val_end", metrics)
+        return metrics
+
+    @torch.no_grad()
+    def _val_averages(self) -> dict[str, Tensor]:
+        trainer = self.trainer
+        found, counts = [], []
+        batches = trainer.val_batches_anew()
+        for number, part in enumerate(islice(parts_of(batches, trainer.shares), trainer.val_batches)):
+            batch = moved(part.batch, trainer.world.device)
+            trainer.fire("on_val_batch_start", batch, number)
+            args, kwargs = arguments(batch)
+            output = trainer.model(*args, **kwargs)
+            trainer.fire("on_val_batch_end", batch, output, number)
+            found.append(numbers_of(output))
+            counts.append(self._count(batch, part.rows))
+        if not found:
+            raise InputError("the validation data is empty: it gives no batch")
+        total = math.fsum(counts) or 1.0
+        return weighted(found, [count / total for count in counts])
+
+    def _count(self, batch: Any, rows: int) -> float:
+        """What a batch counts for in the mean of validation."""
+        if self.trainer.reduction != "tokens":
+            return float(rows)
+        found = counted(batch).double().cpu()
+        trainer = self.trainer
+        return float(trainer.agreement.summed(found) / trainer.copies if trainer.shares > 1 else found)
+
+
+def _let_go(output: Any) -> Any:
+    """What a model gave back, without the graph that it was made by."""
+    return pytree.tree_map(lambda held: held.detach() if isinstance(held, Tensor) else held, output)

@@ -1,0 +1,71 @@
+"""How fast a run is: rows and tokens a second, the part of the devices' peak that the model's arithmetic uses, memory.
+
+Time that goes by in validation and in saving is left out. MFU is the arithmetic of the model's own products,
+forward and backward (`cost.training_flops`: nothing that a plan recomputes), over what all devices could do at their
+peak in the dtype of the run.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..cluster import Cluster
+from ..cost.time import units
+
+GIB = 2.0**30
+
+
+class Meter:
+    """Counts what a run gets through between two looks at it."""
+
+    def __init__(self, *, flops_per_row: float | None = None, peak: float | None = None) -> None:
+        """`peak` is that of all devices together; without it, or without flops, there is no MFU."""
+        self.flops_per_row, self.peak = flops_per_row, peak
+        self._rows = self._tokens = self._steps = 0
+        self._began = time.perf_counter()
+
+    def count(self, rows: int, tokens: int) -> None:
+        """One step is done."""
+        self._rows, self._tokens, self._steps = self._rows + rows, self._tokens + tokens, self._steps + 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What goes on in here is not training."""
+        before = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - before
+
+    def read(self) -> dict[str, float]:
+        """The speed since the last time; nothing if no step was done."""
+        seconds = time.perf_counter() - self._began
+        rows, tokens, steps = self._rows, self._tokens, self._steps
+        self._rows = self._tokens = self._steps = 0
+        self._began = time.perf_counter()
+        if not steps or seconds <= 0:
+            return {}
+        found = {"seconds_per_step": seconds / steps, "rows_per_second": rows / seconds}
+        if tokens:
+            found["tokens_per_second"] = tokens / seconds
+        if self.flops_per_row is not None and self.peak:
+            found["mfu"] = self.flops_per_row * rows / seconds / self.peak
+        return found
+
+
+def peak_of(cluster: Cluster, dtype: str, size: int) -> float:
+    """Flops a second that the first `size` devices of a cluster reach at most in a dtype."""
+    devices = [cluster.device(rank) for rank in range(size)]
+    return sum(device.peak(units(device, dtype)) for device in devices)
+
+
+def memory_used(device: torch.device) -> float:
+    """GiB of memory that this process had at most: of its GPU, or of the machine where it has none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most * (1 if sys.platform == "darwin" else 1024) / GIB

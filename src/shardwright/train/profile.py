@@ -1,0 +1,63 @@
+"""A trace of real steps, one file for each rank, that ui.perfetto.dev and chrome://tracing show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..runtime.world import here
+from .callbacks import Callback, Metrics
+from .options import Profile
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+FOLDER = "profile"
+
+
+class Profiler(Callback):
+    """Traces some steps of this run: those from `start` on, counted from where the run begins or goes on."""
+
+    def __init__(self, options: Profile) -> None:
+        self.options = options
+        self.path: Path | None = None  # of this rank's trace, once it is written
+        self._done = 0
+        self._profiler: Any = None
+
+    def on_step_start(self, trainer: Trainer, step: int) -> None:
+        if self._done == self.options.start - 1:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(
+                activities=activities, profile_memory=self.options.memory, record_shapes=self.options.shapes,
+                with_stack=self.options.stacks,
+            )  # fmt: skip
+            self._profiler.start()
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics, outputs: list[Any]) -> None:
+        self._done += 1
+        if self._profiler is not None and self._done == self.options.start - 1 + self.options.steps:
+            self._write(trainer, step)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._profiler is not None:  # the run was shorter than was asked for
+            self._write(trainer, trainer.progress.step)
+
+    def on_finish(self, trainer: Trainer) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _write(self, trainer: Trainer, step: int) -> None:
+        self._profiler.stop()
+        folder = trainer.run.path / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step-{step:06d}-rank-{here().rank:05d}.json.gz"
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler, self.path = None, path
+        trainer.say(
+            f"a trace of {self.options.steps} steps is in {folder}, a file for each rank: open in ui.perfetto.dev"
+        )

@@ -1,0 +1,87 @@
+"""The folder of a run, and that nothing in it is lost without a word.
+
+run/
+  config.yaml        as the run was started; config-from-000500.yaml where it went on with another one
+  plan.json          what was decided
+  generated/         the code that runs
+  metrics.csv, ...   logs
+  checkpoints/       see docs/checkpoints.md
+  finished           how it ended; not there while it runs, or if it was killed
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from ..checkpoint import checkpoint_at, checkpoints_in
+from ..checkpoint.disk import replace_text
+from ..errors import CheckpointError, InputError
+
+CONFIG, PLAN, GENERATED, CHECKPOINTS, FINISHED = "config.yaml", "plan.json", "generated", "checkpoints", "finished"
+Resume = Literal["last", "best"] | str | Path
+
+
+class RunFolder:
+    """Where a run writes. Only the first rank does."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def generated(self) -> Path:
+        return self.path / GENERATED
+
+    def check_fresh(self) -> None:
+        """Refuse to begin a run where there is one."""
+        if not (self.path / CONFIG).exists() and not checkpoints_in(self.checkpoints):
+            return
+        held = list(checkpoints_in(self.checkpoints).values())
+        step = f" (step {held[-1].step})" if held else ""
+        ended = self.path / FINISHED
+        said = f"a run that has ended: {ended.read_text().strip()}" if ended.exists() else f"a run{step}"
+        way = 'go on from it with resume="last"' if held else "it has no checkpoint to go on from: remove it"
+        raise InputError(f"{self.path} holds {said}; {way}, or choose another directory")
+
+    def find(self, resume: Resume, metric: str, mode: Literal["min", "max"]) -> Path | None:
+        """The checkpoint to go on from; None if it is "last" or "best" and there is none yet."""
+        if resume in ("last", "best"):
+            from ..checkpoint import CheckpointFolder
+
+            folder = CheckpointFolder(self.checkpoints, metric=metric, mode=mode)
+            return folder.find("latest" if resume == "last" else "best")
+        path = Path(resume)
+        inside = path / CHECKPOINTS
+        found = checkpoint_at(inside if inside.is_dir() else path) if path.exists() else None
+        if found is None:
+            raise CheckpointError(
+                f'resume={str(resume)!r}: there is no checkpoint; give "last", "best", or the path of a checkpoint or '
+                "of a run"
+            )
+        return found
+
+    def write_config(self, text: str, step: int) -> None:
+        """Keep the config as it is run. One that is there stays, and another one gets another name."""
+        path = self.path / CONFIG
+        if path.exists() and path.read_text() != text:
+            path = self.path / f"config-from-{step:06d}.yaml"
+        replace_text(path, text)
+
+    def write_plan(self, text: str, step: int) -> None:
+        """Keep the plan; that of an earlier start gets the step as its name, if it was another."""
+        path = self.path / PLAN
+        if path.exists() and path.read_text() != text:
+            path.rename(self.path / f"plan-until-{step:06d}.json")
+        replace_text(path, text)
+
+    def begin(self) -> None:
+        """The run goes on from here: it has not ended."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / FINISHED).unlink(missing_ok=True)
+
+    def end(self, how: str) -> None:
+        replace_text(self.path / FINISHED, how + "\n")

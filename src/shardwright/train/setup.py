@@ -1,0 +1,172 @@
+"""From the settings of a trainer to a compiled model: on the ranks of this run, or for ranks that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+import yaml  # type: ignore[import-untyped]
+from torch import nn
+from torch.optim import Optimizer
+
+from ..cluster import find as find_cluster
+from ..compile import replicas_of, write
+from ..errors import ClusterError, InputError, PlanError
+from ..parallelize import cluster_size, parallelize, planned
+from ..plan import Plan
+from ..planning import Batching, cluster_here, training_of
+from ..runtime.world import World
+from ..verify.parity import ranks_of
+from ..verify.program import compile_program
+from .batches import arguments, moved, rows_in
+from .joined import joined
+from .meters import Meter, peak_of
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+LONG = 20  # a list of more is data, not a setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A model and its optimizer as they run, and the rows of the call that they were compiled for, over all ranks."""
+
+    model: Any
+    optimizer: Optimizer
+    rows: int
+
+
+def module_of(trainer: Trainer) -> nn.Module:
+    """What is compiled: the model, with its loss."""
+    found = trainer.original
+    if trainer.loss_function is not None:
+        found = joined(found, trainer.loss_function, trainer.target)
+    elif trainer.target is not None:
+        raise InputError(f"target={trainer.target!r} is for a loss that is given too, and there is none")
+    return found.train()
+
+
+def compile_model(trainer: Trainer) -> Compiled:
+    """Compile for the ranks of this run."""
+    module, world = module_of(trainer), trainer.world
+    optimizer = trainer.make_optimizer(module.parameters())
+    shares = _shares(trainer, world)
+    batch = moved(trainer.source.example(shares), world.device)
+    more = {} if trainer.precision is None else {"precision": trainer.precision}
+    model, optimizer = parallelize(
+        module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
+        constraints=trainer.constraints, microbatches=trainer.microbatches,
+        microbatch_semantics=trainer.microbatch_semantics, inputs=trainer.inputs, outputs=trainer.outputs,
+        accumulate=trainer.accumulate, seed=trainer.seed, directory=trainer.run.generated, opaque=trainer.opaque,
+        **more,
+    )  # fmt: skip
+    model.sync_by_hand()
+    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares)
+
+
+def _shares(trainer: Trainer, world: World) -> int:
+    """How many groups will load rows of their own."""
+    if trainer.inputs != "rows":
+        return 1
+    mesh, axes = replicas_of(trainer.plan, world)
+    return math.prod(mesh.sizes[name] for name in axes)
+
+
+def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
+    """For how many devices a plan is; None if that is left to the run."""
+    if plan != "auto":
+        return ranks_of(plan)
+    return None if cluster == "auto" else cluster_size(cluster, "auto")
+
+
+def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[Path, ...]]:
+    """The plan and the code for so many devices, with no process for each."""
+    if trainer.inputs == "rows":
+        raise InputError(f'inputs="rows" is compiled by the ranks that run it; start {devices} processes with torchrun')
+    module = module_of(trainer)
+    optimizer = trainer.make_optimizer(module.parameters())
+    args, kwargs = arguments(trainer.source.example(1))
+    kind = training_of(optimizer)
+    plan, _ = planned(
+        module, example=(args, kwargs), plan=trainer.plan, size=devices,
+        cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
+        optimizer=kind.optimizer, precision=compute_dtype(trainer.precision), accumulate=trainer.accumulate,
+        inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
+        constraints=trainer.constraints, microbatches=trainer.microbatches,
+    )  # fmt: skip
+    batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
+    made = compile_program(module, args, kwargs, plan, devices, batching=batching)
+    pairs = zip(made.texts, made.programs, strict=True)
+    return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
+
+
+def meter_of(trainer: Trainer, made: Compiled) -> Meter:
+    """A meter that knows the model's arithmetic and the devices' peak, if the catalogue has the device."""
+    world = trainer.world
+    if made.model.flops is None or not made.rows:
+        return Meter()
+    try:
+        cluster = cluster_here(world) if trainer.cluster == "auto" else find_cluster(trainer.cluster)
+        peak = peak_of(cluster, arithmetic(trainer), world.size)
+    except (ClusterError, PlanError):  # a device that nobody has measured
+        return Meter()
+    return Meter(flops_per_row=made.model.flops / made.rows, peak=peak)
+
+
+def arithmetic(trainer: Trainer) -> str:
+    """The dtype whose peak counts."""
+    asked = compute_dtype(trainer.precision)
+    if asked is not None:
+        return asked
+    floating = [held.dtype for held in trainer.original.parameters() if held.is_floating_point()]
+    found = str(floating[0] if floating else torch.float32).removeprefix("torch.")
+    fast = found == "float32" and torch.get_float32_matmul_precision() != "highest"
+    return "tfloat32" if fast else found
+
+
+def compute_dtype(precision: Any) -> str | None:
+    """The dtype of a precision's products, if it is not that of the model."""
+    if isinstance(precision, str):
+        short = precision.removesuffix("-mixed")
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(short)
+    if isinstance(precision, Mapping):
+        return precision.get("compute") or precision.get("parameters")
+    return getattr(precision, "compute", None) or getattr(precision, "parameters", None)
+
+
+def seed_everything(seed: int) -> None:
+    """The same start on all ranks."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """Settings given in Python as YAML to look at; an object is named by its class."""
+    text: str = yaml.safe_dump({name: _plain(held) for name, held in settings.items()}, sort_keys=False)
+    return text
+
+
+def _plain(held: Any) -> Any:
+    if held is None or isinstance(held, bool | int | float | str):
+        return held
+    if isinstance(held, Path):
+        return str(held)
+    if dataclasses.is_dataclass(held) and not isinstance(held, type) and type(held).__module__.startswith(__package__):
+        return {field.name: _plain(getattr(held, field.name)) for field in dataclasses.fields(held)}
+    if isinstance(held, list | tuple) and len(held) > LONG:
+        return f"{len(held)} of {type(held[0]).__name__}"
+    if isinstance(held, list | tuple):
+        return [_plain(one) for one in held]
+    if isinstance(held, dict):
+        return {str(name): _plain(one) for name, one in held.items()}
+    named = held if isinstance(held, type) or hasattr(held, "__qualname__") else type(held)
+    return f"{named.__module__}.{named.__qualname__}"

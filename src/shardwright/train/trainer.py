@@ -1,0 +1,386 @@
+"""`sw.Trainer`: a whole training run from a model, data and settings.
+
+    trainer = sw.Trainer(model=net, train_data=rows, batch_size=64, max_steps=1000, plan="auto", directory="runs/first")
+    trainer.fit()
+
+It compiles the model for all ranks of the run, makes the loaders, goes on from a checkpoint if asked, and gives the
+rest to `Loop`. The same from a file: `shardwright train config.yaml` (`config.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..checkpoint import CheckpointFolder, load_weights
+from ..checkpoint.meeting import meet
+from ..data import Loader
+from ..errors import InputError, raise_all
+from ..plan import Plan
+from ..runtime.inputs import Mode
+from ..runtime.world import here, start
+from .agreement import Agreement
+from .batches import Reduction
+from .callbacks import Callback, Metrics
+from .feed import Source
+from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
+from .loop import Loop, Progress
+from .meters import Meter
+from .options import Checkpoints, LoaderOptions, Profile
+from .profile import Profiler
+from .run import RunFolder
+from .saved import NAME, Saved, load_run
+from .setup import (
+    Compiled,
+    compile_model,
+    compile_without_ranks,
+    described,
+    meter_of,
+    needs_ranks,
+    seed_everything,
+)
+
+OptimizerMaker = Callable[[Iterable[Tensor]], Optimizer]
+SchedulerMaker = Callable[[Optimizer], LRScheduler]
+
+
+class Trainer:
+    """A training run. All ranks make it with the same settings, and call its methods together.
+
+    Args:
+        model: a module that gives back its loss: a number, a dict with `loss`, or a tuple that begins with it
+        train_data: a dataset of rows, map-style or iterable; or a DataLoader, which gives batches
+        val_data: the same for validation
+        loss: a function or module of (output, target), if the model does not compute its loss itself
+        target: which argument is the target of `loss`, if batches are dicts and it is not called labels
+        optimizer: from parameters to an optimizer: a class, or a function
+        scheduler: from the optimizer to a schedule of its learning rate
+        scheduler_every: whether the schedule moves after every step or every epoch
+        batch_size: rows of one update, over all ranks
+        micro_batch_size: rows of one call of the model, over all ranks; smaller than batch_size to accumulate
+        accumulate: calls of the model for one update; said by the two above, or by itself
+        reduction: how the losses of an update's calls become one: their mean by rows, their sum, or their mean by
+            labels that count (not -100)
+        loader: how batches are made of rows
+        sampler: from the dataset to an order of its rows, the same on all ranks; else `loader.shuffle`
+        max_steps: the last step; max_epochs or this must be said
+        max_epochs: the number of epochs
+        val_every: steps between two validations
+        val_every_epochs: epochs between two validations; null for none
+        val_batches: how many batches of the validation data are looked at; all if not said
+        clip_norm: the largest norm of all gradients together; inf to measure it only
+        clip_value: the largest size of an element of a gradient
+        plan: "auto", a plan string such as "dp=2,tp=2", or the path of a plan file
+        cluster: what "auto" plans for, and whose peak MFU is of; see sw.parallelize
+        memory: how much of a device's memory a plan may use, such as "70GiB"
+        constraints: what "auto" has to keep to: the path of a YAML file, or a list
+        microbatches: parts of a call that go through a pipeline one after the other
+        microbatch_semantics: "global", or "local" for models that can't be cut exactly
+        precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
+        inputs: "same": every rank loads the global batch; "rows": each data-parallel group its rows
+        outputs: "scalars": only numbers leave the model; "all": logits too, for callbacks that need them
+        opaque: "auto": submodules that can't be captured stay as they are
+        seed: of everything that is drawn
+        directory: the folder of the run
+        resume: go on from the "last" or the "best" checkpoint of the folder, or from one at a path
+        weights: begin with the weights of a safetensors file or a Hugging Face folder
+        checkpoints: when the run is saved; false for never
+        loggers: where numbers go; console and CSV if not said
+        callbacks: own code at any place of the run
+        log_every: steps between two logs
+        profile: steps to trace
+    """
+
+    model: Any  # the compiled model, once it is set up
+    optimizer: Optimizer
+    scheduler: Any
+    batches: Loader
+    meter: Meter
+    agreement: Agreement
+
+    def __init__(
+        self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
+        target: str | None = None, optimizer: OptimizerMaker = torch.optim.AdamW,
+        scheduler: SchedulerMaker | None = None, scheduler_every: Literal["step", "epoch"] = "step",
+        batch_size: int | None = None, micro_batch_size: int | None = None, accumulate: int | None = None,
+        reduction: Reduction = "mean", loader: LoaderOptions | None = None,
+        sampler: Callable[[Any], Iterable[int]] | None = None, max_steps: int | None = None,
+        max_epochs: int | None = None, val_every: int | None = None, val_every_epochs: int | None = 1,
+        val_batches: int | None = None, clip_norm: float | None = None, clip_value: float | None = None,
+        plan: str | Path | Plan = "auto", cluster: str | Path = "auto", memory: str | float | None = None,
+        constraints: list[dict[str, Any]] | str | Path | None = None, microbatches: int | None = None,
+        microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
+        inputs: Literal["same", "rows"] = "same", outputs: Literal["all", "scalars"] = "scalars",
+        opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
+        resume: str | Path | None = None, weights: str | Path | None = None,
+        checkpoints: Checkpoints | bool = True, loggers: Sequence[Logger] | None = None,
+        callbacks: Sequence[Callback] = (), log_every: int = 10, profile: Profile | None = None,
+    ) -> None:  # fmt: skip
+        self.loss_function, self.target = loss, target
+        self.make_optimizer, self.make_scheduler, self.scheduler_every = optimizer, scheduler, scheduler_every
+        self.max_steps, self.max_epochs = max_steps, max_epochs
+        self.val_every, self.val_every_epochs, self.val_batches = val_every, val_every_epochs, val_batches
+        self.clip_norm, self.clip_value, self.reduction = clip_norm, clip_value, reduction
+        self.plan, self.cluster, self.memory, self.constraints = plan, cluster, memory, constraints
+        self.microbatches, self.microbatch_semantics = microbatches, microbatch_semantics
+        self.precision, self.outputs, self.opaque, self.seed = precision, outputs, opaque, seed
+        self.inputs: Mode = inputs
+        self.resume, self.weights = resume, weights
+        self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
+        self.log_every, self.original = log_every, model
+        self.config = described({name: held for name, held in locals().items() if name != "self"})
+        self._check()
+        rows, self.accumulate = _sizes(batch_size, micro_batch_size, accumulate, train_data)
+        options = loader or LoaderOptions()
+        self.source = Source(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
+                             sampler=sampler)  # fmt: skip
+        self.val_source = None if val_data is None else Source(
+            data=val_data, rows=rows, options=options, seed=seed, shuffle=False
+        )  # fmt: skip
+        self.run, self.progress = RunFolder(directory), Progress()
+        self.loggers = list(loggers) if loggers is not None else [ConsoleLogger(), CSVLogger()]
+        self.callbacks = [*callbacks, *([Profiler(profile)] if profile is not None else [])]
+        self.last_val: Metrics = {}
+        self.stop_reason: str | None = None
+        self.scheduler = None
+        self._compiled: Compiled | None = None
+        self._folder: CheckpointFolder | None = None
+        self._saved_step = -1
+
+    def _check(self) -> None:
+        faults = []
+        if self.max_steps is None and self.max_epochs is None:
+            faults.append("say when the run ends: max_steps or max_epochs")
+        numbers = ("max_steps", "max_epochs", "val_every", "val_every_epochs", "val_batches", "log_every")
+        for name in numbers:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                faults.append(f"{name}={value} makes no sense; use 1 or more, or leave it out")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                faults.append(f"{name}={value} would leave nothing of a gradient; use a positive number")
+        if self.resume is not None and self.weights is not None:
+            faults.append("resume brings weights of its own; leave out resume or weights")
+        if self.inputs not in ("same", "rows"):
+            faults.append(f'inputs={self.inputs!r} is not for a Trainer; use "same" or "rows"')
+        raise_all(InputError, "these settings can't be run:", faults)
+
+    # -- what a user calls -----------------------------------------------------------------------
+
+    def fit(self) -> Progress:
+        """Train to the end; how far it came."""
+        try:
+            self._set_up()
+            self._begin()
+            how = Loop(self).run()
+            self.wait()
+            if self.world.rank == 0:
+                self.run.end(how)
+            self.say(f"the run is in {self.run.path}")
+        finally:
+            self.fire("on_finish")
+            for logger in self._logging():
+                logger.finish()
+        return self.progress
+
+    def profile(self) -> None:
+        """Run a few steps and write a trace of them; nothing is saved. `profile=` says which steps."""
+        held = next((one for one in self.callbacks if isinstance(one, Profiler)), None) or Profiler(Profile())
+        if held not in self.callbacks:
+            self.callbacks.append(held)
+        try:
+            self._set_up()
+            self._begin(write=False)
+            self.val_source = None
+            self.max_steps = self.progress.step + held.options.start - 1 + held.options.steps
+            Loop(self).run()
+        finally:
+            self.fire("on_finish")
+            for logger in self._logging():
+                logger.finish()
+
+    def validate(self) -> Metrics:
+        """Look at the validation data once, with the weights of `resume` or `weights` if given."""
+        if self.val_source is None:
+            raise InputError("there is nothing to validate on: give val_data")
+        try:
+            self._set_up()
+            self._begin(write=False)
+            return Loop(self).validate()
+        finally:
+            for logger in self._logging():
+                logger.finish()
+
+    def compile(self) -> Plan:
+        """Plan the run and write its code and its plan, and no more. One process is enough for any plan."""
+        world, devices = start(), needs_ranks(self.plan, self.cluster)
+        if devices not in (None, world.size):
+            plan, paths = compile_without_ranks(self, devices)
+        else:
+            self._set_up()
+            plan, paths = self.model.plan, (self.model.generated,)
+        if world.rank == 0:
+            self.run.path.mkdir(parents=True, exist_ok=True)
+            self.run.write_plan(plan.to_json(), self.progress.step)
+        self.say(f"plan: {self.run.path / 'plan.json'}\ncode: {', '.join(map(str, paths))}")
+        return plan
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, with a checkpoint. One rank's wish is enough; it may come at any time."""
+        self.stop_reason = self.stop_reason or reason
+
+    @property
+    def wants_to_stop(self) -> float:
+        return 0.0 if self.stop_reason is None else 1.0
+
+    @property
+    def shares(self) -> int:
+        """How many groups of ranks load rows of their own."""
+        return int(self.model.data_size) if self.inputs == "rows" else 1
+
+    @property
+    def copies(self) -> int:
+        """How many ranks load the same rows."""
+        return int(self.world.size) // self.shares
+
+    # -- what the loop calls ---------------------------------------------------------------------
+
+    def fire(self, place: str, *what: Any) -> None:
+        """Call all callbacks at one place."""
+        for callback in self.callbacks:
+            getattr(callback, place)(self, *what)
+
+    def log(self, metrics: Metrics) -> None:
+        for logger in self._logging():
+            logger.log(metrics, self.progress.step)
+
+    def say(self, text: str) -> None:
+        """Tell the user something, once."""
+        for logger in self._logging():
+            logger.say(text)
+
+    def advance(self, step: int) -> None:
+        for logger in self._logging():
+            logger.progress(step)
+
+    def _logging(self) -> list[Logger]:
+        return self.loggers if here().rank == 0 else []
+
+    def val_batches_anew(self) -> Loader:
+        """The validation data from its beginning."""
+        assert self.val_source is not None
+        made = self.val_source.batches(*self._place())
+        made.set_epoch(0)
+        made.rewind()
+        return made
+
+    def save(self) -> None:
+        """Save the run as it is, unless this step was saved before."""
+        kept, step = self.checkpoints, self.progress.step
+        if kept is None or self._folder is None or self._saved_step == step:
+            return
+        with self.meter.paused():
+            added: dict[str, Any] = {}
+            self.fire("on_save_checkpoint", added)
+            self._folder.save(
+                step, self.model, self.optimizer, schedulers=self.scheduler, data=self.batches,
+                extra={NAME: Saved(self, added)}, background=kept.background,
+                metrics=self.last_val if self.progress.val_step == step else None,
+            )  # fmt: skip
+        self._saved_step = step
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is still being written."""
+        if self._folder is not None:
+            self._folder.wait()
+
+    # -- setting up ------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        """Compile, and make all that a step needs."""
+        if self._compiled is not None:
+            return
+        self.world = start()
+        seed_everything(self.seed)
+        self._compiled = made = compile_model(self)
+        self.model, self.optimizer = made.model, made.optimizer
+        self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
+        self.agreement = Agreement()
+        self.batches = self.source.batches(*self._place())
+        self.meter = meter_of(self, made)
+        self.fire("on_setup")
+
+    def _place(self) -> tuple[int, int]:
+        return (self.model.data_rank, self.model.data_size) if self.inputs == "rows" else (0, 1)
+
+    def _begin(self, write: bool = True) -> None:
+        """Load what the run begins with, and open its folder and its logs."""
+        meeting, kept = meet(), self.checkpoints or Checkpoints()
+
+        def find() -> Path | None:
+            if not meeting.first:
+                return None
+            if self.resume is not None:
+                return self.run.find(self.resume, kept.metric, kept.mode)
+            if write:
+                self.run.check_fresh()
+            return None
+
+        path = meeting.deal([meeting.together(find)] * meeting.size)
+        if path is not None:
+            load_run(self, path)
+        elif self.weights is not None:
+            load_weights(self.weights, self.model)
+        if not write:
+            self.loggers = [held for held in self.loggers if isinstance(held, ConsoleLogger)]
+        elif self.world.rank == 0:
+            self.run.begin()
+            self.run.write_config(self.config, self.progress.step)
+            self.run.write_plan(self.model.plan.to_json(), self.progress.step)
+        if write and self.checkpoints is not None:
+            self._folder = CheckpointFolder(
+                self.run.checkpoints, keep_last=kept.keep_last, keep_best=kept.keep_best, metric=kept.metric,
+                mode=kept.mode,
+            )  # fmt: skip
+            self._saved_step = self.progress.step if path is not None else -1
+        facts = RunFacts(
+            folder=self.run.path, config=yaml.safe_load(self.config), step=self.progress.step, steps=self.max_steps
+        )
+        for logger in self._logging():
+            logger.start(facts)
+        if path is not None:
+            self.say(f"going on from {path}, step {self.progress.step}")
+        elif self.resume is not None:
+            self.say(f"{self.run.path} has no checkpoint yet: the run begins at its beginning")
+
+
+def _sizes(batch: int | None, micro: int | None, accumulate: int | None, data: Any) -> tuple[int | None, int]:
+    """The rows of one call of the model, over all ranks, and the calls of one update."""
+    for name, value in (("batch_size", batch), ("micro_batch_size", micro), ("accumulate", accumulate)):
+        if value is not None and value < 1:
+            raise InputError(f"{name}={value} makes no sense; use 1 or more")
+    if isinstance(data, DataLoader | Loader):
+        if batch is not None or micro is not None:
+            raise InputError("the data gives batches already; leave out batch_size and micro_batch_size")
+        return None, accumulate or 1
+    if batch is None and micro is None:
+        raise InputError("say how many rows an update has: batch_size=64")
+    if batch is None:
+        return micro, accumulate or 1
+    calls = accumulate or (batch // micro if micro is not None else 1)
+    rows = micro if micro is not None else batch // calls
+    if rows * calls != batch:
+        said = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
+        if micro is not None and accumulate is not None:
+            said += f" and accumulate={accumulate}"
+        raise InputError(f"batch_size={batch} is not made of whole calls with {said}")
+    return rows, calls

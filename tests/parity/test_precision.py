@@ -1,0 +1,160 @@
+"""Precisions under plans: the same as on one device, to what the dtype allows, and masters exactly."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from shardwright.capture import cast, casting
+from shardwright.errors import InputError
+from shardwright.parallelize import parallelize
+from shardwright.precision import read_precision
+from tests.models.zoo import ZOO
+from tests.runtime.ranks import run_ranks
+
+from .looped import gradients, on_ranks, parameters
+from .threaded import world_of
+
+PLANS = ("dp=2", "tp=2", "zero1=2", "zero2=2", "zero3=2", "pp=2")
+
+
+def train(model, optimizer, case, steps=2):
+    seen = []
+    for _ in range(steps):
+        loss = model(*case.args, **case.kwargs)
+        loss.backward()
+        seen += [loss.detach(), *gradients(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + parameters(model)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def alone(name, said):
+    """The original on one device, in a precision."""
+    case, precision = ZOO[name](dtype=torch.float32), read_precision(said)
+    with casting(cast(case.module, precision), precision):
+        return train(case.module, sgd(case.module.parameters()), case)
+
+
+def apart(found, wanted):
+    scale = max(float(held.abs().max()) for held in wanted)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale
+
+
+@pytest.mark.parametrize("said", ["bf16-mixed", "fp16-mixed"])
+def test_one_rank_does_what_autocast_does_to_the_last_bit(said):
+    case = ZOO["gpt"](dtype=torch.float32)
+    kind = torch.bfloat16 if said == "bf16-mixed" else torch.float16
+
+    class Under:
+        def __getattr__(self, name):
+            return getattr(case.module, name)
+
+        def __call__(self, *args):
+            with torch.autocast("cpu", kind):
+                return case.module(*args)
+
+    wanted = train(Under(), sgd(case.module.parameters()), case)
+    assert wanted[1].dtype == torch.float32
+    (found,) = on_ranks("gpt", "single", train, dtype=torch.float32, precision=said)
+    assert apart(found, wanted) == 0.0
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "dp=2,tp=2"])
+@pytest.mark.parametrize("said", ["bf16-mixed", "bf16"])
+def test_ranks_round_as_one_device_does(said, plan):
+    wanted = alone("mlp", said)
+    for found in on_ranks("mlp", plan, train, dtype=torch.float32, precision=said):
+        assert apart(found, wanted) < torch.finfo(torch.bfloat16).eps
+        assert {held.dtype for held in found[1:5]} == {torch.float32}  # gradients, of masters too
+
+
+class Exact(nn.Module):
+    """Whole numbers, so that nothing is rounded in bfloat16 as long as the weights stay what they are."""
+
+    def __init__(self):
+        super().__init__()
+        held = torch.Generator().manual_seed(3)
+        signs = [torch.randint(0, 2, (4, 4), generator=held) * 2.0 - 1 for _ in range(2)]
+        self.up, self.down = (nn.Parameter(sign) for sign in signs)
+
+    def forward(self, x):
+        return ((x @ self.up).relu() @ self.down).float().sum()
+
+
+X = torch.tensor([[1.0, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, -1, 0, 0]])
+RATE = 2.0**-16  # three steps of it don't show in bfloat16
+
+
+def exact_loop(model, optimizer):
+    for _ in range(3):
+        model(X).backward()
+        clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def exact(plan, make, **options):
+    """The parameters of all ranks after three steps."""
+    nets, folder = [Exact() for _ in range(world_of(plan))], tempfile.mkdtemp(prefix="exact-")
+
+    def run(rank):
+        made = make(nets[rank].parameters())
+        model, optimizer = parallelize(nets[rank], made, plan=plan, directory=folder, **options)
+        exact_loop(model, optimizer)
+        working = {str(held.dtype) for held in model.parameters()}
+        return model.full_state_dict(), working
+
+    return run_ranks(world_of(plan), run)
+
+
+MAKERS = {
+    "momentum": lambda held: torch.optim.SGD(held, lr=RATE, momentum=0.5),
+    "adafactor": lambda held: torch.optim.Adafactor(held, lr=RATE),
+}
+
+
+def moved_by(make):
+    """Three steps in float32, with the gradients of weights that stay what they are."""
+    net, fixed = Exact(), Exact()
+    fixed(X).backward()
+    optimizer = make(net.parameters())
+    for _ in range(3):
+        for held, still in zip(net.parameters(), fixed.parameters(), strict=True):
+            held.grad = still.grad.clone()
+        optimizer.step()
+    for held, still in zip(net.parameters(), fixed.parameters(), strict=True):
+        assert torch.equal(held.bfloat16(), still.bfloat16())
+    return {key: held.detach() for key, held in net.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", ["single", *PLANS])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_masters_gather_what_bfloat16_would_lose(plan, kind):
+    moved = moved_by(MAKERS[kind])
+    for found, working in exact(plan, MAKERS[kind], precision="bf16"):
+        assert working == {"torch.bfloat16"}
+        for key, held in moved.items():
+            assert held.dtype == found[key].dtype
+            assert torch.equal(found[key], held), key
+            assert not torch.equal(held, held.round())
+
+
+def test_without_masters_they_are_lost():
+    for found, _ in exact("dp=2", MAKERS["momentum"], precision={"base": "bf16", "master": False}):
+        assert torch.equal(found["up"], Exact().up.bfloat16())
+
+
+def test_masters_need_an_optimizer_unless_nothing_is_trained():
+    with pytest.raises(InputError, match="float32 masters"):
+        parallelize(Exact(), precision="bf16", plan="single")
+    model = parallelize(Exact().eval(), precision="bf16", plan="single", directory=tempfile.mkdtemp())
+    assert model(X).item() == Exact()(X).item()

@@ -1,0 +1,57 @@
+"""How a precision is said, and what is refused with what was probably meant."""
+
+import pytest
+import torch
+
+from shardwright.errors import InputError
+from shardwright.precision import NAMED, Precision, read_precision
+
+
+def test_names():
+    assert read_precision(None) == Precision()
+    assert not read_precision(None).casts
+    assert read_precision("bf16-mixed") == Precision(parameters="float32", compute="bfloat16")
+    assert read_precision("fp16").master
+    assert all(read_precision(held) is held for held in NAMED.values())
+
+
+def test_in_full():
+    said = read_precision(
+        {"base": "bf16", "sync": torch.float32, "buffers": None, "overrides": {"*.norm.*": "fp32", "head.*": "fp16"}}
+    )
+    assert said == Precision(
+        parameters="bfloat16", inputs="bfloat16", master=True, sync="float32",
+        overrides=(("*.norm.*", "float32"), ("head.*", "float16")),
+    )  # fmt: skip
+    assert said.dtype_of("blocks.0.norm.weight") == "float32"
+    assert said.dtype_of("blocks.0.up.weight") == "bfloat16"
+    assert said.dtype_of("mask", buffer=True) is None
+
+
+def test_the_last_pattern_that_fits_counts():
+    said = read_precision({"overrides": [("*", "bf16"), ("*.bias", "fp32")]})
+    assert (said.dtype_of("up.weight"), said.dtype_of("up.bias")) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("bf16-mxied", "did you mean 'bf16-mixed'"),
+        ({"comptue": "bf16"}, "did you mean 'compute'"),
+        ({"sync": "bfloat61"}, "did you mean 'bfloat16'"),
+        ({"base": "fp23"}, "did you mean 'fp32'"),
+        ({"compute": "float32"}, "autocast is for bfloat16 and float16"),
+        ({"master": "yes"}, "say true or false"),
+        ({"overrides": {"*.norm": "int8"}}, "which is no dtype"),
+        (16, "precision is a int"),
+    ],
+)
+def test_mistakes_are_named(given, words):
+    with pytest.raises(InputError, match=words):
+        read_precision(given)
+
+
+def test_a_pattern_that_fits_nothing_is_named_with_the_nearest():
+    said = read_precision({"overrides": {"blocks.0.nrom.weight": "float32"}})
+    with pytest.raises(InputError, match=r"did you mean 'blocks.0.norm.weight'"):
+        said.check_patterns(["blocks.0.norm.weight", "head.weight"])

@@ -1,0 +1,5 @@
+"""Pools of gloo processes, as parity tests have them."""
+
+from tests.parity.conftest import pools
+
+__all__ = ["pools"]

@@ -1,0 +1,104 @@
+"""Runs on two ranks are the run on one device, and a run may go on with other ranks than it had."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwright.train import Callback, Checkpoints
+
+from .runs import by_hand, close, losses, parameters, rows, trainer
+
+
+def run(rank, folder, more):
+    made = trainer(folder, **more)
+    made.fit()
+    return losses(made), parameters(made), made.progress.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "pp=2"])
+@pytest.mark.parametrize("inputs", ["same", "rows"])
+def test_two_ranks_train_as_one_device_does(plan, inputs, tmp_path, pools):
+    if inputs == "rows" and plan not in ("dp=2", "zero3=2"):
+        pytest.skip("one group of ranks takes all rows")
+    wanted, values = by_hand(2, lambda _, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    more = {"plan": plan, "inputs": inputs, "clip_norm": 0.5, "micro_batch_size": 4, "loss": F.mse_loss}
+    (found, held, progress), (other, _, same) = pools[2].run(run, tmp_path, more)
+
+    close(found, wanted)
+    close(held, values)
+    assert other == {}  # the first rank logs
+    assert progress == same
+    assert progress["rows"] == 44
+
+
+def test_a_run_goes_on_with_fewer_and_with_more_ranks(tmp_path, pools):
+    wanted, values = by_hand(3)
+    pools[2].run(run, tmp_path, {"plan": "zero3=2", "max_steps": 4, "inputs": "rows", "val_data": rows(6)})
+    alone = trainer(tmp_path, max_steps=7, resume="last")
+    alone.fit()
+    found, held, _ = pools[2].run(run, tmp_path, {"plan": "tp=2", "max_epochs": 3, "resume": "last"})[0]
+
+    close(losses(alone), {step: wanted[step] for step in (5, 6, 7)})
+    close(found, {step: wanted[step] for step in (8, 9)})
+    close(held, values)
+    assert json.loads((tmp_path / "run/plan.json").read_text())["mesh"] == {"tp": 2}
+    assert json.loads((tmp_path / "run/plan-until-000004.json").read_text())["mesh"] == {"dp": 2}
+
+
+class OneAsks(Callback):
+    """Only the second rank is asked to stop, as by a signal."""
+
+    def on_step_start(self, trainer, step):
+        if step == 2 and trainer.world.rank == 1:
+            trainer.stop("a signal on rank 1")
+
+
+def stopped(rank, folder):
+    made = trainer(folder, plan="dp=2", max_steps=50, callbacks=[OneAsks()], checkpoints=Checkpoints())
+    return made.fit().step
+
+
+def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, pools):
+    assert pools[2].run(stopped, tmp_path) == [2, 2]
+    assert (tmp_path / "run/finished").read_text() == "at step 2, stopped: a signal on rank 1\n"
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-000002\n"
+
+
+def tokens(rank, folder):
+    from .test_trainer import Words
+
+    torch.manual_seed(0)
+    ids = torch.randint(7, (8, 5))
+    labels = torch.where(torch.rand(8, 5) < 0.4, -100, ids)
+    model = Words().double()
+    made = trainer(
+        folder, model=model, train_data=list(zip(ids, labels, strict=True)), max_steps=2, micro_batch_size=4,
+        plan="dp=2", inputs="rows", reduction="tokens", val_data=list(zip(ids, labels, strict=True)),
+    )  # fmt: skip
+    made.fit()
+    model = Words().double()
+    model.load_state_dict(parameters(made))
+    return losses(made, "val_loss"), model(ids, labels).item(), made.progress.tokens
+
+
+def test_tokens_are_counted_over_groups_that_load_rows_of_their_own(tmp_path, pools):
+    found, wanted, seen = pools[2].run(tokens, tmp_path)[0]
+    assert found[2] == pytest.approx(wanted, abs=1e-12)
+    assert seen == 2 * 8 * 5
+
+
+def refused(rank, folder):
+    try:
+        trainer(folder, plan="dp=2", max_steps=1).fit()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_holds_a_run_is_refused_by_all_ranks(tmp_path, pools):
+    trainer(tmp_path, max_steps=1).fit()
+    for said in pools[2].run(refused, tmp_path):
+        assert "holds a run that has ended: at step 1" in said
+        assert 'resume="last"' in said

@@ -1,0 +1,114 @@
+"""The folder of a run: everything is in it, and nothing is lost without a word."""
+
+import gzip
+import json
+
+import pytest
+import torch
+import yaml
+
+from shardwright.checkpoint import load_weights
+from shardwright.errors import CheckpointError, InputError
+from shardwright.train import Profile
+from shardwright.train.meters import Meter
+from shardwright.train.run import RunFolder
+
+from .runs import Net, losses, net, rows, trainer
+
+
+def test_a_run_leaves_config_plan_code_and_checkpoints(tmp_path):
+    trainer(tmp_path, max_steps=1).fit()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.yaml", "plan.json", "generated", "checkpoints", "finished"}
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert (config["model"], config["seed"], config["plan"]) == ("tests.train.runs.Net", 4, "single")
+    assert config["train_data"] == "22 of tuple"
+
+
+def test_a_folder_with_a_run_is_not_written_to(tmp_path):
+    trainer(tmp_path, max_steps=1).fit()
+    with pytest.raises(InputError, match=r'holds a run that has ended: at step 1; go on from it with resume="last"'):
+        trainer(tmp_path, max_steps=1).fit()
+
+
+def test_a_folder_whose_run_was_killed_before_it_was_saved_is_not_written_to(tmp_path):
+    RunFolder(tmp_path / "run").begin()
+    RunFolder(tmp_path / "run").write_config("seed: 1\n", 0)
+    with pytest.raises(InputError, match="no checkpoint to go on from"):
+        trainer(tmp_path, max_steps=1).fit()
+
+
+def test_resume_last_in_an_empty_folder_begins_and_says_so(tmp_path):
+    made = trainer(tmp_path, max_steps=1, resume="last")
+    made.fit()
+    assert list(losses(made)) == [1]
+    assert any("no checkpoint yet" in said for said in made.loggers[0].words)
+
+
+def test_a_run_goes_on_from_a_path_in_another_folder(tmp_path):
+    trainer(tmp_path / "a", max_steps=2).fit()
+    for number, path in enumerate(("a/run", "a/run/checkpoints", "a/run/checkpoints/step-000002")):
+        made = trainer(tmp_path / str(number), max_steps=3, resume=tmp_path / path)
+        made.fit()
+        assert list(losses(made)) == [3]
+    with pytest.raises(CheckpointError, match=r'there is no checkpoint; give "last", "best", or the path'):
+        trainer(tmp_path / "b", max_steps=3, resume=tmp_path / "nowhere").fit()
+
+
+def test_another_config_and_another_plan_do_not_take_the_place_of_the_first(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step, text in ((0, "a"), (5, "a"), (5, "b")):
+        folder.write_config(text, step)
+        folder.write_plan(text, step)
+    assert (tmp_path / "config.yaml").read_text() == "a"
+    assert (tmp_path / "config-from-000005.yaml").read_text() == "b"
+    assert (tmp_path / "plan.json").read_text() == "b"
+    assert (tmp_path / "plan-until-000005.json").read_text() == "a"
+
+
+def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
+    made = trainer(tmp_path, max_steps=9, profile=Profile(start=2, steps=2))
+    made.profile()
+    assert made.progress.step == 3
+    (path,) = (tmp_path / "run/profile").iterdir()
+    assert path.name == "step-000003-rank-00000.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert {"step 2", "step 3", "forward", "backward", "optimizer"} <= names
+    assert not {"step 1", "step 4"} & names
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_the_speed_is_that_of_training_alone(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    meter = Meter(flops_per_row=100.0, peak=1000.0)
+    for _ in range(4):
+        clock[0] += 0.5
+        meter.count(10, 50)
+    with meter.paused():
+        clock[0] += 100.0
+    assert meter.read() == {
+        "seconds_per_step": 0.5, "rows_per_second": 20.0, "tokens_per_second": 100.0, "mfu": 2.0,
+    }  # fmt: skip
+    assert meter.read() == {}
+
+
+def test_the_arithmetic_of_a_model_is_that_of_its_products(tmp_path):
+    made = trainer(tmp_path, max_steps=1)
+    made.fit()
+    first, second = 2 * 8 * 16, 2 * 16 * 8
+    assert made.model.flops == 8 * (2 * first + 3 * second)  # the first layer's input has no gradient
+    assert made.meter.flops_per_row == 2 * first + 3 * second
+
+
+def test_a_trained_model_leaves_as_ordinary_weights(tmp_path):
+    from shardwright.checkpoint import convert
+
+    made = trainer(tmp_path, max_steps=2)
+    made.fit()
+    convert(tmp_path / "run/checkpoints", tmp_path / "end.safetensors")
+    alone = Net().double()
+    load_weights(tmp_path / "end.safetensors", alone)
+    data = rows()[0]
+    assert not torch.equal(alone(*data), net()(*data))
+    assert all(torch.equal(value, made.model.full_state_dict()[key]) for key, value in alone.state_dict().items())
