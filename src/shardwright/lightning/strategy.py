@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -156,6 +158,7 @@ class ShardwrightStrategy(ParallelStrategy):
         parts = heavy_parts(module) if self._parts is None and not module.automatic_optimization else self._parts
         if parts is not None:
             return CompiledParts(module, self.optimizers, parts, options)
+        options |= self._mixed()
         made = CompiledSteps(module, self.optimizers, options, self.root_device)
         found = example_of(self, trainer, self._example)
         if found is not None:
@@ -163,6 +166,18 @@ class ShardwrightStrategy(ParallelStrategy):
         for path, weights in self._weights.items():
             load_weights(weights, made.model, under=path)
         return made
+
+    def _mixed(self) -> dict[str, Any]:
+        """Lightning's autocast as a precision of ours, which the search for a plan knows about."""
+        plugin = self.precision_plugin
+        if "precision" in self._options and type(plugin) is not LightningPrecision:
+            raise InputError(
+                f"precision is said twice: by the Trainer ({plugin.precision}) and by the strategy "
+                f"({self._options['precision']}); say it once"
+            )
+        if not isinstance(plugin, MixedPrecision):
+            return {}
+        return {"precision": {"compute": "bfloat16" if plugin.precision == "bf16-mixed" else "float16"}}
 
     def model_to_device(self) -> None:
         """Pieces are made where they belong."""
@@ -177,24 +192,21 @@ class ShardwrightStrategy(ParallelStrategy):
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
+        return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
+        return self._step("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
+        return self._step("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+        return self._step("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
-    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self.compiled is not None
-        return self.compiled.step(name, args, kwargs)
+        with nullcontext() if "precision" in self.compiled.options else context():  # else it is in the program
+            return self.compiled.step(name, args, kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
