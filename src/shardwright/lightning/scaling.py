@@ -21,7 +21,7 @@ def agree(scaler: torch.amp.GradScaler) -> None:
 
     def unscale(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = inner(*args, **kwargs)
-        for lost in found.values():
+        for lost in found.values() if dist.is_initialized() else ():
             dist.all_reduce(lost, dist.ReduceOp.MAX)
         return found
 

@@ -109,8 +109,10 @@ class ShardwrightStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         os.environ["LOCAL_RANK"] = str(self.local_rank)  # where the runtime looks for its device
-        backend = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{self.root_device.type}:nccl"
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        cpu = self.root_device.type == "cpu"
+        if self.world_size > 1 or (cpu and torch.cuda.is_available()):  # alone, a process takes the GPU that it has
+            backend = "gloo" if cpu else f"cpu:gloo,{self.root_device.type}:nccl"
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if not self.is_distributed:  # dataloaders shuffle alike
             _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
