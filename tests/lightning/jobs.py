@@ -62,3 +62,17 @@ def tune(rank: int, plan: str, folder: str, size: int) -> Any:
         again = ours(plan, size, max_epochs=1) if plan else trainer("auto", 1, max_epochs=1)
         again.fit(net, data)
         return first, torch.cat(said), float(again.callback_metrics["loss"])
+
+
+def stop(rank: int, name: str, plan: str, path: str) -> None:
+    with quiet(2):
+        run = ours(plan, 2)
+        run.fit(seeded(getattr(modules, name)), rows(), rows())
+        run.save_checkpoint(path)
+
+
+def go_on(rank: int, name: str, plan: str, path: str) -> Any:
+    with quiet(2):
+        run = ours(plan, 2, max_epochs=4)
+        run.fit(getattr(modules, name)().double(), rows(), rows(), ckpt_path=path)
+        return whole(run)

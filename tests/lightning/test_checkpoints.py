@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from shardwright.checkpoint import open_checkpoint
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import InputError
 
-from .jobs import resume, save
-from .modules import Net, apart, ours, quiet, rows, seeded, single, trainer, whole
+from . import modules
+from .jobs import go_on, resume, save, stop
+from .modules import Net, Pair, apart, ours, quiet, rows, seeded, single, trainer, whole
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,20 @@ def test_a_run_goes_on_with_fewer_ranks_and_its_module_computes(saved):
             net.blocks(x)
 
 
-def test_an_ordinary_checkpoint_is_validated_but_not_gone_on_from(tmp_path):
+@pytest.mark.parametrize(("name", "plan"), [("Net", "zero3=2"), ("Net", "pp=2"), ("Pair", "tp=2")])
+def test_a_run_of_lightning_alone_is_gone_on_with(pools, tmp_path, name, plan):
+    make = getattr(modules, name)
     with quiet():
-        alone, net = trainer("auto", 1), seeded(Net)
-        alone.fit(net, rows(), rows())
+        alone = trainer("auto", 1)
+        alone.fit(seeded(make), rows(), rows())
         alone.save_checkpoint(tmp_path / "plain.ckpt")
-        run = ours("single", 1)
-        run.validate(Net().double(), rows(), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
-        assert float(run.callback_metrics["val"]) == pytest.approx(float(alone.callback_metrics["val"]), rel=1e-12)
-        with pytest.raises(CheckpointError, match="states of optimizers of one device"):
-            ours("single", 1).fit(Net().double(), rows(), ckpt_path=tmp_path / "plain.ckpt")
+    expected, _ = single(make, max_epochs=4)
+    for parameters in pools[2].run(go_on, name, plan, str(tmp_path / "plain.ckpt")):
+        assert apart(parameters, expected) < 1e-10
+
+
+def test_submodules_that_are_compiled_go_on_under_another_plan(pools, tmp_path):
+    expected, _ = single(Pair, max_epochs=4)
+    pools[2].run(stop, "Pair", "tp=2", str(tmp_path / "half.ckpt"))
+    for parameters in pools[2].run(go_on, "Pair", "dp=2", str(tmp_path / "half.ckpt")):
+        assert apart(parameters, expected) < 1e-10

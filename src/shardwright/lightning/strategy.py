@@ -72,6 +72,7 @@ class ShardwrightStrategy(ParallelStrategy):
         self._parts, self._example, self._weights = parts, example, dict(weights or {})
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.num_nodes = 1
+        self._names: checkpoints.Names = []  # of what optimizers hold, as they were made
         self.compiled: Compiled | None = None
 
     # -- processes ---------------------------------------------------------------------------------
@@ -108,8 +109,9 @@ class ShardwrightStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        os.environ["LOCAL_RANK"] = str(self.local_rank)  # where the runtime looks for its device
         cpu = self.root_device.type == "cpu"
+        if self.world_size > 1:  # where the runtime looks for its device and its node
+            os.environ.update(LOCAL_RANK=str(self.local_rank), LOCAL_WORLD_SIZE=str(self.num_processes))
         if self.world_size > 1 or (cpu and torch.cuda.is_available()):  # alone, a process takes the GPU that it has
             backend = "gloo" if cpu else f"cpu:gloo,{self.root_device.type}:nccl"
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
@@ -129,6 +131,7 @@ class ShardwrightStrategy(ParallelStrategy):
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
+        self._names = checkpoints.names_of(module, self.optimizers)
         if known is None:
             self.compiled = vars(module)[MARK] = self._compile(trainer, module)
         elif fitting:
@@ -298,7 +301,9 @@ class ShardwrightStrategy(ParallelStrategy):
         assert self.compiled is not None and self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
         strict = self.lightning_module.strict_loading
-        return checkpoints.load(path, self.compiled.model, self.optimizers, strict=strict, io=self.checkpoint_io)
+        return checkpoints.load(
+            path, self.compiled.model, self.optimizers, strict=strict, io=self.checkpoint_io, names=self._names
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Done when the checkpoint was loaded."""
