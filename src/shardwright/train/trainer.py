@@ -115,7 +115,8 @@ class Trainer:
     def __init__(
         self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
         target: str | None = None, optimizer: OptimizerMaker = torch.optim.AdamW,
-        parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None, scheduler_every: Literal["step", "epoch"] = "step",
+        parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None,
+        scheduler_every: Literal["step", "epoch"] = "step",
         batch_size: int | None = None, micro_batch_size: int | None = None, accumulate: int | None = None,
         reduction: Reduction = "mean", loader: LoaderOptions | None = None,
         sampler: Callable[[Any], Iterable[int]] | None = None, max_steps: int | None = None,
