@@ -44,6 +44,7 @@ class Loader:
         self.epoch = 0
         self.row = 0  # global rows of this epoch that the loop has seen; batches, where rows are not known
         self.total = 0  # rows of the global batch that the loop has
+        self.whole = False  # whether every group has all of them
         sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
         self._rows = sampler if isinstance(sampler, Rows) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
@@ -82,9 +83,10 @@ class Loader:
         self.set_epoch(self.epoch + 1)
 
     def _tell(self, total: int) -> None:
-        """Tell the model of a last batch that every group has all of."""
-        if self._model is not None and self._sharing is not None:
-            self._model.pass_whole(self._sharing.is_whole(total))
+        """Say whether a batch is one that every group has all of."""
+        self.whole = self._sharing is not None and self._sharing.is_whole(total)
+        if self._model is not None:
+            self._model.pass_whole(self.whole)
 
     def _of_rows(self, rows: Rows) -> Iterator[Any]:
         rows.epoch, rows.start = self.epoch, self.row

@@ -161,13 +161,34 @@ def line_of(place: Place) -> Line:
     code, last = place
     numbers = [line for start, stop, line in code.co_lines() if start <= last < stop and line is not None]
     number = numbers[0] if numbers else code.co_firstlineno
-    text = linecache.getline(code.co_filename, number).strip()
-    return Line(at=f"{code.co_filename}:{number}", text=text.split("  # ")[0], source=_source(code.co_filename, number))
+    return _line_at(code.co_filename, number)
+
+
+def _line_at(file: str, number: int) -> Line:
+    text = linecache.getline(file, number).strip().split("  # ")[0]
+    return Line(at=f"{file}:{number}", text=text, source=_source(file, number))
+
+
+def caller() -> FrameType | None:
+    """The frame that calls the one that asks."""
+    return sys._getframe(2)
+
+
+def line_in(entry: str) -> Line | None:
+    """The line of generated code that an entry of a printed stack names, if it does."""
+    found = re.match(r'\s*File "(.*)", line (\d+)', entry)
+    if found is None or not _is_generated(found[1]):
+        return None
+    return _line_at(found[1], int(found[2]))
+
+
+def _is_generated(file: str) -> bool:
+    return any("Generated from plan" in linecache.getline(file, line) for line in (1, 2))
 
 
 def _source(file: str, number: int) -> str | None:
     """The user's line that a line of generated code stands for: its own comment, or the nearest above."""
-    if not any("Generated from plan" in linecache.getline(file, line) for line in (1, 2)):
+    if not _is_generated(file):
         return None
     for above in range(number, max(0, number - 30), -1):
         text = linecache.getline(file, above)

@@ -21,10 +21,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import LayoutError, RankError
 from shardwright.layout import Mesh
+
+from .slurm import joined_by_srun
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -39,14 +43,32 @@ class World:
 
 
 def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
-    """Join the other ranks if torchrun started any, and say who this rank is. May be called again."""
+    """Join the other ranks if torchrun or srun started any, and say who this rank is. May be called again."""
+    if not dist.is_initialized():
+        os.environ.update(joined_by_srun(os.environ))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if torch.cuda.is_available():
             torch.cuda.set_device(_local_rank())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=wait)
+        _join(backend, wait)
     return here()
+
+
+def _join(backend: str, wait: timedelta) -> None:
+    """Join the other ranks of this attempt.
+
+    After a failure torchrun starts all processes again beside the store that the last ones have filled, and torch would
+    read the addresses of those that are gone: so every attempt has keys of its own.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is None:
+        dist.init_process_group(backend, timeout=wait)
+        return
+    store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
+    store.set_timeout(wait)
+    apart = PrefixStore(f"shardwright/attempt-{attempt}-of-{size}", store)
+    dist.init_process_group(backend, store=apart, rank=rank, world_size=size, timeout=wait)
 
 
 def here() -> World:

@@ -53,12 +53,17 @@ def compile_program(
     promote: bool = False,
     batching: Batching | None = None,
     precision: PrecisionLike = None,
+    captured: Captured | None = None,
 ) -> Compilation:
-    """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta."""
+    """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta.
+
+    captured   what the call computes in this precision, if that is known already
+    """
     entry, exact = "train" if module.training else "eval", read_precision(precision)
-    real, skeleton = (module, args, kwargs), cast(skeleton_of(module), exact)
-    with casting(skeleton, exact):
-        captured = capture(skeleton, args, kwargs, entry=entry, promote=promote, real=lambda: real)
+    if captured is None:
+        real, skeleton = (module, args, kwargs), cast(skeleton_of(module), exact)
+        with casting(skeleton, exact):
+            captured = capture(skeleton, args, kwargs, entry=entry, promote=promote, real=lambda: real)
     facts = analyse(captured.graph, probing(captured.functions))
     found = make_plan(captured.graph, facts, plan, size, batching=batching)
     if found.is_pipeline:
