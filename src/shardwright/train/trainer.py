@@ -111,11 +111,13 @@ class Trainer:
     meter: Meter
     agreement: Agreement
     scale: LossScale | None
+    last_step: int | None  # at which the run will end, as far as that is known
 
     def __init__(
         self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
         target: str | None = None, optimizer: OptimizerMaker = torch.optim.AdamW,
-        parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None, scheduler_every: Literal["step", "epoch"] = "step",
+        parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None,
+        scheduler_every: Literal["step", "epoch"] = "step",
         batch_size: int | None = None, micro_batch_size: int | None = None, accumulate: int | None = None,
         reduction: Reduction = "mean", loader: LoaderOptions | None = None,
         sampler: Callable[[Any], Iterable[int]] | None = None, max_steps: int | None = None,
@@ -155,6 +157,7 @@ class Trainer:
         )  # fmt: skip
         self.run, self.progress = RunFolder(directory), Progress()
         self.loggers = list(loggers) if loggers is not None else [ConsoleLogger(), CSVLogger()]
+        self._active: list[Logger] = []  # that were started
         self.callbacks = [*callbacks, *([Profiler(profile)] if profile is not None else [])]
         if not any(isinstance(held, StopOnSignal) for held in callbacks):
             self.callbacks.append(StopOnSignal())
@@ -198,8 +201,7 @@ class Trainer:
             self.say(f"the run is in {self.run.path}")
         finally:
             self.fire("on_finish")
-            for logger in self._logging():
-                logger.finish()
+            self._finish_logs()
         return self.progress
 
     def profile(self) -> None:
@@ -211,12 +213,11 @@ class Trainer:
             self._set_up()
             self._begin(write=False)
             self.val_source = None
-            self.max_steps = self.progress.step + held.options.start - 1 + held.options.steps
+            self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
             Loop(self).run()
         finally:
             self.fire("on_finish")
-            for logger in self._logging():
-                logger.finish()
+            self._finish_logs()
 
     def validate(self) -> Metrics:
         """Look at the validation data once, with the weights of `resume` or `weights` if given."""
@@ -227,8 +228,7 @@ class Trainer:
             self._begin(write=False)
             return Loop(self).validate()
         finally:
-            for logger in self._logging():
-                logger.finish()
+            self._finish_logs()
 
     def compile(self) -> Plan:
         """Plan the run and write its code and its plan, and no more. One process is enough for any plan."""
@@ -260,20 +260,22 @@ class Trainer:
             getattr(callback, place)(self, *what)
 
     def log(self, metrics: Metrics) -> None:
-        for logger in self._logging():
+        for logger in self._active:
             logger.log(metrics, self.progress.step)
 
     def say(self, text: str) -> None:
         """Tell the user something, once."""
-        for logger in self._logging():
+        for logger in self.loggers if here().rank == 0 else ():
             logger.say(text)
 
     def advance(self, step: int) -> None:
-        for logger in self._logging():
+        for logger in self._active:
             logger.progress(step)
 
-    def _logging(self) -> list[Logger]:
-        return self.loggers if here().rank == 0 else []
+    def _finish_logs(self) -> None:
+        for logger in self._active:
+            logger.finish()
+        self._active = []
 
     def val_batches_anew(self) -> Loader:
         """The validation data from its beginning."""
@@ -320,6 +322,15 @@ class Trainer:
         self.scale = scale_for(read_precision(self.precision), self.loss_scale)
         self.fire("on_setup")
 
+    def _last_step(self) -> int | None:
+        """The step at which the run will end, as far as that is known."""
+        try:
+            epoch = -(-len(self.batches) // self.accumulate)
+        except TypeError:  # a stream does not know its length
+            return self.max_steps
+        steps = [self.max_steps, epoch * self.max_epochs if self.max_epochs is not None else None]
+        return min(held for held in steps if held is not None)
+
     def _begin(self, write: bool = True) -> None:
         """Load what the run begins with, and open its folder and its logs."""
         meeting, kept = meet(), self.checkpoints or Checkpoints()
@@ -338,9 +349,7 @@ class Trainer:
             load_run(self, path)
         elif self.weights is not None:
             load_weights(self.weights, self.model)
-        if not write:
-            self.loggers = [held for held in self.loggers if isinstance(held, ConsoleLogger)]
-        elif self.world.rank == 0:
+        if write and self.world.rank == 0:
             self.run.begin()
             self.run.write_config(self.config, self.progress.step)
             self.run.write_plan(self.model.plan.to_json(), self.progress.step)
@@ -350,11 +359,14 @@ class Trainer:
                 mode=kept.mode,
             )  # fmt: skip
             self._saved_step = self.progress.step if path is not None else -1
+        self.last_step = self._last_step()
         facts = RunFacts(
-            folder=self.run.path, config=yaml.safe_load(self.config), step=self.progress.step, steps=self.max_steps
+            folder=self.run.path, config=yaml.safe_load(self.config), step=self.progress.step, steps=self.last_step
         )
-        for logger in self._logging():
-            logger.start(facts)
+        for logger in self.loggers if self.world.rank == 0 else ():
+            if write or isinstance(logger, ConsoleLogger):
+                logger.start(facts)
+                self._active.append(logger)
         if path is not None:
             self.say(f"going on from {path}, step {self.progress.step}")
         elif self.resume is not None:
