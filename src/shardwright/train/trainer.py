@@ -18,7 +18,6 @@ import yaml  # type: ignore[import-untyped]
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ..checkpoint import CheckpointFolder, load_weights
 from ..checkpoint.meeting import meet
@@ -32,7 +31,7 @@ from .agreement import Agreement
 from .batches import Reduction
 from .callbacks import Callback, Metrics
 from .faults import StopOnSignal
-from .feed import Source
+from .feed import Source, sizes_of
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
 from .loop import Loop, Progress
 from .meters import Meter
@@ -148,7 +147,7 @@ class Trainer:
         self.log_every, self.original = log_every, model
         self.config = described({name: held for name, held in locals().items() if name != "self"})
         self._check()
-        rows, self.accumulate = _sizes(batch_size, micro_batch_size, accumulate, train_data)
+        rows, self.accumulate = sizes_of(batch_size, micro_batch_size, accumulate, train_data)
         options = loader or LoaderOptions()
         self.source = Source(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
                              sampler=sampler)  # fmt: skip
@@ -349,48 +348,30 @@ class Trainer:
             load_run(self, path)
         elif self.weights is not None:
             load_weights(self.weights, self.model)
-        if write and self.world.rank == 0:
-            self.run.begin()
-            self.run.write_config(self.config, self.progress.step)
-            self.run.write_plan(self.model.plan.to_json(), self.progress.step)
+        self.last_step = self._last_step()
+        meeting.together(lambda: self._open(write))
         if write and self.checkpoints is not None:
             self._folder = CheckpointFolder(
                 self.run.checkpoints, keep_last=kept.keep_last, keep_best=kept.keep_best, metric=kept.metric,
                 mode=kept.mode,
             )  # fmt: skip
             self._saved_step = self.progress.step if path is not None else -1
-        self.last_step = self._last_step()
-        facts = RunFacts(
-            folder=self.run.path, config=yaml.safe_load(self.config), step=self.progress.step, steps=self.last_step
-        )
-        for logger in self.loggers if self.world.rank == 0 else ():
-            if write or isinstance(logger, ConsoleLogger):
-                logger.start(facts)
-                self._active.append(logger)
         if path is not None:
             self.say(f"going on from {path}, step {self.progress.step}")
         elif self.resume is not None:
             self.say(f"{self.run.path} has no checkpoint yet: the run begins at its beginning")
 
-
-def _sizes(batch: int | None, micro: int | None, accumulate: int | None, data: Any) -> tuple[int | None, int]:
-    """The rows of one call of the model, over all ranks, and the calls of one update."""
-    for name, value in (("batch_size", batch), ("micro_batch_size", micro), ("accumulate", accumulate)):
-        if value is not None and value < 1:
-            raise InputError(f"{name}={value} makes no sense; use 1 or more")
-    if isinstance(data, DataLoader | Loader):
-        if batch is not None or micro is not None:
-            raise InputError("the data gives batches already; leave out batch_size and micro_batch_size")
-        return None, accumulate or 1
-    if batch is None and micro is None:
-        raise InputError("say how many rows an update has: batch_size=64")
-    if batch is None:
-        return micro, accumulate or 1
-    calls = accumulate or (batch // micro if micro is not None else 1)
-    rows = micro if micro is not None else batch // calls
-    if rows * calls != batch:
-        said = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
-        if micro is not None and accumulate is not None:
-            said += f" and accumulate={accumulate}"
-        raise InputError(f"batch_size={batch} is not made of whole calls with {said}")
-    return rows, calls
+    def _open(self, write: bool) -> None:
+        """The folder and the logs of the run, on the first rank."""
+        if self.world.rank != 0:
+            return
+        step = self.progress.step
+        if write:
+            self.run.begin()
+            self.run.write_config(self.config, step)
+            self.run.write_plan(self.model.plan.to_json(), step)
+        facts = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step, steps=self.last_step)
+        for logger in self.loggers:
+            if write or isinstance(logger, ConsoleLogger):
+                logger.start(facts)
+                self._active.append(logger)
