@@ -72,7 +72,7 @@ def parallel(given, batch, loss_of, plan, inputs, directory, **options):
         batches = loader(given[1], batch, model=model, shuffle=True, seed=2, **options)
         return trained(model, optimizer, batches, loss_of), model.full_state_dict()
 
-    return run_ranks(world_of(plan), run)
+    return run_ranks(2 if plan == "auto" else world_of(plan), run)
 
 
 def assert_same(found, wanted):
@@ -85,7 +85,14 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize(
     ("plan", "inputs", "batch"),
-    [("dp=2", "same", 4), ("dp=2", "rows", 4), ("zero3=2", "rows", 8), ("dp=2,tp=2", "rows", 8), ("tp=2", "same", 8)],
+    [
+        ("dp=2", "same", 4),
+        ("dp=2", "rows", 4),
+        ("zero3=2", "rows", 8),
+        ("dp=2,tp=2", "rows", 8),
+        ("tp=2", "same", 8),
+        ("auto", "rows", 4),
+    ],
 )
 def test_the_last_batch_is_exact(tmp_path, given, plan, inputs, batch):
     for found in parallel(given, batch, inside, plan, inputs, tmp_path):

@@ -15,6 +15,7 @@ PAGES = [
     "data.md",
     "experts.md",
     "training.md",
+    "faults.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

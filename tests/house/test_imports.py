@@ -29,13 +29,17 @@ MAY_IMPORT = {
         "errors precision layout conversion schedule ir rules capture cluster cost plan lower probe emit runtime "
         "planning"
     ),
-    "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile",
+    "verify": (
+        "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
+        "compile"
+    ),
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
         "compile parts verify"
     ),
     "checkpoint": "errors runtime",
+    "ema": "errors runtime",
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",

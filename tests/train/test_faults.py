@@ -149,6 +149,22 @@ def drift(trainer):
     trainer.model.down.weight[1, 2] += 1e-9
 
 
+def fit_rows(rank, folder, more):
+    made = trainer(folder, train_data=rows(21), plan="dp=2", inputs="rows", val_data=rows(5), **more)
+    made.fit()
+    return losses(made), losses(made, "val_loss"), parameters(made)
+
+
+@pytest.mark.parametrize("more", [{"batch_size": 8}, {"micro_batch_size": 4, "accumulate": 2}])
+def test_a_last_batch_that_groups_can_not_share_is_exact(tmp_path, pools, more):
+    alone = trainer(tmp_path / "one", train_data=rows(21), val_data=rows(5), **more)
+    alone.fit()
+    found, validated, values = pools[2].run(fit_rows, tmp_path / "two", more)[0]
+    close(found, losses(alone))
+    close(validated, losses(alone, "val_loss"))
+    close(values, parameters(alone))
+
+
 def test_two_ranks(tmp_path, pools):
     assert pools[2].run(loop, tmp_path / "loop") == [(3, ""), (3, "SIGUSR1")]
     assert pools[2].run(fit, tmp_path / "one", usr1, 1, []) == [2, 2]

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..errors import CheckpointError, ShardwrightError
+from ..runtime.faults import told
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)  # a rank may have much more to write than another
@@ -44,6 +45,7 @@ class Meeting:
         if held is not None:
             held.wait()
 
+    @told
     def gather(self, value: T) -> list[T]:
         """What all ranks have, on the first; nothing elsewhere."""
         if self._group is None:
@@ -52,6 +54,7 @@ class Meeting:
         dist.gather_object(value, found, dst=0, group=self._group)
         return found or []
 
+    @told
     def deal(self, values: list[T]) -> T:
         """Each rank's of the first rank's values."""
         if self._group is None:

@@ -21,7 +21,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import LayoutError, RankError
 from shardwright.layout import Mesh
@@ -49,8 +51,24 @@ def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
         if torch.cuda.is_available():
             torch.cuda.set_device(_local_rank())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=wait)
+        _join(backend, wait)
     return here()
+
+
+def _join(backend: str, wait: timedelta) -> None:
+    """Join the other ranks of this attempt.
+
+    After a failure torchrun starts all processes again beside the store that the last ones have filled, and torch would
+    read the addresses of those that are gone: so every attempt has keys of its own.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is None:
+        dist.init_process_group(backend, timeout=wait)
+        return
+    store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
+    store.set_timeout(wait)
+    apart = PrefixStore(f"shardwright/attempt-{attempt}-of-{size}", store)
+    dist.init_process_group(backend, store=apart, rank=rank, world_size=size, timeout=wait)
 
 
 def here() -> World:

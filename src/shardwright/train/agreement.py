@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..runtime.faults import told
+
 
 class Agreement:
     """Numbers of which every rank learns the largest. All ranks make it, and call its methods together."""
@@ -29,6 +31,7 @@ class Agreement:
         if self._group is not None:
             self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
+    @told
     def answer(self) -> float:
         """The largest number that any rank has said."""
         if self._sent is None:
@@ -38,6 +41,7 @@ class Agreement:
         found, self._sent, self._work = float(self._sent[0]), None, None
         return found
 
+    @told
     def largest(self, number: float) -> float:
         """The largest number of all ranks; a question may be under way beside."""
         if self._group is None:
@@ -46,6 +50,7 @@ class Agreement:
         dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
         return float(held[0])
 
+    @told
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
         held = numbers.double().cpu().clone()
@@ -53,6 +58,7 @@ class Agreement:
             dist.all_reduce(held, group=self._group)
         return held
 
+    @told
     def said(self, text: str) -> list[str]:
         """What every rank has to say, without repeats, the first rank's first."""
         if self._group is None:
