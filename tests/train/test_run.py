@@ -28,7 +28,7 @@ def test_a_run_leaves_config_plan_code_and_checkpoints(tmp_path):
 def test_a_folder_with_a_run_is_not_written_to(tmp_path):
     trainer(tmp_path, max_steps=1).fit()
     with pytest.raises(InputError, match=r'holds a run that has ended: at step 1; go on from it with resume="last"'):
-        trainer(tmp_path, max_steps=1).fit()
+        trainer(tmp_path, max_steps=1, plan="no plan at all").fit()  # before anything is compiled
 
 
 def test_a_folder_whose_run_was_killed_before_it_was_saved_is_not_written_to(tmp_path):
@@ -57,13 +57,15 @@ def test_a_run_goes_on_from_a_path_in_another_folder(tmp_path):
 
 def test_another_config_and_another_plan_do_not_take_the_place_of_the_first(tmp_path):
     folder = RunFolder(tmp_path)
-    for step, text in ((0, "a"), (5, "a"), (5, "b")):
+    for step, text in ((0, "a"), (5, "a"), (5, "b"), (5, "c")):
         folder.write_config(text, step)
         folder.write_plan(text, step)
     assert (tmp_path / "config.yaml").read_text() == "a"
     assert (tmp_path / "config-from-000005.yaml").read_text() == "b"
-    assert (tmp_path / "plan.json").read_text() == "b"
+    assert (tmp_path / "config-from-000005-2.yaml").read_text() == "c"
+    assert (tmp_path / "plan.json").read_text() == "c"
     assert (tmp_path / "plan-until-000005.json").read_text() == "a"
+    assert (tmp_path / "plan-until-000005-2.json").read_text() == "b"
 
 
 def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):

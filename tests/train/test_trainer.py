@@ -1,6 +1,8 @@
 """A run by the trainer is the run that a plain loop makes."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -273,6 +275,14 @@ def test_compiled_alone_a_run_writes_plan_and_code_for_ranks_that_are_not_here(t
     assert json.loads((tmp_path / "run/plan.json").read_text())["mesh"] == {"dp": 2, "tp": 2}
     assert "self.tp" in next((tmp_path / "run/generated").rglob("train_*.py")).read_text()
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_the_original_is_let_go_when_it_is_compiled(tmp_path):
+    made = trainer(tmp_path, max_steps=1, loss=F.mse_loss)
+    held = weakref.ref(made.original.up.weight)
+    made.fit()
+    gc.collect()
+    assert held() is None
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):

@@ -73,12 +73,11 @@ def run_asked(asked: Namespace, parser: ArgumentParser) -> int:
     text = parser.dump(asked, skip_unset=False)
     seed_everything(asked.seed)
     try:
-        made = parser.instantiate(asked)
+        trainer = Trainer(**vars(parser.instantiate(asked)))  # nothing else holds the model
     except ValueError as error:
         if isinstance(error.__cause__, ShardwrightError):  # a group of settings that refuses a value
             raise error.__cause__ from None
         raise
-    trainer = Trainer(**vars(made))
     trainer.config = text
     {"fit": trainer.fit, "validate": trainer.validate, "compile": trainer.compile, "profile": trainer.profile}[mode]()
     return 0

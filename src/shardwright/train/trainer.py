@@ -41,7 +41,6 @@ from .run import RunFolder
 from .saved import NAME, Saved, load_run
 from .scaling import LossScale, scale_for
 from .setup import (
-    Compiled,
     compile_model,
     compile_without_ranks,
     described,
@@ -144,7 +143,8 @@ class Trainer:
         self.inputs: Mode = inputs
         self.resume, self.weights = resume, weights
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
-        self.log_every, self.original = log_every, model
+        self.log_every = log_every
+        self.original: nn.Module | None = model
         self.config = described({name: held for name, held in locals().items() if name != "self"})
         self._check()
         rows, self.accumulate = sizes_of(batch_size, micro_batch_size, accumulate, train_data)
@@ -163,7 +163,7 @@ class Trainer:
         self.last_val: Metrics = {}
         self.stop_reason: str | None = None
         self.scheduler = None
-        self._compiled: Compiled | None = None
+        self._compiled = False
         self._folder: CheckpointFolder | None = None
         self._saved_step = -1
 
@@ -191,8 +191,7 @@ class Trainer:
     def fit(self) -> Progress:
         """Train to the end; how far it came."""
         try:
-            self._set_up()
-            self._begin()
+            self._set_up(*self._found())
             how = Loop(self).run()
             self.wait()
             if self.world.rank == 0:
@@ -209,8 +208,7 @@ class Trainer:
         if held not in self.callbacks:
             self.callbacks.append(held)
         try:
-            self._set_up()
-            self._begin(write=False)
+            self._set_up(*self._found(write=False))
             self.val_source = None
             self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
             Loop(self).run()
@@ -223,10 +221,10 @@ class Trainer:
         if self.val_source is None:
             raise InputError("there is nothing to validate on: give val_data")
         try:
-            self._set_up()
-            self._begin(write=False)
+            self._set_up(*self._found(write=False))
             return Loop(self).validate()
         finally:
+            self.fire("on_finish")
             self._finish_logs()
 
     def compile(self) -> Plan:
@@ -235,7 +233,7 @@ class Trainer:
         if devices not in (None, world.size):
             plan, paths = compile_without_ranks(self, devices)
         else:
-            self._set_up()
+            self._compile()
             plan, paths = self.model.plan, (self.model.generated,)
         if world.rank == 0:
             self.run.path.mkdir(parents=True, exist_ok=True)
@@ -306,19 +304,19 @@ class Trainer:
 
     # -- setting up ------------------------------------------------------------------------------
 
-    def _set_up(self) -> None:
-        """Compile, and make all that a step needs."""
-        if self._compiled is not None:
+    def _compile(self) -> None:
+        """Compile, and make all that a step needs. The original is let go: the pieces are the truth."""
+        if self._compiled:
             return
         self.world = start()
         seed_everything(self.seed)
-        self._compiled = made = compile_model(self)
-        self.model, self.optimizer = made.model, made.optimizer
+        made = compile_model(self)
+        self.model, self.optimizer, self.meter = made.model, made.optimizer, meter_of(self, made)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
         self.agreement = Agreement()
         self.batches = self.source.batches(self.model)
-        self.meter = meter_of(self, made)
         self.scale = scale_for(read_precision(self.precision), self.loss_scale)
+        self.original, self._compiled = None, True
         self.fire("on_setup")
 
     def _last_step(self) -> int | None:
@@ -330,9 +328,9 @@ class Trainer:
         steps = [self.max_steps, epoch * self.max_epochs if self.max_epochs is not None else None]
         return min(held for held in steps if held is not None)
 
-    def _begin(self, write: bool = True) -> None:
-        """Load what the run begins with, and open its folder and its logs."""
-        meeting, kept = meet(), self.checkpoints or Checkpoints()
+    def _found(self, write: bool = True) -> tuple[Path | None, bool]:
+        """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
+        self.world, meeting, kept = start(), meet(), self.checkpoints or Checkpoints()
 
         def find() -> Path | None:
             if not meeting.first:
@@ -343,19 +341,24 @@ class Trainer:
                 self.run.check_fresh()
             return None
 
-        path = meeting.deal([meeting.together(find)] * meeting.size)
+        return meeting.deal([meeting.together(find)] * meeting.size), write
+
+    def _set_up(self, path: Path | None, write: bool) -> None:
+        """Compile, load what the run begins with, and open its folder and its logs."""
+        self._compile()
         if path is not None:
             load_run(self, path)
         elif self.weights is not None:
             load_weights(self.weights, self.model)
         self.last_step = self._last_step()
-        meeting.together(lambda: self._open(write))
-        if write and self.checkpoints is not None:
+        meet().together(lambda: self._open(write))
+        kept = self.checkpoints
+        if write and kept is not None:
             self._folder = CheckpointFolder(
                 self.run.checkpoints, keep_last=kept.keep_last, keep_best=kept.keep_best, metric=kept.metric,
                 mode=kept.mode,
             )  # fmt: skip
-            self._saved_step = self.progress.step if path is not None else -1
+            self._saved_step = self.progress.step if path and path.parent == self.run.checkpoints else -1
         if path is not None:
             self.say(f"going on from {path}, step {self.progress.step}")
         elif self.resume is not None:
