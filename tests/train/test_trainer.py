@@ -191,6 +191,15 @@ def test_a_stream_a_loader_and_a_sampler_give_the_same_run(tmp_path):
     assert losses(stream) == losses(ready) == losses(sampled) == losses(wanted)
 
 
+def test_workers_fetch_ahead_and_the_run_is_the_same(tmp_path):
+    wanted = trainer(tmp_path / "alone", max_epochs=1)
+    wanted.fit()
+    options = LoaderOptions(workers=1, prefetch=2, options={"timeout": 100})
+    ahead = trainer(tmp_path / "ahead", max_epochs=1, loader=options)
+    ahead.fit()
+    assert losses(ahead) == losses(wanted)
+
+
 def test_a_stream_goes_on_where_it_was(tmp_path):
     whole = trainer(tmp_path / "whole", train_data=Streamed(), max_steps=5)
     whole.fit()

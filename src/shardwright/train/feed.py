@@ -81,7 +81,7 @@ class Source:
 
     def _more(self) -> dict[str, Any]:
         pinned = torch.cuda.is_available() if self.options.pin_memory is None else self.options.pin_memory
-        more: dict[str, Any] = {"pin_memory": pinned}
+        more: dict[str, Any] = {"pin_memory": pinned, **self.options.options}
         return more if self.options.prefetch is None else {**more, "prefetch_factor": self.options.prefetch}
 
     def example(self, ranks: int) -> Any:
@@ -93,7 +93,7 @@ class Source:
         elif isinstance(self.data, DataLoader):
             found = next(iter(self.data), None)
         else:
-            alone = replace(self.options, workers=0, prefetch=None, pin_memory=False)
+            alone = replace(self.options, workers=0, prefetch=None, pin_memory=False, options={})
             plain = replace(self, options=alone, shuffle=False, sampler=None)
             found = next(iter(plain._batches(0, ranks, None)), None)
         if found is None:
