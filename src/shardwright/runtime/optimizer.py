@@ -121,6 +121,23 @@ def _kind(optimizer: Optimizer, elsewhere: bool) -> Sees:
     return kind
 
 
+def load_whole(optimizer: Optimizer, saved: Mapping[str, Any], names: Sequence[str], of: Callable[[Any], str]) -> None:
+    """Take over a state dict that the optimizer had on one device. `names` are its parameters' in the order of then."""
+    leaves = {of(leaf): leaf for group in optimizer.param_groups for leaf in group["params"]}
+    for group, before in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
+    for number, name in enumerate(names):
+        if number in saved["state"] and name in leaves:
+            leaf = leaves[name]
+            state = {key: _placed(value, leaf) for key, value in saved["state"][number].items()}
+            optimizer.state[leaf] = _cut_state(state, leaf)
+
+
+def _placed(value: Any, leaf: Tensor) -> Any:
+    """On the device of what it belongs to, if it has its shape; a count of steps stays where it is."""
+    return value.to(leaf.device) if isinstance(value, Tensor) and value.dim() else value
+
+
 def leaf_of(parameter: Tensor) -> Tensor:
     """What the optimizer updates for a parameter of the model: its shard, if it has one."""
     shard = getattr(parameter, "shard", None)
