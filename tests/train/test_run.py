@@ -80,6 +80,18 @@ def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+def test_a_run_that_has_ended_can_be_traced(tmp_path):
+    trainer(tmp_path, max_epochs=1).fit()
+    trainer(tmp_path, max_epochs=1, profile=Profile(start=1, steps=1), resume="last").profile()
+    assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["step-000004-rank-00000.json.gz"]
+
+
+def test_the_last_step_is_known_also_after_a_stop_with_another_batch_size(tmp_path):
+    trainer(tmp_path, max_steps=2).fit()
+    made = trainer(tmp_path, max_epochs=2, batch_size=4, resume="last")  # 6 of 22 rows are left of the first epoch
+    assert made.fit().step == made.last_step == 2 + 2 + 6
+
+
 def test_the_speed_is_that_of_training_alone(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])

@@ -209,7 +209,7 @@ class Trainer:
             self.callbacks.append(held)
         try:
             self._set_up(*self._found(write=False))
-            self.val_source = None
+            self.val_source = self.max_epochs = None
             self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
             Loop(self).run()
         finally:
@@ -325,8 +325,11 @@ class Trainer:
             epoch = -(-len(self.batches) // self.accumulate)
         except TypeError:  # a stream does not know its length
             return self.max_steps
-        steps = [self.max_steps, epoch * self.max_epochs if self.max_epochs is not None else None]
-        return min(held for held in steps if held is not None)
+        if self.max_epochs is None:
+            return self.max_steps
+        done = self.batches.row // (self.source.rows or 1) // self.accumulate  # steps of this epoch
+        last = self.progress.step + (self.max_epochs - self.batches.epoch) * epoch - done
+        return last if self.max_steps is None else min(last, self.max_steps)
 
     def _found(self, write: bool = True) -> tuple[Path | None, bool]:
         """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
@@ -373,7 +376,8 @@ class Trainer:
             self.run.begin()
             self.run.write_config(self.config, step)
             self.run.write_plan(self.model.plan.to_json(), step)
-        facts = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step, steps=self.last_step)
+        facts = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
+                         steps=self.last_step if write else None)  # fmt: skip
         for logger in self.loggers:
             if write or isinstance(logger, ConsoleLogger):
                 logger.start(facts)
