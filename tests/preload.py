@@ -4,4 +4,4 @@ import torch._dynamo
 import torch.distributed  # noqa: F401
 from transformers import BertForPreTraining, GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration  # noqa: F401
 
-import shardwright  # noqa: F401
+import shardwright.lightning  # noqa: F401

@@ -73,7 +73,7 @@ def test_a_plan_is_searched_for_a_cluster_by_name(net, tmp_path, capsys):
     assert main(["plan", net, *asked, "--memory", "1GiB", "--accumulate", "2", "-o", "plan.json"]) == 0
 
     out = capsys.readouterr().out
-    assert "4 devices of 4xA100-80GB; batch 64, momentum, in bfloat16, accumulating 2 times" in out
+    assert "4 devices of 4xA100-80GB; batch 64, momentum, in bf16-mixed, accumulating 2 times" in out
     assert "of the 1.0 GiB that may be used" in out
     said = json.loads((tmp_path / "plan.json").read_text())
     assert said["policy"] == "auto"

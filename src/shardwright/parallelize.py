@@ -203,7 +203,7 @@ def planned(
     count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
     setting = Setting(
         cluster=cluster_for(cluster, count),
-        training=Training(optimizer=optimizer, reduce=exact.sync, accumulate=accumulate),
+        training=training_of(optimizer, accumulate, exact),
         wishes=Wishes(
             memory=read_bytes(memory),
             constraints=read_asked(constraints, model, plan),

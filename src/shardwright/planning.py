@@ -27,7 +27,7 @@ from .plan.pipeline import continue_pipeline, draw_pipeline
 from .plan.price import price
 from .plan.recompute import faults_of
 from .plan.rows import is_replica, replica_axes
-from .precision import Precision
+from .precision import Precision, name_of
 from .rules import Analysis
 from .runtime.world import World
 
@@ -203,16 +203,21 @@ def _gpus(size: int, local: int) -> Cluster:
 
 
 def training_of(
-    optimizer: torch.optim.Optimizer | None, accumulate: int = 1, precision: Precision | None = None
+    optimizer: torch.optim.Optimizer | str | None, accumulate: int = 1, precision: Precision | None = None
 ) -> Training:
-    """How a model is trained, from its optimizer; AdamW if there is none, or one whose state is not known."""
-    reduce = precision.sync if precision is not None else None
-    if optimizer is None:
-        return Training(accumulate=accumulate, reduce=reduce)
-    name = type(optimizer).__name__.lower()
-    if name == "sgd" and any(group.get("momentum") for group in optimizer.param_groups):
-        name = "momentum"
-    return Training(optimizer=name if name in STATES else "adamw", accumulate=accumulate, reduce=reduce)
+    """How a model is trained, from its optimizer; AdamW if there is none, or one whose state is not known.
+
+    What a precision casts is in the graph; the rest of it is said here.
+    """
+    if isinstance(optimizer, str):
+        name = optimizer
+    else:
+        name = "adamw" if optimizer is None else type(optimizer).__name__.lower()
+        if optimizer is not None and name == "sgd" and any(group.get("momentum") for group in optimizer.param_groups):
+            name = "momentum"
+        name = name if name in STATES else "adamw"
+    exact = precision or Precision()
+    return Training(optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, said=name_of(exact))
 
 
 def only_scalars(graph: Graph) -> Graph:

@@ -126,6 +126,12 @@ def _read_mapping(given: Mapping[str, Any]) -> Precision:
     return Precision(**found)
 
 
+def name_of(precision: Precision) -> str:
+    """Its name, or what it computes with; "" if it changes nothing."""
+    known = next((name for name, held in NAMED.items() if held == precision), None)
+    return known or precision.compute or precision.parameters or ""
+
+
 def read_dtype(given: Any) -> str:
     """The name of a dtype, from "bf16", "bfloat16" or torch.bfloat16."""
     name = str(given).removeprefix("torch.")

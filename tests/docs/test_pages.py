@@ -14,13 +14,17 @@ PAGES = [
     "control_flow_and_opaque.md",
     "data.md",
     "experts.md",
+    "training.md",
     "faults.md",
+    "huggingface.md",
+    "lightning.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own cond says it
+@pytest.mark.filterwarnings(r"ignore:::lightning\..*")  # about workers, and of torch's that it uses
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (DOCS / page).read_text()

@@ -29,18 +29,22 @@ MAY_IMPORT = {
         "errors precision layout conversion schedule ir rules capture cluster cost plan lower probe emit runtime "
         "planning"
     ),
-    "verify": "errors layout conversion ir rules capture cluster cost plan lower probe emit runtime planning compile",
+    "verify": (
+        "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
+        "compile"
+    ),
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
         "compile parts verify"
     ),
     "checkpoint": "errors runtime",
+    "ema": "errors runtime",
     "data": "errors runtime",
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors cluster cost plan planning compile runtime verify parallelize checkpoint data",
+    "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data",
     "lightning": "errors runtime planning compile parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
@@ -81,7 +85,7 @@ def test_every_room_is_in_the_table():
     assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
 
 
-GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface"]}
+GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface", "cli"]}
 
 
 def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():

@@ -14,13 +14,17 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
+from transformers import AutoModelForCausalLM, BatchEncoding
 
 import lightning
+from shardwright.huggingface import empty_model
 from shardwright.lightning import ShardwrightStrategy
 
 SEED = 1
+LARGE = 2.0**22  # a scale of the loss that float16 has to come down from
 
 
 class Block(nn.Module):
@@ -64,9 +68,11 @@ class Net(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def rows(size: int = 8, count: int = 24, shuffled: bool = False) -> DataLoader[Any]:
+def rows(
+    size: int = 8, count: int = 24, shuffled: bool = False, dtype: torch.dtype = torch.float64
+) -> DataLoader[Any]:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(count, 8, generator=generator, dtype=dtype)
     data = TensorDataset(x, torch.randint(4, (count,), generator=generator))
     sampler = DistributedSampler(data, 1, 0, seed=SEED) if shuffled else None
     return DataLoader(data, batch_size=size, sampler=sampler)
@@ -104,9 +110,14 @@ def quiet(size: int = 1) -> Iterator[None]:
         os.environ.update(before)
 
 
-def seeded(make: Any) -> Any:
+def seeded(make: Any, dtype: torch.dtype = torch.float64) -> Any:
     lightning.seed_everything(SEED, verbose=False)
-    return make().double()
+    return make().to(dtype)
+
+
+def half() -> MixedPrecision:
+    """float16 as Lightning has it on a GPU, with a scale that is too large at first."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=LARGE))
 
 
 def single(make: Any, shuffled: bool = False, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -230,3 +241,38 @@ class Remembers(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen += 1
         return super().training_step(batch, batch_idx)
+
+
+class Tuned(LightningModule):
+    """A model of transformers that is made empty, and gets its weights from a folder."""
+
+    def __init__(self, folder: str, empty: bool = False) -> None:
+        super().__init__()
+        self.folder, self.empty, self.model = folder, empty, None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = empty_model(self.folder) if self.empty else AutoModelForCausalLM.from_pretrained(self.folder)
+            self.model.train()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"]).logits.argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def sentences(folder: str) -> DataLoader[Any]:
+    """As a tokenizer of transformers gives them: a dict of its own kind, with a mask, and some text beside it."""
+    ids = torch.randint(64, (8, 10), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(10) < torch.arange(3, 11)[:, None]
+    data = [
+        {"input_ids": i, "attention_mask": m.long(), "labels": i.masked_fill(~m, -100)}
+        for i, m in zip(ids, mask, strict=True)
+    ]
+    return DataLoader(data, batch_size=4, collate_fn=lambda held: BatchEncoding(default_collate(held)))

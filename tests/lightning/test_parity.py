@@ -11,7 +11,7 @@ def alone():
     return single(Net)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "pp=2", "auto"])
 def test_a_run_under_a_plan_is_the_run_of_one_device(pools, alone, plan):
     for parameters, metrics in pools[2].run(fit, "Net", plan, 2, {}, timeout=120):
         assert apart(parameters, alone[0]) < 1e-10
@@ -32,6 +32,7 @@ def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
     [
         ("zero2=2", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
         ("tp=2", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ("pp=2", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     ],
 )
 def test_gradients_are_accumulated_and_clipped(pools, alone, plan, options):
@@ -56,3 +57,9 @@ def test_optimizers_that_are_stepped_by_hand(pools, plan):
     for parameters, metrics in pools[2].run(fit, "Pair", plan, 2, {}):
         assert apart(parameters, expected[0]) < 1e-10
         assert apart(metrics, expected[1]) < 1e-10
+
+
+def test_optimizers_that_are_stepped_by_hand_on_rows_of_each_group(pools):
+    expected, _ = single(Pair, shuffled=True)
+    for parameters, _ in pools[2].run(fit, "Pair", "dp=2", 2, {"inputs": "rows", "batch": 4}):
+        assert apart(parameters, expected) < 1e-10

@@ -4,8 +4,9 @@ import pytest
 from torch import nn
 
 from shardwright.errors import CaptureError, InputError
+from shardwright.lightning import ShardwrightStrategy
 
-from .modules import Epochs, Net, Numbers, Remembers, ours, quiet, rows
+from .modules import Epochs, Net, Numbers, Remembers, ours, quiet, rows, trainer
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,19 @@ from .modules import Epochs, Net, Numbers, Remembers, ours, quiet, rows
 def test_what_differs_from_call_to_call_is_named(make, named):
     with quiet(), pytest.raises(CaptureError, match=rf"training_step .*{named}.*parts="):
         ours("single", 1).fit(make().double(), rows())
+
+
+def test_precision_is_said_once():
+    with quiet(), pytest.raises(InputError, match="precision is said twice"):
+        trainer(ShardwrightStrategy("single", precision="bf16"), 1, precision="bf16-mixed").fit(Net(), rows())
+
+
+def test_a_module_with_pieces_for_one_plan_is_not_fitted_under_another(tmp_path):
+    with quiet():
+        net = Net().double()
+        ours("single", 1, max_epochs=1).fit(net, rows())
+        with pytest.raises(InputError, match=r"compiled with plan='single' .* make a new one"):
+            ours("dp=1", 1).fit(net, rows())
 
 
 class Strange(Net):

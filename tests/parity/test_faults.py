@@ -66,7 +66,7 @@ def test_all_of_four_name_the_one_that_was_killed(pools, tmp_path):
 
 @pytest.mark.parametrize("policy", ["tp=2", "pp=2"])
 def test_scripts_of_their_own_end_with_the_error_even_if_the_failed_one_lives_on(tmp_path, policy):
-    other, failed = launch(2, {"rank": 1, "forward": "raise", "stay": 25}, policy, tmp_path, LIMIT)
+    other, failed = launch(2, {"rank": 1, "forward": "raise", "stay": 15}, policy, tmp_path, LIMIT)
     assert other[0] == 1
     assert "RankError: rank 1 raised ValueError: the data went bad in forward" in other[1]
     assert failed[0] == 1

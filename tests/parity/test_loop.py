@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -31,19 +30,6 @@ def train(model, optimizer, case, steps=3):
 @pytest.mark.parametrize("example", [False, True])
 def test_capture_at_the_first_call_is_as_good_as_with_an_example(example):
     both("mlp", "dp=2", train, example=example)
-
-
-OPTIMIZERS = {
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adamw": partial(torch.optim.AdamW, lr=1e-2),
-    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("plan", ["tp=2", "zero1=2", "zero3=2", "pp=2"])
-def test_optimizers(plan, optimizer):
-    both("mlp", plan, train, OPTIMIZERS[optimizer], tolerance=1e-9)
 
 
 def test_a_scheduler_made_before_keeps_working():

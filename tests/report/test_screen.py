@@ -15,7 +15,7 @@ from tests.report.llama import llama
 @pytest.fixture(scope="module")
 def auto():
     module, example = llama()
-    asked = {"cluster": "2x4xA100-80GB", "precision": "bfloat16", "memory": "10GiB", "outputs": "scalars"}
+    asked = {"cluster": "2x4xA100-80GB", "precision": "bf16-mixed", "memory": "10GiB", "outputs": "scalars"}
     return make_plan(module, example=example, **asked)
 
 
@@ -40,7 +40,7 @@ def test_the_file_alone_shows_the_same(auto, tmp_path):
 
 
 def test_what_it_is_for_is_said(auto):
-    line_with(auto, "8 devices of 2x4xA100-80GB; batch 8, adamw, in bfloat16")
+    line_with(auto, "8 devices of 2x4xA100-80GB; batch 8, adamw, in bf16-mixed")
     line_with(auto, "of the 10.0 GiB that may be used")
 
 

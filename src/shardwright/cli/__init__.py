@@ -64,7 +64,8 @@ def _guarded(command: str, run: Callable[[], int]) -> int:
         print(f"shardwright {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"shardwright {command}: interrupted, and nothing was written", file=sys.stderr)
+        kept = "go on with --resume last" if command == "train" else "and nothing was written"
+        print(f"shardwright {command}: interrupted, {kept}", file=sys.stderr)
         return 130
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from torch import distributed as dist
 from torch.utils.data import Dataset
 
 from ..errors import InputError, ShardwrightError
@@ -29,7 +30,16 @@ MODES = ("fit", "validate", "compile", "profile")
 
 
 def run_train(argv: Sequence[str]) -> int:
-    """Read the settings, make the trainer, run it."""
+    """Read the settings, make the trainer, run it; leave the other ranks if they were joined for it."""
+    joined = dist.is_initialized()
+    try:
+        return _run(argv)
+    finally:
+        if dist.is_initialized() and not joined:
+            dist.destroy_process_group()
+
+
+def _run(argv: Sequence[str]) -> int:
     files, given = split_files(argv)
     for folder in (*(file.resolve().parent for file in files), Path.cwd()):
         if str(folder) not in sys.path:

@@ -111,11 +111,11 @@ def rank_memory(schedule: Schedule, device: int, walked: Sequence[Walked], train
     held = {one.key: one for segment in segments for one in segment.held}  # what two segments share is there once
     elsewhere = {one.key for at, segment in enumerate(walked) if at not in own for one in segment.held}
     trained = [one for one in held.values() if one.trainable]
-    aside = sum(one.bytes if one.level < 3 else one.share for one in trained)
+    aside = sum((one.bytes if one.level < 3 else one.share) * one.wider for one in trained)
     summed = sum(one.bytes for one in trained if one.sums and one.level < 3)
     summed += TIED * sum(one.bytes for one in trained if one.key in elsewhere)
     parameters = sum(one.kept for one in held.values())
-    optimizer = training.states() * sum(one.share for one in trained)
+    optimizer = sum(one.states for one in trained)
     most = max(segments, key=lambda one: one.over)
     inputs, received = (max(getattr(one, kind) for one in segments) for kind in ("inputs", "received"))
     base = parameters + optimizer + inputs + aside + summed

@@ -76,7 +76,7 @@ def peak(
     return Memory(
         parameters=sum(held.kept for held in program.held),
         gradients=heap.at_peak[GRADIENT],
-        optimizer=training.states() * sum(held.share for held in program.held if held.trainable),
+        optimizer=sum(held.states for held in program.held),
         activations=heap.at_peak[ACTIVATION],
         buffers=heap.at_peak[BUFFER],
         inputs=program.inputs + program.constants,
@@ -94,7 +94,7 @@ class Timeline:
         self.program, self.training, self.habits, self.heap = program, training, habits, Heap()
         self.steps, self.tensors = program.steps, program.tensors
         held = program.held
-        states = training.states() * sum(one.share for one in held if one.trainable)
+        states = sum(one.states for one in held)
         self.base = sum(one.kept for one in held) + states + program.inputs + program.constants
         self.store: list[int] = [self.heap.fixed if one.fixed else -1 for one in self.tensors]
         self.dead = deaths(program)
@@ -238,15 +238,15 @@ class Timeline:
             self.buckets.arrived(held)
             if storage is not None:
                 self.heap.drop(storage)
-        elif storage is not None and self.heap.refs[storage] > 1:  # somebody looks at it: .grad is a copy
-            self.heap.new(held.bytes, GRADIENT)
+        elif storage is not None and (held.wider > 1 or self.heap.refs[storage] > 1):  # .grad is a copy
+            self.heap.new(held.bytes * held.wider, GRADIENT)
             self.heap.drop(storage)
 
     def update(self) -> None:
         """The optimizer's own tensors, and the parameters that ZeRO 1 and 2 bring up to date."""
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
-        shares = [held.share for held in self.program.held if held.trainable]
+        shares = [held.share * held.wider for held in self.program.held if held.trainable]
         if self.training.states():
             heap.touch(sum(shares) if self.habits.foreach else 2 * max(shares, default=0.0))
         else:

@@ -68,6 +68,8 @@ class Held:
     gathered: float  # bytes of the whole that level 3 gathers, in the dtype of computing
     trainable: bool
     sums: tuple[str, ...]  # the axes over which its gradient is summed
+    state: float = 0.0  # bytes that the optimizer keeps for all of it
+    wider: float = 1.0  # how much larger its gradient is
     level: int = 0
     parts: int = 1  # over how many ranks ZeRO splits it
 
@@ -75,6 +77,11 @@ class Held:
     def share(self) -> float:
         """Bytes of what this rank's optimizer updates."""
         return self.bytes / self.parts
+
+    @property
+    def states(self) -> float:
+        """Bytes of the state that this rank's optimizer keeps, of its master too."""
+        return self.state / self.parts if self.trainable else 0.0
 
     @property
     def kept(self) -> float:
@@ -184,6 +191,8 @@ class _Builder:
                     gathered=elements * self.training.item(value),
                     trainable=parameter.trainable,
                     sums=sums,
+                    state=elements * self.training.state_item(value),
+                    wider=self.training.true_item(value) / ITEM_SIZE.get(value.dtype, 4),
                     level=zero[0][1] if zero and parts > 1 else 0,
                     parts=parts,
                 )

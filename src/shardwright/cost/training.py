@@ -10,6 +10,8 @@ from ..ir.graph import ITEM_SIZE, Value
 STATES = {"none": 0, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}
 """How many tensors of its own size an optimizer keeps for a parameter."""
 
+MASTER = 4  # bytes of float32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
@@ -35,6 +37,8 @@ class Training:
     compute       the dtype in which float32 values are computed and parameters are gathered; None: as captured
     reduce        the dtype in which gradients are summed over devices; None: that of `compute`, or their own
     accumulate    how many times forward and backward run before one update
+    masters       whether the optimizer updates float32 copies of parameters that are narrower
+    said          the precision as somebody said it, to show
     margin        the part of a device's memory that fragmentation and the libraries take
     """
 
@@ -42,6 +46,8 @@ class Training:
     compute: str | None = None
     reduce: str | None = None
     accumulate: int = 1
+    masters: bool = False
+    said: str = ""
     margin: float = 0.06
 
     def __post_init__(self) -> None:
@@ -64,6 +70,17 @@ class Training:
     def reduced_item(self, parameter: Value) -> int:
         """Bytes of an element of a parameter's gradient on the wire."""
         return ITEM_SIZE.get(self.reduce or self.dtype(parameter), 4)
+
+    def has_master(self, parameter: Value) -> bool:
+        return self.masters and ITEM_SIZE.get(parameter.dtype, 4) < MASTER
+
+    def true_item(self, parameter: Value) -> int:
+        """Bytes of an element of a parameter's gradient, and of each tensor of the optimizer's state."""
+        return MASTER if self.has_master(parameter) else ITEM_SIZE.get(parameter.dtype, 4)
+
+    def state_item(self, parameter: Value) -> int:
+        """Bytes that the optimizer keeps for an element of a parameter, its master included."""
+        return self.states() * self.true_item(parameter) + (MASTER if self.has_master(parameter) else 0)
 
     def room(self, memory: float) -> float:
         """What of a device's memory can be used."""

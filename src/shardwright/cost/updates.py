@@ -39,8 +39,9 @@ class Buckets:
         self.sent: list[Bucket] = []
         synced = [one for one in held if one.trainable and one.sums and one.level < 3]
         heap.new(sum(one.bytes for one in synced if one.level < 2), GRADIENT)
+        heap.new(sum(one.bytes * one.wider for one in synced if one.level < 2 and one.wider > 1), GRADIENT)
         if training.accumulate > 1:  # gradients of earlier backwards, not summed yet
-            heap.new(sum(one.bytes for one in held if one.trainable and one.level < 3), GRADIENT)
+            heap.new(sum(one.bytes * one.wider for one in held if one.trainable and one.level < 3), GRADIENT)
         room: dict[tuple[str, ...], float] = {}
         open_: dict[tuple[str, ...], Bucket] = {}
         for one in reversed(synced):
@@ -54,7 +55,7 @@ class Buckets:
             room[key] -= one.bytes
             if one.level == 2:
                 bucket.bytes += one.bytes
-                bucket.share += one.share
+                bucket.share += one.share * one.wider
             self.of[one.key] = bucket
         self.next = 0
 
@@ -119,7 +120,7 @@ class Units:
                 unit.whole += one.gathered
                 if one.trainable:
                     unit.trained += one.bytes
-                    unit.share += one.share
+                    unit.share += one.share * one.wider
                     unit.missing += 1
         self.opens: dict[int, list[Unit]] = {}
         self.closes: dict[int, list[Unit]] = {}

@@ -16,9 +16,12 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load as load_state
 from ..checkpoint import save as save_state
+from ..checkpoint.census import Census
 from ..checkpoint.encoding import encode
 from ..errors import CheckpointError, InputError
+from ..runtime.optimizer import load_whole
 
+Names = Sequence[Sequence[str]]
 HELD = ("state_dict", "optimizer_states")  # what is written in pieces
 
 
@@ -43,22 +46,31 @@ def save(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], checkpoi
     save_state(path, model, held, extra={"lightning": rest}, step=checkpoint.get("global_step"))
 
 
-def load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, io: Any) -> dict[str, Any]:
+def names_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Names:
+    """What the parameters of optimizers are called, in their order; nothing if they are not of the model."""
+    known = {id(held): key for key, held in model.named_parameters()}
+    return [[known.get(id(held), "") for group in one.param_groups for held in group["params"]] for one in optimizers]
+
+
+def load(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, io: Any, names: Names
+) -> dict[str, Any]:  # fmt: skip
     """Put a checkpoint in its places, and return what Lightning said when it was saved."""
     if path.is_file():
-        return _load_file(path, model, optimizers, strict, io)
+        return _load_file(path, model, optimizers, strict, io, names)
     found = load_state(path, model, list(optimizers) or None, strict=strict)
     if "lightning" not in found.extra:
         raise CheckpointError(f"{path} was not saved by a Trainer of Lightning: load it with sw.load")
     return {"state_dict": {}, "optimizer_states": [], **found.extra["lightning"]}
 
 
-def _load_file(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool, io: Any) -> dict[str, Any]:
+def _load_file(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool, io: Any, names: Names
+) -> dict[str, Any]:  # fmt: skip
+    """A file that Lightning wrote on one device: whole tensors, of which each rank takes its pieces."""
     said: dict[str, Any] = io.load_checkpoint(path, weights_only=True)
     model.load_state_dict(said["state_dict"], strict=strict)
-    if optimizers and said.get("optimizer_states"):
-        raise CheckpointError(
-            f"{path} has states of optimizers of one device, which are not cut into pieces; to start from its weights, "
-            "load them into the module before fit (torch.load), or convert the run with sw.save"
-        )
+    census = Census(model)
+    for optimizer, saved, order in zip(optimizers, said.get("optimizer_states", ()), names, strict=False):
+        load_whole(optimizer, saved, order, census.name_of)
     return said

@@ -27,6 +27,7 @@ class Compiled(Protocol):
     """What the strategy asks of a module that is compiled."""
 
     module: LightningModule
+    options: Mapping[str, Any]
 
     @property
     def model(self) -> nn.Module:
@@ -51,20 +52,22 @@ class CompiledSteps:
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], options: Mapping[str, Any], device: torch.device
     ) -> None:
-        self.module, self._book = module, StepBook()
+        self.module, self.options, self._book = module, options, StepBook()
         self._device = device
         shell = stepping(module, self._book)
         made = parallelize(shell, optimizers[0] if optimizers else None, **options)
         self.model: ParallelModel = made[0] if optimizers else made
 
     def prepare(self, step: str, batch: Any) -> None:
-        """Compile for a step, and show the pieces in the module."""
-        training, self.model.training = self.model.training, step == "training_step"
-        self.module.train(step == "training_step")
-        places = _places(self.module, step)
-        self.model.prepare((step, *without_text(batch), places), {})
-        self.module.train(training)
+        """Compile for a step, and show the pieces in the module, whose parts train or not as they did."""
+        flags = [held.training for held in self.module.modules()]
+        if step != "training_step":
+            self.module.eval()
+        self.model.training = self.module.training
+        self.model.prepare((step, *without_text(batch), _places(self.module, step)), {})
         self._show()
+        for held, flag in zip(self.module.modules(), flags, strict=True):
+            held.training = flag
 
     def step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         batch, *rest = (*args, *kwargs.values())
@@ -74,7 +77,7 @@ class CompiledSteps:
 
     def _call(self, name: str, batch: Any, places: Mapping[str, Any]) -> Any:
         self.model.training = self.module.training
-        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() and self.module.training):
+        with _ordinary():
             found = self.model(name, *without_text(batch), places)
         if self.module._parameters is not self.model._parameters:
             self._show()
@@ -113,7 +116,7 @@ class CompiledParts:
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], parts: Any, options: Mapping[str, Any]
     ) -> None:
-        self.module = module
+        self.module, self.options = module, options
         strange = sorted(set(options) - {"plan", "inputs", "seed", "directory", "opaque"})
         if strange:
             raise InputError(f"{', '.join(strange)}: these are for a step that is compiled whole, not for parts")
@@ -128,7 +131,7 @@ class CompiledParts:
         return self.module
 
     def step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() and self.module.training):
+        with _ordinary():
             return getattr(self.module, name)(*args, **kwargs)
 
     @contextmanager
@@ -167,6 +170,14 @@ def heavy_parts(module: LightningModule) -> list[str]:
     if not found:
         raise InputError(f"{type(module).__name__} has no submodule with parameters that could be compiled")
     return found
+
+
+@contextmanager
+def _ordinary() -> Iterator[None]:
+    """Within this no tensors of inference mode are made: a program keeps some that training uses too."""
+    gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        yield
 
 
 def _places(module: LightningModule, step: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ a step asks of the trainer differs from call to call, and a program has it fixed
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -166,9 +167,28 @@ def _check_attributes(module: Stepping, before: Mapping[str, Any], step: str) ->
 
 def without_text(batch: Any) -> tuple[Any, tuple[int, ...]]:
     """A batch without text and other objects, each of which would ask for a program of its own, and where they were."""
+    _register(batch)
     leaves, spec = pytree.tree_flatten(batch)
     odd = tuple(at for at, leaf in enumerate(leaves) if not isinstance(leaf, Tensor | int | float | None))
     return pytree.tree_unflatten([None if at in odd else leaf for at, leaf in enumerate(leaves)], spec), odd
+
+
+def _register(batch: Any) -> None:
+    """Teach torch's pytrees dicts of an own kind, such as the BatchEncoding of transformers."""
+    kind = type(batch)
+    if isinstance(batch, UserDict) and kind not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            kind,
+            lambda held: (list(held.data.values()), list(held.data)),
+            lambda values, keys: kind(dict(zip(keys, values, strict=True))),
+            flatten_with_keys_fn=lambda held: (
+                [(pytree.MappingKey(k), v) for k, v in held.data.items()],
+                list(held.data),
+            ),
+        )
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    for held in inner:
+        _register(held)
 
 
 def _with_unknown(batch: Any, odd: Sequence[int], step: str) -> Any:

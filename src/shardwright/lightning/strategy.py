@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,6 +34,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load_weights
 from ..compile import replicas_of
+from ..errors import InputError
 from ..parts import Parts
 from ..planning import PlanLike
 from ..runtime.inputs import Mode
@@ -39,6 +42,9 @@ from ..runtime.world import here
 from . import checkpoints
 from .compiled import Compiled, CompiledParts, CompiledSteps, heavy_parts
 from .examples import example_of
+from .scaling import agree
+
+MARK = "_shardwright_compiled"  # the attribute of a module that was compiled
 
 
 class ShardwrightStrategy(ParallelStrategy):
@@ -66,6 +72,7 @@ class ShardwrightStrategy(ParallelStrategy):
         self._parts, self._example, self._weights = parts, example, dict(weights or {})
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.num_nodes = 1
+        self._names: checkpoints.Names = []  # of what optimizers hold, as they were made
         self.compiled: Compiled | None = None
 
     # -- processes ---------------------------------------------------------------------------------
@@ -102,9 +109,12 @@ class ShardwrightStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        os.environ["LOCAL_RANK"] = str(self.local_rank)  # where the runtime looks for its device
-        backend = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{self.root_device.type}:nccl"
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        cpu = self.root_device.type == "cpu"
+        if self.world_size > 1:  # where the runtime looks for its device and its node
+            os.environ.update(LOCAL_RANK=str(self.local_rank), LOCAL_WORLD_SIZE=str(self.num_processes))
+        if self.world_size > 1 or (cpu and torch.cuda.is_available()):  # alone, a process takes the GPU that it has
+            backend = "gloo" if cpu else f"cpu:gloo,{self.root_device.type}:nccl"
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if not self.is_distributed:  # dataloaders shuffle alike
             _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
@@ -114,32 +124,65 @@ class ShardwrightStrategy(ParallelStrategy):
         assert self.accelerator is not None and isinstance(self.lightning_module, LightningModule)
         self.accelerator.setup(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        known = self.compiled is not None and self.compiled.module is module
-        if not known:
+        self.compiled = known = self._known(module)
+        self.model = module
+        if known is None:
             self.model = self.precision_plugin.convert_module(module)
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
-        if not known:
-            self.compiled = self._compile(trainer, module)
-        elif fitting and self.compiled is not None:
-            self.compiled.adopt(self.optimizers)
+        self._names = checkpoints.names_of(module, self.optimizers)
+        if known is None:
+            self.compiled = vars(module)[MARK] = self._compile(trainer, module)
+        elif fitting:
+            known.adopt(self.optimizers)
         self.optimizers = self.optimizers  # what Lightning puts around them looks at them as they are now
         self.setup_precision_plugin()
         checkpoints.check_hyperparameters(module, getattr(trainer, "datamodule", None))
 
+    def _known(self, module: LightningModule) -> Compiled | None:
+        """The module as a Trainer before this one compiled it: it has nothing but pieces."""
+        known: Compiled | None = vars(module).get(MARK)
+        for name in ("plan", "inputs"):
+            if known is not None and known.options[name] != self._options[name]:
+                raise InputError(
+                    f"{type(module).__name__} was compiled with {name}={known.options[name]!r} and holds those pieces; "
+                    f"for {name}={self._options[name]!r} make a new one and load it: fit(new, ckpt_path=...)"
+                )
+        return known
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            agree(scaler)
+
     def _compile(self, trainer: Trainer, module: LightningModule) -> Compiled:
         module._device = self.root_device
+        options = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **self._options}
         parts = heavy_parts(module) if self._parts is None and not module.automatic_optimization else self._parts
         if parts is not None:
-            return CompiledParts(module, self.optimizers, parts, self._options)
-        made = CompiledSteps(module, self.optimizers, self._options, self.root_device)
+            return CompiledParts(module, self.optimizers, parts, options)
+        options |= self._mixed()
+        made = CompiledSteps(module, self.optimizers, options, self.root_device)
         found = example_of(self, trainer, self._example)
         if found is not None:
             made.prepare(*found)
         for path, weights in self._weights.items():
             load_weights(weights, made.model, under=path)
         return made
+
+    def _mixed(self) -> dict[str, Any]:
+        """Lightning's autocast as a precision of ours, which the search for a plan knows about."""
+        plugin = self.precision_plugin
+        if "precision" in self._options and type(plugin) is not LightningPrecision:
+            raise InputError(
+                f"precision is said twice: by the Trainer ({plugin.precision}) and by the strategy "
+                f"({self._options['precision']}); say it once"
+            )
+        if not isinstance(plugin, MixedPrecision):
+            return {}
+        return {"precision": {"compute": "bfloat16" if plugin.precision == "bf16-mixed" else "float16"}}
 
     def model_to_device(self) -> None:
         """Pieces are made where they belong."""
@@ -154,24 +197,21 @@ class ShardwrightStrategy(ParallelStrategy):
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
+        return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
+        return self._step("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
+        return self._step("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+        return self._step("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
-    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self.compiled is not None
-        return self.compiled.step(name, args, kwargs)
+        with nullcontext() if "precision" in self.compiled.options else context():  # else it is in the program
+            return self.compiled.step(name, args, kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -261,7 +301,9 @@ class ShardwrightStrategy(ParallelStrategy):
         assert self.compiled is not None and self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
         strict = self.lightning_module.strict_loading
-        return checkpoints.load(path, self.compiled.model, self.optimizers, strict=strict, io=self.checkpoint_io)
+        return checkpoints.load(
+            path, self.compiled.model, self.optimizers, strict=strict, io=self.checkpoint_io, names=self._names
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Done when the checkpoint was loaded."""

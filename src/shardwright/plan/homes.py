@@ -126,8 +126,9 @@ class Storing:
         for sent in self.sends(parameter, layout, held, unit):
             found[sent.resource] += sent.seconds
         if self.spaces.backward and parameter.trainable:
-            found[Resource.STORED] += share[2] * stored + share[1] * stored * training.states()
-            found[Resource.UPDATE] += self._update(share[1] * stored)
+            true = training.true_item(value)
+            found[Resource.STORED] += share[2] * true + share[1] * training.state_item(value)
+            found[Resource.UPDATE] += self._update(share[1] * true)
         return found
 
     def shares(self, count: float, held: Storage) -> dict[int, float]:

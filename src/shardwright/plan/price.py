@@ -174,6 +174,8 @@ def price(
             "optimizer": training.optimizer,
             "compute": training.compute,
             "reduce": training.reduce,
+            "masters": training.masters,
+            "precision": training.said,
             "accumulate": training.accumulate,
             "rows": list(rows),
             "outputs": _outputs(facts.graph),

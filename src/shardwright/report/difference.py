@@ -225,9 +225,9 @@ def _terms(a: Plan, b: Plan) -> Iterator[Changed]:
     """Where the plans were priced on different terms."""
     for entry in (entry for entry in a.predicted if entry in b.predicted):
         one, other = a.predicted[entry]["for"], b.predicted[entry]["for"]
-        for key in ("batch", "optimizer", "compute", "reduce", "accumulate"):
-            if one[key] != other[key]:
-                yield Changed(what="priced for", name=key, a=str(one[key]), b=str(other[key]))
+        for key in ("batch", "optimizer", "precision", "compute", "reduce", "accumulate"):
+            if one.get(key) != other.get(key):
+                yield Changed(what="priced for", name=key, a=str(one.get(key)), b=str(other.get(key)))
 
 
 def _choices(plan: Plan, entry: str) -> dict[str, str]:

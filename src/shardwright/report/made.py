@@ -43,8 +43,9 @@ def made_for(plan: Plan, entry: str, cluster: Cluster | str | Path | None, train
         return Made(cluster=found, training=training or Training())
     made = said["for"]
     kept = Training(
-        optimizer=made["optimizer"], compute=made["compute"], reduce=made["reduce"], accumulate=made["accumulate"]
-    )
+        optimizer=made["optimizer"], compute=made["compute"], reduce=made["reduce"], accumulate=made["accumulate"],
+        masters=made.get("masters", False), said=made.get("precision", ""),
+    )  # fmt: skip
     limit = said["limit"] if cluster is None else None
     return Made(cluster=found, training=training or kept, rows=tuple(made["rows"]), limit=limit)
 

@@ -47,7 +47,8 @@ def screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
 def priced_for(said: Said) -> str:
     """What a plan was priced for: "batch 16, adamw, in bfloat16"."""
     made = said["for"]
-    words = [f"batch {made['batch']}", made["optimizer"], f"in {made['compute']}" if made["compute"] else ""]
+    kind = made.get("precision") or made["compute"]
+    words = [f"batch {made['batch']}", made["optimizer"], f"in {kind}" if kind else ""]
     words.append(f"accumulating {made['accumulate']} times" if made["accumulate"] > 1 else "")
     return ", ".join(word for word in words if word)
 

@@ -144,12 +144,14 @@ class Watch(AbstractContextManager[None]):
         except RuntimeError:
             return "the store of the process group is gone: rank 0 or torchrun, whoever hosts it, was lost"
 
-    def agree(self, text: str) -> dict[int, str]:
+    def agree(self, text: str, about: str = "") -> dict[int, str]:
         """What every rank says about this call; without those that went on in it and say nothing.
+
+        A call that has several things to say says what each is about, since another rank may still be at the first.
 
         A collective would not do: a rank that has nothing to say would meet it with another one.
         """
-        keys = [f"say/{self.call}/{rank}" for rank in range(self.size)]
+        keys = [f"say/{self.call}/{about}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], text)
         start = looked = time.monotonic()
         late: dict[int, float] = {}

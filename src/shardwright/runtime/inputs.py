@@ -74,14 +74,14 @@ def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequenc
             )
 
 
-def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device, about: str = "") -> None:
     """All ranks must call with the same shapes. Called by a rank for shapes that are new to it."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     mine = str([list(shape) for shape in shapes])
     watched = watch()
     if watched is not None:
-        said = watched.agree(mine)
+        said = watched.agree(mine, about)
     else:  # ranks that are threads
         number = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
         found = everyone(number, dist.get_world_size(), device)

@@ -253,7 +253,7 @@ class ParallelModel(nn.Module):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
         with faults.calling():
-            self._entry(args, kwargs)
+            self._entry(*(self._gathered(args, kwargs) if self._mode == "gather" else (args, kwargs)))
 
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
@@ -362,7 +362,7 @@ class ParallelModel(nn.Module):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if shapes not in self._checked:  # before the gather: unequal rows would not meet
-            check_shapes(shapes, self._world.device)
+            check_shapes(shapes, self._world.device, "rows")
             self._checked.add(shapes)
         batch = rows_of(tensors)
         whole = [gather_rows(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

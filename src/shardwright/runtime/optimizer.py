@@ -34,6 +34,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 from torch.utils._foreach_utils import _device_has_foreach_support
 
+from shardwright.errors import InputError
+
 from .holding import coordinates, gather, scatter
 from .parameters import ShardParameter, Untouched
 from .refresh import Refresh
@@ -72,7 +74,7 @@ def sees(optimizer: Optimizer) -> Sees:
 
 def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | None]) -> None:
     """Make an optimizer work on the pieces that replace its parameters (None: not held on this rank)."""
-    kind = sees(optimizer)
+    kind = _kind(optimizer, elsewhere=any(new is None for new in replaced.values()))
     placed: set[int] = set()
     for group in optimizer.param_groups:
         leaves: list[Any] = []
@@ -101,6 +103,39 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | No
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: refresh())
         else:
             _around_step(optimizer, _step_plainly)
+
+
+def _kind(optimizer: Optimizer, elsewhere: bool) -> Sees:
+    """What an update looks at. What can't do here what it does on one device is refused."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InputError(
+            "SparseAdam updates the rows that a sparse gradient has, and gradients are dense here, since they are "
+            "summed over ranks; use Adam, and build the Embedding with sparse=False"
+        )
+    kind, name = sees(optimizer), type(optimizer).__name__
+    if kind == "everything" and elsewhere:
+        raise InputError(
+            f"an update of {name} may need all parameters at once, and in a pipeline no rank has them; use a plan "
+            f"without pp, or set {name}.elementwise = True if an update of an element needs that element only"
+        )
+    return kind
+
+
+def load_whole(optimizer: Optimizer, saved: Mapping[str, Any], names: Sequence[str], of: Callable[[Any], str]) -> None:
+    """Take over a state dict that the optimizer had on one device. `names` are its parameters' in the order of then."""
+    leaves = {of(leaf): leaf for group in optimizer.param_groups for leaf in group["params"]}
+    for group, before in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
+    for number, name in enumerate(names):
+        if number in saved["state"] and name in leaves:
+            leaf = leaves[name]
+            state = {key: _placed(value, leaf) for key, value in saved["state"][number].items()}
+            optimizer.state[leaf] = _cut_state(state, leaf)
+
+
+def _placed(value: Any, leaf: Tensor) -> Any:
+    """On the device of what it belongs to, if it has its shape; a count of steps stays where it is."""
+    return value.to(leaf.device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def leaf_of(parameter: Tensor) -> Tensor:

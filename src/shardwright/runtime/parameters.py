@@ -15,9 +15,9 @@ gradient. At level 2 only the share exists, and both `.grad`s read it; its shape
 the shard's, not the parameter's. A float32 master is such a shard too, with memory of its own;
 where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
 
-Norms over the whole tensor are global (`vector_norm`, `norm`, `_foreach_norm`); anything
-else done to a piece is local. A forward pass should not pay for the interception: run it
-under `torch._C.DisableTorchFunctionSubclass()`.
+Norms over the whole tensor are global (`vector_norm`, `norm`, `_foreach_norm`), and so is what a
+`GradScaler` finds (`scaling`); anything else done to a piece is local. A forward pass should not
+pay for the interception: run it under `torch._C.DisableTorchFunctionSubclass()`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from . import journal
 from .faults import told
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .packing import Slot, make_slot
+from .scaling import UNSCALE, unscale
 from .stages import Stages
 from .world import Groups
 
@@ -175,6 +176,8 @@ class ShardGradient(Tensor):
         with Untouched():
             if func in _NORMS:
                 return _NORMS[func](*args, **(kwargs or {}))
+            if func is UNSCALE:
+                return unscale(*args)
             if func is _ZERO and getattr(args[0], "whole", None) is not None:
                 args[0].whole.zero_()
             return func(*args, **(kwargs or {}))

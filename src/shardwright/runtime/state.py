@@ -254,7 +254,7 @@ def load_state(
     for one in held:
         key = next((key for key in one.keys if key in values), None)
         if key is not None:
-            piece = _piece(values[key], one, true_layout(one, groups.mesh.sizes), groups)
+            piece = piece_of_value(values[key], one, true_layout(one, groups.mesh.sizes), groups)
             with Untouched():
                 true_value(parameters[one.name]).copy_(piece)
     renew(parameters[one.name] for one in held)
@@ -265,7 +265,7 @@ def load_state(
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
-def _piece(value: Tensor, held: Held, layout: Layout, groups: Groups) -> Tensor:
+def piece_of_value(value: Tensor, held: Held, layout: Layout, groups: Groups) -> Tensor:
     """What this rank holds under `layout` of a value that is whole or a piece."""
     if isinstance(value, PieceTensor):
         same = value.spread.cuts == layout.cuts and value.groups.mesh == groups.mesh
@@ -318,7 +318,8 @@ def load_optimizer_state_dict(optimizer: Optimizer, values: Mapping[str, Any]) -
             assert groups is not None
             fits = {k for k, v in given.items() if isinstance(v, Tensor) and tuple(v.shape) == held.shape}
             optimizer.state[leaf] = {
-                k: _piece(v, held, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in given.items()
+                k: piece_of_value(v, held, leaf.spread, groups).clone() if k in fits else _own(v)
+                for k, v in given.items()
             }
             leaf.cut_state = frozenset(fits) if held.shape else None
 

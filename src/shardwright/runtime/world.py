@@ -28,6 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 from shardwright.errors import LayoutError, RankError
 from shardwright.layout import Mesh
 
+from .slurm import joined_by_srun
+
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
@@ -41,7 +43,9 @@ class World:
 
 
 def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
-    """Join the other ranks if torchrun started any, and say who this rank is. May be called again."""
+    """Join the other ranks if torchrun or srun started any, and say who this rank is. May be called again."""
+    if not dist.is_initialized():
+        os.environ.update(joined_by_srun(os.environ))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if torch.cuda.is_available():

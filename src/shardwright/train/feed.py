@@ -6,17 +6,20 @@ A dataset (map-style, iterable, or a list of rows) becomes batches of `rows` row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ..data import Loader, loader, share
+from ..data import Last, Loader, Rows, loader
 from ..data.collate import RowsCollate
+from ..data.loader import place_of
+from ..data.rows import seed_of
 from ..errors import InputError
+from ..runtime.model import ParallelModel
 from .batches import rows_in
 from .options import LoaderOptions
 
@@ -29,7 +32,8 @@ class Part:
 
     batch: Any
     rows: int  # of all ranks together
-    whole: bool = False  # every group has all rows
+    shares: int  # how many groups of ranks have rows of their own of it
+    whole: bool  # whether every rank has all of it though each should have rows of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +52,31 @@ class Source:
         """Whether the data gives batches already."""
         return isinstance(self.data, DataLoader | Loader)
 
-    def batches(self, rank: int, ranks: int) -> Loader:
-        """Batches for one of `ranks` groups that share them."""
+    def batches(self, model: ParallelModel) -> Loader:
+        """Batches for this rank of a model that is compiled."""
+        return self._batches(*place_of(model), model)
+
+    def _batches(self, rank: int, ranks: int, model: ParallelModel | None) -> Loader:
         if isinstance(self.data, Loader):
             return self.data
         if isinstance(self.data, DataLoader):
-            return Loader(self.data, seed=self.seed)
+            return Loader(self.data, seed=self.seed, model=model)
         assert self.rows is not None
         held = self.options
-        collate = held.collate or default_collate
+        collate, whose = held.collate or default_collate, {} if model is not None else {"rank": rank, "ranks": ranks}
         if self.sampler is not None:
-            order = Sampled(self.sampler(self.data), self.rows, rank, ranks, held.last == "drop")
+            last: Last = "whole" if held.last == "keep" else held.last
+            order = Sampled(self.sampler(self.data), self.rows, rank=rank, ranks=ranks, last=last, seed=self.seed)
             bound = RowsCollate(collate=collate, dataset=self.data)
             made = DataLoader(
                 self.data, batch_sampler=order, num_workers=held.workers, collate_fn=bound, **self._more()
             )
-            return Loader(made, seed=self.seed)
+            return Loader(made, ignore=held.ignore, model=model)
         streams = isinstance(self.data, IterableDataset) or not hasattr(self.data, "__getitem__")
         return loader(
-            self.data, self.rows, rank=rank, ranks=ranks, seed=self.seed,
-            shuffle=not streams if self.shuffle is None else self.shuffle,
-            last="whole" if held.last == "keep" else held.last, ignore=held.ignore,
-            workers=held.workers, collate=collate, **self._more(),
+            self.data, self.rows, model=model, seed=self.seed, last=held.last, ignore=held.ignore,
+            shuffle=not streams if self.shuffle is None else self.shuffle, workers=held.workers, collate=collate,
+            **whose, **self._more(),
         )  # fmt: skip
 
     def _more(self) -> dict[str, Any]:
@@ -88,37 +95,36 @@ class Source:
         else:
             alone = replace(self.options, workers=0, prefetch=None, pin_memory=False)
             plain = replace(self, options=alone, shuffle=False, sampler=None)
-            found = next(iter(plain.batches(0, ranks)), None)
+            found = next(iter(plain._batches(0, ranks, None)), None)
         if found is None:
             raise InputError("the training data is empty: it gives no batch")
         return found
 
 
-class Sampled(Sampler[list[int]]):
-    """Batches of the rows that a sampler names, of which a group takes its share. The sampler is alike on all ranks."""
+class Sampled(Rows):
+    """Rows in the order of a sampler. What that draws follows from the seed and the epoch, alike on all ranks."""
 
-    def __init__(self, rows: Iterable[int], batch: int, rank: int, ranks: int, drop: bool) -> None:
-        self.rows, self.batch, self.rank, self.ranks, self.drop = rows, batch, rank, ranks, drop
+    def __init__(self, sampler: Iterable[int], batch: int, *, rank: int, ranks: int, last: Last, seed: int) -> None:
+        if not isinstance(sampler, Sized):
+            raise InputError(f"{type(sampler).__name__} does not say how many rows it gives: a sampler needs __len__")
+        super().__init__(len(sampler), batch, rank=rank, ranks=ranks, seed=seed, last=last)
+        self.sampler = sampler
 
-    def __iter__(self) -> Iterator[list[int]]:
-        left = iter(self.rows)
-        while taken := list(islice(left, self.batch)):
-            if len(taken) == self.batch or not self.drop:
-                yield [taken[at] for at in share(len(taken), self.rank, self.ranks)]
-
-    def __len__(self) -> int:
-        total = len(self.rows)  # type: ignore[arg-type]
-        return total // self.batch if self.drop else -(-total // self.batch)
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.rows, "set_epoch"):
-            self.rows.set_epoch(epoch)
+    def order(self) -> torch.Tensor:
+        """The sampler's rows of this epoch."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self.seed, self.epoch))
+            return torch.tensor(list(self.sampler))
 
 
-def parts_of(batches: Loader, ranks: int) -> Iterator[Part]:
-    """The batches that are left of this epoch, with the rows that they have over all ranks."""
+def parts_of(batches: Loader, model: ParallelModel) -> Iterator[Part]:
+    """The batches that are left of this epoch, with what must be known of each when its turn comes."""
     for batch in batches:
-        yield Part(batch=batch, rows=batches.total or rows_in(batch) * ranks, whole=batches.whole)
+        shares = 1 if batches.whole or model.input_mode == "same" else model.data_size
+        rows = batches.total or rows_in(batch) * shares
+        yield Part(batch=batch, rows=rows, shares=shares, whole=batches.whole)
 
 
 def updates(parts: Iterator[Part], count: int) -> Iterator[list[Part]]:

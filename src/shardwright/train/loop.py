@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ class Loop:
         trainer, progress, batches = self.trainer, self.trainer.progress, self.trainer.batches
         fresh, before = batches.row == 0, progress.step
         trainer.fire("on_epoch_start", progress.epoch)
-        for parts in updates(parts_of(batches, trainer.shares), trainer.accumulate):
+        for parts in updates(parts_of(batches, trainer.model), trainer.accumulate):
             self._update(parts)
             if self._between() or self._done():
                 return
@@ -133,16 +133,18 @@ class Loop:
             trainer.fire("before_zero_grad")
             trainer.optimizer.zero_grad()
             trainer.fire("after_zero_grad")
-            batches = [moved(part.batch, trainer.world.device) for part in parts]
-            outputs, averages = self._accumulate(batches, parts)
+            outputs, averages = self._accumulate([self._here(part) for part in parts])
             trainer.agreement.ask(trainer.wants_to_stop)
+            finite = trainer.scale is None or trainer.scale.down(trainer.optimizer, trainer.agreement)
             self._clip()
             trainer.fire("before_optimizer_step")
             with record_function("optimizer"):
-                trainer.optimizer.step()
+                if finite:
+                    trainer.optimizer.step()
             trainer.fire("after_optimizer_step")
-        rows = sum(part.rows for part in parts)
-        tokens = sum(tokens_in(part.batch) * (1 if part.whole else trainer.shares) for part in parts)
+            if trainer.scale is not None:
+                trainer.scale.move(finite)
+        rows, tokens = sum(part.rows for part in parts), sum(tokens_in(part.batch) * part.shares for part in parts)
         progress.step, progress.rows, progress.tokens = step, progress.rows + rows, progress.tokens + tokens
         trainer.meter.count(rows, tokens)
         metrics = self._log(averages) if self._is_logged(step) else {}
@@ -151,15 +153,19 @@ class Loop:
         trainer.advance(step)
         trainer.fire("on_step_end", step, metrics, outputs)
 
-    def _accumulate(self, batches: list[Any], parts: Sequence[Part]) -> tuple[list[Any], dict[str, Tensor]]:
+    def _here(self, part: Part) -> Part:
+        """A part on this rank's device."""
+        return replace(part, batch=moved(part.batch, self.trainer.world.device))
+
+    def _accumulate(self, parts: Sequence[Part]) -> tuple[list[Any], dict[str, Tensor]]:
         """Forward and backward of all batches of an update; what the model gave back, and its numbers."""
         trainer = self.trainer
-        weights = self.weights(batches, parts)
-        trainer.fire("on_accumulate_start", batches)
+        weights = self.weights(parts)
+        trainer.fire("on_accumulate_start", [part.batch for part in parts])
         outputs: list[Any] = []
-        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            trainer.model.pass_whole(parts[number].whole)
-            last = number == len(batches) - 1
+        for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            batch, last = part.batch, number == len(parts) - 1
+            trainer.model.pass_whole(part.whole)
             with nullcontext() if last else trainer.model.no_sync():
                 trainer.fire("on_batch_start", batch, number)
                 args, kwargs = arguments(batch)
@@ -169,7 +175,8 @@ class Loop:
                 if last:
                     trainer.fire("before_sync")
                 with record_function("backward"):
-                    torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+                    share = loss if weight == 1.0 else loss * weight
+                    torch.autograd.backward(share if trainer.scale is None else trainer.scale.up(share))
                 if last:
                     trainer.fire("after_sync")
                 outputs.append(_let_go(output))
@@ -179,17 +186,25 @@ class Loop:
         trainer.fire("after_average", averages)
         return outputs, averages
 
-    def weights(self, batches: Sequence[Any], parts: Sequence[Part]) -> list[float]:
+    def weights(self, parts: Sequence[Part]) -> list[float]:
         """What the loss of each batch counts for in the update."""
-        how, rows = self.trainer.reduction, [part.rows for part in parts]
-        if how == "sum":
-            return [1.0] * len(batches)
-        if how == "mean" or len(batches) == 1:
-            return [count / sum(rows) for count in rows] if sum(rows) else [1.0 / len(rows)] * len(rows)
-        found = torch.stack([self._labels(batch, part) for batch, part in zip(batches, parts, strict=True)])
-        if self.trainer.shares > 1:
-            found = self.trainer.agreement.summed(found) / self.trainer.copies
-        return [float(one) for one in found / found.sum().clamp(min=1)]
+        if self.trainer.reduction == "sum":
+            return [1.0] * len(parts)
+        if len(parts) == 1:
+            return [1.0]
+        counts = self.counts(parts)
+        return [count / (math.fsum(counts) or 1.0) for count in counts]
+
+    def counts(self, parts: Sequence[Part]) -> list[float]:
+        """The rows of each batch, or its labels that count, over all ranks."""
+        trainer = self.trainer
+        if trainer.reduction != "tokens":
+            return [float(part.rows) for part in parts]
+        found = torch.stack([counted(part.batch) for part in parts]).double().cpu()
+        if any(part.shares > 1 for part in parts):  # ranks that have the same rows share their count
+            sharing = torch.tensor([part.shares for part in parts], dtype=torch.float64)
+            found = trainer.agreement.summed(found * sharing / trainer.world.size)
+        return [float(one) for one in found]
 
     def _clip(self) -> None:
         trainer = self.trainer
@@ -219,6 +234,8 @@ class Loop:
         metrics |= {"lr": float(trainer.optimizer.param_groups[0]["lr"]), "epoch": float(trainer.progress.epoch)}
         if self._norm is not None:
             metrics["grad_norm"] = float(self._norm)
+        if trainer.scale is not None:
+            metrics |= {"loss_scale": trainer.scale.scale, "skipped": float(trainer.scale.skipped)}
         metrics |= trainer.meter.read()
         metrics["memory_gib"] = trainer.agreement.largest(memory_used(trainer.world.device))
         trainer.fire("before_log", metrics)
@@ -262,31 +279,20 @@ class Loop:
         trainer = self.trainer
         found, counts = [], []
         batches = trainer.val_batches_anew()
-        for number, part in enumerate(islice(parts_of(batches, trainer.shares), trainer.val_batches)):
-            batch = moved(part.batch, trainer.world.device)
+        for number, part in enumerate(islice(parts_of(batches, trainer.model), trainer.val_batches)):
+            part = self._here(part)
+            batch = part.batch
             trainer.model.pass_whole(part.whole)
             trainer.fire("on_val_batch_start", batch, number)
             args, kwargs = arguments(batch)
             output = trainer.model(*args, **kwargs)
             trainer.fire("on_val_batch_end", batch, output, number)
             found.append(numbers_of(output))
-            counts.append(self._count(batch, part))
+            counts += self.counts([part])
         if not found:
             raise InputError("the validation data is empty: it gives no batch")
         total = math.fsum(counts) or 1.0
         return weighted(found, [count / total for count in counts])
-
-    def _labels(self, batch: Any, part: Part) -> Tensor:
-        """The labels that count in this group's share of a batch."""
-        return counted(batch).double().cpu() / (self.trainer.shares if part.whole else 1)
-
-    def _count(self, batch: Any, part: Part) -> float:
-        """What a batch counts for in the mean of validation."""
-        if self.trainer.reduction != "tokens":
-            return float(part.rows)
-        found = self._labels(batch, part)
-        trainer = self.trainer
-        return float(trainer.agreement.summed(found) / trainer.copies if trainer.shares > 1 else found)
 
 
 def _let_go(output: Any) -> Any:

@@ -27,6 +27,7 @@ class Saved:
             "progress": self.trainer.progress.state_dict(),
             "callbacks": {name: state for name, state in held.items() if state},
             "added": self.added,
+            "scale": self.trainer.scale.state_dict() if self.trainer.scale is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -34,6 +35,8 @@ class Saved:
         for name, callback in named(self.trainer.callbacks).items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
+        if self.trainer.scale is not None and state["scale"] is not None:
+            self.trainer.scale.load_state_dict(state["scale"])
         self.added = state["added"]
 
 

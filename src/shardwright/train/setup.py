@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 from ..cluster import find as find_cluster
 from ..compile import replicas_of, write
 from ..errors import ClusterError, InputError, PlanError
-from ..parallelize import cluster_size, parallelize, planned
+from ..parallelize import captured_graph, cluster_size, parallelize, planned
 from ..plan import Plan
-from ..planning import Batching, cluster_here, training_of
+from ..planning import Batching, cluster_here, only_scalars, training_of
+from ..precision import read_precision
 from ..runtime.world import World
 from ..verify.parity import ranks_of
 from ..verify.program import compile_program
 from .batches import arguments, moved, rows_in
+from .groups import grouped
 from .joined import joined
 from .meters import Meter, peak_of
 
@@ -57,16 +59,15 @@ def module_of(trainer: Trainer) -> nn.Module:
 def compile_model(trainer: Trainer) -> Compiled:
     """Compile for the ranks of this run."""
     module, world = module_of(trainer), trainer.world
-    optimizer = trainer.make_optimizer(module.parameters())
+    optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
     shares = _shares(trainer, world)
     batch = moved(trainer.source.example(shares), world.device)
-    more = {} if trainer.precision is None else {"precision": trainer.precision}
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
         microbatch_semantics=trainer.microbatch_semantics, inputs=trainer.inputs, outputs=trainer.outputs,
         accumulate=trainer.accumulate, seed=trainer.seed, directory=trainer.run.generated, opaque=trainer.opaque,
-        **more,
+        precision=trainer.precision,
     )  # fmt: skip
     model.sync_by_hand()
     return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares)
@@ -98,12 +99,15 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
     plan, _ = planned(
         module, example=(args, kwargs), plan=trainer.plan, size=devices,
         cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
-        optimizer=kind.optimizer, precision=compute_dtype(trainer.precision), accumulate=trainer.accumulate,
+        optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
         inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
     )  # fmt: skip
+    captured = captured_graph(module, (args, kwargs), opaque=trainer.opaque, precision=trainer.precision)
+    if trainer.outputs == "scalars":
+        captured = dataclasses.replace(captured, graph=only_scalars(captured.graph))
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
-    made = compile_program(module, args, kwargs, plan, devices, batching=batching)
+    made = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
     pairs = zip(made.texts, made.programs, strict=True)
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 
@@ -123,23 +127,13 @@ def meter_of(trainer: Trainer, made: Compiled) -> Meter:
 
 def arithmetic(trainer: Trainer) -> str:
     """The dtype whose peak counts."""
-    asked = compute_dtype(trainer.precision)
-    if asked is not None:
-        return asked
+    asked = read_precision(trainer.precision)
+    if asked.compute or asked.parameters:
+        return str(asked.compute or asked.parameters)
     floating = [held.dtype for held in trainer.original.parameters() if held.is_floating_point()]
     found = str(floating[0] if floating else torch.float32).removeprefix("torch.")
     fast = found == "float32" and torch.get_float32_matmul_precision() != "highest"
     return "tfloat32" if fast else found
-
-
-def compute_dtype(precision: Any) -> str | None:
-    """The dtype of a precision's products, if it is not that of the model."""
-    if isinstance(precision, str):
-        short = precision.removesuffix("-mixed")
-        return {"bf16": "bfloat16", "fp16": "float16"}.get(short)
-    if isinstance(precision, Mapping):
-        return precision.get("compute") or precision.get("parameters")
-    return getattr(precision, "compute", None) or getattr(precision, "parameters", None)
 
 
 def seed_everything(seed: int) -> None:

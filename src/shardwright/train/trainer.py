@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -25,6 +25,7 @@ from ..checkpoint.meeting import meet
 from ..data import Loader
 from ..errors import InputError, raise_all
 from ..plan import Plan
+from ..precision import read_precision
 from ..runtime.inputs import Mode
 from ..runtime.world import here, start
 from .agreement import Agreement
@@ -39,6 +40,7 @@ from .options import Checkpoints, LoaderOptions, Profile
 from .profile import Profiler
 from .run import RunFolder
 from .saved import NAME, Saved, load_run
+from .scaling import LossScale, scale_for
 from .setup import (
     Compiled,
     compile_model,
@@ -49,7 +51,7 @@ from .setup import (
     seed_everything,
 )
 
-OptimizerMaker = Callable[[Iterable[Tensor]], Optimizer]
+OptimizerMaker = Callable[[Any], Optimizer]
 SchedulerMaker = Callable[[Optimizer], LRScheduler]
 
 
@@ -63,6 +65,7 @@ class Trainer:
         loss: a function or module of (output, target), if the model does not compute its loss itself
         target: which argument is the target of `loss`, if batches are dicts and it is not called labels
         optimizer: from parameters to an optimizer: a class, or a function
+        parameter_groups: settings of some parameters, by patterns of names: {match: "*.bias", weight_decay: 0.0}
         scheduler: from the optimizer to a schedule of its learning rate
         scheduler_every: whether the schedule moves after every step or every epoch
         batch_size: rows of one update, over all ranks
@@ -86,6 +89,7 @@ class Trainer:
         microbatches: parts of a call that go through a pipeline one after the other
         microbatch_semantics: "global", or "local" for models that can't be cut exactly
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
+        loss_scale: the factor of losses that a run in float16 begins with
         inputs: "same": every rank loads the global batch; "rows": each data-parallel group its rows
         outputs: "scalars": only numbers leave the model; "all": logits too, for callbacks that need them
         opaque: "auto": submodules that can't be captured stay as they are
@@ -106,11 +110,13 @@ class Trainer:
     batches: Loader
     meter: Meter
     agreement: Agreement
+    scale: LossScale | None
 
     def __init__(
         self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
         target: str | None = None, optimizer: OptimizerMaker = torch.optim.AdamW,
-        scheduler: SchedulerMaker | None = None, scheduler_every: Literal["step", "epoch"] = "step",
+        parameter_groups: Sequence[dict[str, Any]] = (), scheduler: SchedulerMaker | None = None,
+        scheduler_every: Literal["step", "epoch"] = "step",
         batch_size: int | None = None, micro_batch_size: int | None = None, accumulate: int | None = None,
         reduction: Reduction = "mean", loader: LoaderOptions | None = None,
         sampler: Callable[[Any], Iterable[int]] | None = None, max_steps: int | None = None,
@@ -119,20 +125,22 @@ class Trainer:
         plan: str | Path | Plan = "auto", cluster: str | Path = "auto", memory: str | float | None = None,
         constraints: list[dict[str, Any]] | str | Path | None = None, microbatches: int | None = None,
         microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
+        loss_scale: float = 2.0**16,
         inputs: Literal["same", "rows"] = "same", outputs: Literal["all", "scalars"] = "scalars",
         opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
         resume: str | Path | None = None, weights: str | Path | None = None,
         checkpoints: Checkpoints | bool = True, loggers: Sequence[Logger] | None = None,
         callbacks: Sequence[Callback] = (), log_every: int = 10, profile: Profile | None = None,
     ) -> None:  # fmt: skip
-        self.loss_function, self.target = loss, target
+        self.loss_function, self.target, self.parameter_groups = loss, target, parameter_groups
         self.make_optimizer, self.make_scheduler, self.scheduler_every = optimizer, scheduler, scheduler_every
         self.max_steps, self.max_epochs = max_steps, max_epochs
         self.val_every, self.val_every_epochs, self.val_batches = val_every, val_every_epochs, val_batches
         self.clip_norm, self.clip_value, self.reduction = clip_norm, clip_value, reduction
         self.plan, self.cluster, self.memory, self.constraints = plan, cluster, memory, constraints
         self.microbatches, self.microbatch_semantics = microbatches, microbatch_semantics
-        self.precision, self.outputs, self.opaque, self.seed = precision, outputs, opaque, seed
+        self.precision, self.loss_scale = precision, loss_scale
+        self.outputs, self.opaque, self.seed = outputs, opaque, seed
         self.inputs: Mode = inputs
         self.resume, self.weights = resume, weights
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
@@ -245,16 +253,6 @@ class Trainer:
     def wants_to_stop(self) -> float:
         return 0.0 if self.stop_reason is None else 1.0
 
-    @property
-    def shares(self) -> int:
-        """How many groups of ranks load rows of their own."""
-        return int(self.model.data_size) if self.inputs == "rows" else 1
-
-    @property
-    def copies(self) -> int:
-        """How many ranks load the same rows."""
-        return int(self.world.size) // self.shares
-
     # -- what the loop calls ---------------------------------------------------------------------
 
     def fire(self, place: str, *what: Any) -> None:
@@ -281,7 +279,7 @@ class Trainer:
     def val_batches_anew(self) -> Loader:
         """The validation data from its beginning."""
         assert self.val_source is not None
-        made = self.val_source.batches(*self._place())
+        made = self.val_source.batches(self.model)
         made.set_epoch(0)
         made.rewind()
         return made
@@ -318,12 +316,10 @@ class Trainer:
         self.model, self.optimizer = made.model, made.optimizer
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
         self.agreement = Agreement()
-        self.batches = self.source.batches(*self._place())
+        self.batches = self.source.batches(self.model)
         self.meter = meter_of(self, made)
+        self.scale = scale_for(read_precision(self.precision), self.loss_scale)
         self.fire("on_setup")
-
-    def _place(self) -> tuple[int, int]:
-        return (self.model.data_rank, self.model.data_size) if self.inputs == "rows" else (0, 1)
 
     def _begin(self, write: bool = True) -> None:
         """Load what the run begins with, and open its folder and its logs."""

@@ -64,6 +64,8 @@ def made_for(cluster: Cluster, training: Training, graph: Graph) -> dict[str, An
         "optimizer": training.optimizer,
         "compute": training.compute,
         "reduce": training.reduce,
+        "masters": training.masters,
+        "precision": training.said,
         "accumulate": training.accumulate,
         "rows": [],
         "outputs": "all" if large else "scalars",

@@ -61,11 +61,13 @@ class Loop:
             sync.ties.connect(self.transport)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # a rank may hold nothing to train
         self.scale = torch.ones((), device=self.device, dtype=torch.float64)  # the last gradient of a loss
+        self.scaled = False  # whether a loss ever had another gradient than 1: there is a scaler
         self.broken = False  # whether a run did not come to its end
         self._task = -1  # the backward that was begun, as autograd numbers them
 
     def begin_backward(self, parameters: Sequence[ShardParameter], scaled: bool) -> None:
         """The user's backward has reached a call of the model. A scaled loss has a scaler that all must agree with."""
+        self.scaled = scaled = self.scaled or scaled
         if self.sync is not None:
             self.sync.begin()
             scaled = scaled and self.sync.enabled

@@ -1,0 +1,59 @@
+"""Losses scaled up for float16, whose small gradients would vanish, and down again before an update.
+
+A gradient that is not finite on any rank, of any stage, makes all ranks leave the update out and halve the scale; after
+some updates without one it is doubled. What torch.amp.GradScaler does too, for gradients that lie on several ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..precision import Precision
+from .agreement import Agreement
+
+LARGEST = 2.0**24
+
+
+class LossScale:
+    """The scale of a run. All ranks have the same."""
+
+    def __init__(self, start: float = 2.0**16, patience: int = 2000) -> None:
+        self.scale, self.patience = start, patience
+        self.good = 0  # updates since the scale was changed
+        self.skipped = 0
+
+    def up(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+    @torch.no_grad()
+    def down(self, optimizer: Optimizer, agreement: Agreement) -> bool:
+        """Scale the gradients down. Whether they are finite on all ranks, so that the update is to be done."""
+        gradients = [leaf.grad for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+        largest = [held.abs().max() for held in gradients if held.numel()]
+        broken = bool(largest) and not bool(torch.stack([held.double() for held in largest]).isfinite().all())
+        return agreement.largest(float(broken)) == 0.0
+
+    def move(self, finite: bool) -> None:
+        """After an update, or one that was left out."""
+        self.good += 1
+        if not finite:
+            self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
+        elif self.good >= self.patience:
+            self.scale, self.good = min(self.scale * 2, LARGEST), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.good, self.skipped = state["scale"], state["good"], state["skipped"]
+
+
+def scale_for(precision: Precision, start: float) -> LossScale | None:
+    """A scale, if anything is computed in float16."""
+    return LossScale(start) if "float16" in (precision.compute, precision.parameters) else None

@@ -1,0 +1,103 @@
+"""Every class of torch.optim under plans, against one device."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+from torch import optim
+
+from shardwright.errors import InputError
+from shardwright.parallelize import parallelize
+from tests.models.zoo import ZOO
+from tests.runtime.ranks import run_ranks
+
+from .looped import parameters
+from .threaded import world_of
+
+KINDS = {
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD foreach": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, foreach=True, maximize=True),
+    "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adam": partial(optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "Adam fused": partial(optim.Adam, lr=1e-2, fused=True),
+    "AdamW": partial(optim.AdamW, lr=1e-2),
+    "AdamW foreach": partial(optim.AdamW, lr=1e-2, foreach=True),
+    "Adamax": partial(optim.Adamax, lr=1e-2),
+    "NAdam": partial(optim.NAdam, lr=1e-2),
+    "RAdam": partial(optim.RAdam, lr=1e-2),
+    "Adagrad": partial(optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    "Adadelta": partial(optim.Adadelta, lr=1.0),
+    "RMSprop": partial(optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
+    "Rprop": partial(optim.Rprop, lr=1e-3),
+    "ASGD": partial(optim.ASGD, lr=1e-2, t0=1),
+    "Adafactor": partial(optim.Adafactor, lr=1e-2),
+    "Muon": partial(optim.Muon, lr=1e-2, ns_steps=2),
+}
+ODD = {"LBFGS": "needs a closure, tested in tests/runtime", "SparseAdam": "is refused"}
+PLANS = ("tp=2", "zero1=2", "zero3=2", "pp=2")
+
+
+def test_every_class_of_torch_is_here():
+    known = {name for name, held in vars(optim).items() if isinstance(held, type) and issubclass(held, optim.Optimizer)}
+    assert {name.split()[0] for name in KINDS} | set(ODD) == known - {"Optimizer"}
+
+
+def groups_of(module, kind):
+    """Two groups with settings of their own; Muon takes matrices only."""
+    weights = [held for held in module.parameters() if held.dim() == 2]
+    rest = [held for held in module.parameters() if held.dim() != 2]
+    if kind == "Muon":
+        return [{"params": weights[:1], "lr": 3e-2}, {"params": weights[1:]}]
+    return [{"params": weights, "lr": 2e-2}, {"params": rest}]
+
+
+def train(model, optimizer, case):
+    for _ in range(3):
+        model(*case.args).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [group["lr"] for group in optimizer.param_groups], parameters(model)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_classes(plan):
+    size, folder = world_of(plan), tempfile.mkdtemp(prefix="optimizers-")
+    cases = {kind: [ZOO["mlp"](dtype=torch.float64) for _ in range(size + 1)] for kind in KINDS}
+    wanted = {}
+    for kind, (case, *_) in cases.items():
+        wanted[kind] = train(case.module, KINDS[kind](groups_of(case.module, kind)), case)
+
+    def rank(number):
+        found = {}
+        for kind, make in KINDS.items():
+            case = cases[kind][number + 1]
+            made = make(groups_of(case.module, kind))
+            found[kind] = train(*parallelize(case.module, made, plan=plan, directory=folder), case)
+        return found
+
+    for found in run_ranks(size, rank, timeout=200):
+        for kind, (rates, mine) in found.items():
+            assert rates == wanted[kind][0]
+            for one, other in zip(mine, wanted[kind][1], strict=True):
+                assert float((one - other).abs().max()) <= 1e-9 * float(other.abs().max()), kind
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "words"),
+    [
+        (partial(optim.SparseAdam, lr=0.1), "single", "SparseAdam"),
+        (optim.LBFGS, "pp=2", "LBFGS"),
+    ],
+)
+def test_what_can_not_be_right_is_refused(make, plan, words):
+    cases, folder = [ZOO["mlp"]() for _ in range(2)], tempfile.mkdtemp(prefix="refused-")
+
+    def rank(number):
+        case = cases[number]
+        with pytest.raises(InputError, match=words):
+            parallelize(case.module, make(case.module.parameters()), plan=plan, example=case.args, directory=folder)
+
+    run_ranks(world_of(plan), rank)

@@ -1,0 +1,112 @@
+"""A loss scaler in the ordinary loop: an infinity in one rank's piece, and all ranks skip the step."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+
+import pytest
+import torch
+
+from shardwright.layout import piece_of
+from shardwright.parallelize import parallelize
+from shardwright.runtime.holding import coordinates
+from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.parameters import Untouched
+from tests.models.zoo import ZOO
+from tests.runtime.ranks import run_ranks
+
+from .looped import parameters
+from .threaded import world_of
+
+PLANS = ("dp=2", "tp=2", "zero1=2", "zero2=2", "zero3=2", "dp=2,tp=2", "pp=2", "pp=2,tp=2")
+LOST = 1  # the step in which the gradient of one element is infinite
+
+
+def plant(model, key):
+    """Make the last element of a gradient infinite, wherever it is."""
+    if not isinstance(model, ParallelModel):
+        model.get_parameter(key).grad.view(-1)[-1] = math.inf
+        return 1
+    holding = model._ready()
+    parameter = holding.parameters.get(key)
+    if parameter is None:
+        return 0
+    last = tuple(size - 1 for size in parameter.held.shape)
+    leaf = parameter if parameter.shard is None else parameter.shard
+    piece = piece_of(leaf.spread, parameter.held.shape, holding.groups.mesh.sizes, coordinates(holding.groups))
+    for offset, at, sizes in piece.boxes:
+        if all(start <= place < start + size for start, place, size in zip(offset, last, sizes, strict=True)):
+            inside = tuple(a + place - start for a, place, start in zip(at, last, offset, strict=True))
+            gradient = leaf.grad
+            with Untouched():
+                gradient[inside] = math.inf
+            return 1
+    return 0
+
+
+def loop(model, optimizer, case, key, before):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    seen, planted = [], 0
+    for step in range(4):
+        handle = []
+        if step == LOST and before:
+            planted += poison(model, key, handle)
+        loss = model(*case.args, **case.kwargs)
+        scaler.scale(loss).backward()
+        for held in handle:
+            held.remove()
+        if step == LOST and not before:
+            planted += plant(model, key)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen += [loss.detach(), torch.tensor(scaler.get_scale())]
+    return [*seen, *parameters(model)], planted
+
+
+def poison(model, key, handles):
+    """An infinity that comes in backward: a hook on one parameter, on the ranks that hold it."""
+    held = dict(model.named_parameters()).get(key)
+    if held is None:
+        return 0
+    handles.append(held.register_hook(lambda gradient: torch.full_like(gradient, math.inf)))
+    return 1
+
+
+def adamw(fused=False):
+    return lambda held: torch.optim.AdamW(held, lr=1e-2, fused=fused)
+
+
+def run(plan, key, before, make, **options):
+    case = ZOO["mlp"](dtype=torch.float64)
+    wanted, _ = loop(case.module, make(case.module.parameters()), case, key, before)
+    cases, folder = [ZOO["mlp"](dtype=torch.float64) for _ in range(world_of(plan))], tempfile.mkdtemp()
+
+    def rank(number):
+        held = cases[number]
+        made = make(held.module.parameters())
+        model, optimizer = parallelize(held.module, made, plan=plan, directory=folder, **options)
+        return loop(model, optimizer, held, key, before)
+
+    found = run_ranks(world_of(plan), rank)
+    scales = [float(held) for held in wanted[1:8:2]]
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
+    for mine, _ in found:
+        for number, (one, other) in enumerate(zip(mine, wanted, strict=True)):
+            assert float((one - other).abs().max()) <= 1e-9, number
+    return [planted for _, planted in found]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if "pp" not in plan])
+def test_an_infinity_in_one_piece_is_seen_by_all(plan, fused):
+    planted = run(plan, "up.weight", False, adamw(fused))
+    assert sum(planted) >= 1
+    if plan != "dp=2":
+        assert 0 in planted  # somebody did not see it
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,tp=2"])
+def test_an_infinity_in_one_stage_is_seen_by_all(plan):
+    assert 0 in run(plan, "down.weight", True, adamw())

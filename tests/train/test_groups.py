@@ -1,0 +1,42 @@
+"""Parameters have the settings that patterns give them, on many ranks too."""
+
+import pytest
+import torch
+
+from shardwright.errors import InputError
+from shardwright.train.groups import grouped
+
+from .runs import close, losses, net, parameters, trainer
+
+ASKED = [{"match": "*.bias", "weight_decay": 0.0, "lr": 0.002}, {"match": ["down.*"], "weight_decay": 0.5}]
+
+
+def test_the_first_pattern_that_fits_decides():
+    model = net()
+    rest, biases, down = grouped(model, ASKED)
+    assert rest == {"params": [model.up.weight]}
+    assert biases["params"] == [model.up.bias, model.down.bias] and biases["lr"] == 0.002
+    assert down == {"params": [model.down.weight], "weight_decay": 0.5}
+
+
+def test_a_pattern_that_fits_nothing_is_refused():
+    with pytest.raises(InputError, match=r"'dwn.weight' fits no parameter; there is 'down.weight'"):
+        grouped(net(), [{"match": "dwn.weight"}])
+    with pytest.raises(InputError, match=r"parameter_groups\[0\] says which names"):
+        grouped(net(), [{"weight_decay": 0.0}])
+
+
+def run(rank, folder, more):
+    made = trainer(folder, parameter_groups=ASKED, **more)
+    made.fit()
+    return losses(made), parameters(made)
+
+
+def test_groups_keep_their_settings_on_two_ranks(tmp_path, pools):
+    wanted, values = run(0, tmp_path / "alone", {"max_steps": 3})
+    found, held = pools[2].run(run, tmp_path / "two", {"plan": "pp=2", "max_steps": 3})[0]
+    close(found, wanted)
+    close(held, values)
+    plain = trainer(tmp_path / "plain", max_steps=3)
+    plain.fit()
+    assert not torch.equal(parameters(plain)["down.weight"], values["down.weight"])
