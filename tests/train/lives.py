@@ -106,7 +106,7 @@ def run_life(
 ) -> list[int]:
     """Start ranks, wait for all to end, and say how: 0, 1 for an error, -9 for a kill. `during` is given them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parity.preload", "tests.train.lives"])
+    context.set_forkserver_preload(["tests.preload"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [context.Process(target=_rank, args=(rank, size, store.port, folder, *how)) for rank in range(size)]
     for process in ranks:
