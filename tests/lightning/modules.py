@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelSummary
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -238,11 +238,33 @@ class Numbers(Net):
 
 
 class Remembers(Net):
-    seen = 0
+    _seen = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += 1
+        self._seen += 1
         return super().training_step(batch, batch_idx)
+
+
+class Counts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"rows": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.counts["rows"] += len(batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+class Judged(Net):
+    """The answer of a metric is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + self.mean(loss))
 
 
 class Tuned(LightningModule):
@@ -333,12 +355,7 @@ def many(plan: str, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A run with whatever a Trainer has; by Lightning alone without a plan."""
     with quiet(size):
         folder = tempfile.mkdtemp(prefix="lightning-")
-        callbacks = [
-            EarlyStopping("val/dataloader_idx_0", patience=3),
-            LearningRateMonitor("step"),
-            Looks(),
-            ModelSummary(),
-        ]
+        callbacks = [EarlyStopping("val/dataloader_idx_0", patience=3), LearningRateMonitor("step"), Looks()]
         options = {"callbacks": callbacks, "logger": CSVLogger(folder), "log_every_n_steps": 1}
         run = ours(plan, size, **options) if plan else trainer("auto", 1, **options)
         net = seeded(Many)
