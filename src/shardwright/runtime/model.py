@@ -356,7 +356,9 @@ class ParallelModel(nn.Module):
         return self._entries[key]
 
     def _check_dtypes(self, key: Any) -> None:
-        """A new program is made for other shapes or another mode, never for other dtypes."""
+        """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
+        if torch.is_autocast_enabled(self._world.device.type):
+            return
         for (_, spec, shapes, _), entry in self._entries.items():
             if spec == key[1]:
                 known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))
