@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from examples.gpt import GPT, GPTConfig
 from examples.text import Characters
 from torch import Tensor
@@ -51,7 +52,8 @@ def alone(dtype: torch.dtype) -> Tensor:
 
 def curve(rank: int, plan: str, dtype: torch.dtype, folder: str) -> Tensor:
     model, optimizer, batches = build(dtype)
-    model, optimizer = sw.parallelize(model, optimizer, plan=plan, example=batches[0], directory=folder)
+    given = {"microbatches": dist.get_world_size()} if "pp" in plan else {}
+    model, optimizer = sw.parallelize(model, optimizer, plan=plan, example=batches[0], directory=folder, **given)
     return train(model, optimizer, batches)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import InputError
@@ -24,6 +24,7 @@ class LoaderOptions:
     ignore      with "pad": what marks labels of rows that don't count, such as {"labels": -100}
     draw_by_row what the dataset draws for a row comes from seed, epoch and row alone, see docs/data.md
     collate     a function from a list of rows to a batch, if torch's own will not do
+    options     anything else that torch.utils.data.DataLoader takes
     """
 
     shuffle: bool | None = None
@@ -34,6 +35,7 @@ class LoaderOptions:
     ignore: dict[str | int, float] | None = None
     draw_by_row: bool = False
     collate: Callable[[list[Any]], Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.workers < 0:
