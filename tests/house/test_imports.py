@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data",
+    "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema",
     "lightning": "errors runtime planning compile parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
