@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import shardwright as sw
 from shardwright.errors import InputError
 from shardwright.precision import NAMED, Precision, read_precision
 
@@ -55,3 +56,34 @@ def test_a_pattern_that_fits_nothing_is_named_with_the_nearest():
     said = read_precision({"overrides": {"blocks.0.nrom.weight": "float32"}})
     with pytest.raises(InputError, match=r"did you mean 'blocks.0.norm.weight'"):
         said.check_patterns(["blocks.0.norm.weight", "head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("said", "bytes"),
+    [
+        # parameters, two states and the master
+        (None, (4, 8)),
+        ("bf16-mixed", (4, 8)),
+        ("bf16", (2, 8 + 4)),
+        ({"base": "bf16", "master": False}, (2, 4)),
+    ],
+)
+def test_a_plan_counts_what_the_precision_keeps(said, bytes):
+    net = torch.nn.Linear(64, 64, bias=False)
+    plan = sw.plan(net, example=torch.zeros(8, 64), plan="dp=2", cluster="2xA100-80GB", precision=said)
+    memory = plan.predicted["train"]["memory"]
+    elements = 64 * 64
+    assert tuple(memory[kind] / elements for kind in ("parameters", "optimizer")) == bytes
+
+
+def test_wires_carry_what_is_asked_for():
+    """Gradients in float32 take longer to sum than in bfloat16."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+    times = {}
+    for sync in ("bf16", "fp32"):
+        plan = sw.plan(
+            net, example=torch.zeros(8, 2048), plan="dp=2", cluster="2xA100-80GB",
+            precision={"base": "bf16", "sync": sync},
+        )  # fmt: skip
+        times[sync] = plan.predicted["train"]["seconds"]
+    assert times["bf16"] < times["fp32"]

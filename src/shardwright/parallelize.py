@@ -34,6 +34,7 @@ from .rules import analyse
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
 from .runtime.pipeline.loop import Backward
+from .runtime.reduction import Kind
 from .runtime.world import World, start
 
 GENERATED = Path(".shardwright")
@@ -46,8 +47,8 @@ def parallelize(
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
     precision: PrecisionLike = None, inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1,
-    seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0, parts: Parts | None = None,
-    opaque: How = "marked",
+    reduction: Kind = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
+    parts: Parts | None = None, opaque: How = "marked",
 ) -> Any:  # fmt: skip
     """Compile a model for all processes of this run.
 
@@ -71,6 +72,8 @@ def parallelize(
     outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
                 and None stands for what has rows (logits need not be gathered then).
     accumulate  sync gradients at every n-th backward only.
+    reduction   with inputs="rows" and a loss outside of the model: "mean" or "sum" over groups, or "token", the mean
+                over all labels that count, see docs/precision.md.
     directory   where generated code is written.
     parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
                 module: a list of paths, or a dict of paths and plans. Returns the same model then.
@@ -79,7 +82,7 @@ def parallelize(
 
     Returns the model, or the model and the optimizer if one was given: the same object, now working on the pieces.
     """
-    _check(inputs, outputs, accumulate)
+    _check(inputs, outputs, accumulate, reduction)
     _check_batching(microbatches, microbatch_semantics, backward)
     exact = _exact(precision, model, optimizer)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
@@ -94,7 +97,7 @@ def parallelize(
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
         precision=exact,
     )  # fmt: skip
-    made = _made(model, compiler, example, accumulate, opaque)
+    made = _made(model, compiler, example, accumulate, opaque, reduction)
     return made if optimizer is None else (made, optimizer)
 
 
@@ -108,9 +111,11 @@ def _setting(
     return Setting(cluster=known, training=training, wishes=wishes, rows=inputs == "rows")
 
 
-def _made(model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How) -> ParallelModel:
+def _made(
+    model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: Kind
+) -> ParallelModel:
     find_opaque(compiler.skeleton, opaque)
-    made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate)
+    made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
     if example is not None:
         made.prepare(*arguments_of(example))
     else:
@@ -128,11 +133,16 @@ def _exact(precision: PrecisionLike, model: nn.Module, optimizer: torch.optim.Op
     return found
 
 
-def _check(inputs: str, outputs: str, accumulate: int) -> None:
+def _check(inputs: str, outputs: str, accumulate: int, reduction: str) -> None:
     if inputs not in ("same", "rows", "gather"):
         raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
     if outputs not in ("all", "scalars"):
         raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
+    if reduction != "mean" and inputs != "rows":
+        raise InputError(
+            f'reduction={reduction!r} is for inputs="rows", where each data-parallel group computes a loss of its own '
+            f"rows; with inputs={inputs!r} every rank sees the outputs of the whole batch, and its loss is that of all"
+        )
     if accumulate < 1:
         raise InputError(f"accumulate={accumulate} makes no sense; use 1 to sync at every backward")
 

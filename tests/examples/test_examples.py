@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.lightning.modules import quiet
 
@@ -39,13 +41,19 @@ def test_convnet(pools, tmp_path):
     assert apart < 1e-5
 
 
-@pytest.mark.parametrize("options", [["--plan", "zero3=2"], ["--plan", "tp=2", "--lora", "4"]])
+@pytest.mark.parametrize(
+    "options", [["--plan", "zero3=2"], ["--plan", "tp=2", "--lora", "4"], ["--plan", "pp=2", "--lora", "4"]]
+)
 def test_finetune_llama(pools, tmp_path, options):
     argv = [*options, "--steps", "6", "--seq", "32", "--out", str(tmp_path), "--code", str(tmp_path / "code")]
     (losses, said), (others, _) = pools[2].run(run_example, "finetune_llama", argv, timeout=120)
     assert losses == others
     assert losses[-1] < losses[0] - 0.05
     assert said.startswith("PARADISE LOST") and len(said) == 64
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "tuned"))
+    assert before.keys() == after.keys()
+    moved = {key.split(".")[-2] for key, held in after.items() if not torch.equal(held, before[key])}
+    assert moved == ({"q_proj", "v_proj"} if "--lora" in options else moved | {"q_proj", "lm_head", "embed_tokens"})
 
 
 def test_lightning_gpt_and_its_checkpoint_under_another_plan(pools, tmp_path):

@@ -2,12 +2,19 @@
 
 import copy
 import re
+import sys
+import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from shardwright.errors import RankError
-from shardwright.runtime.hang import explain
+from shardwright.runtime import journal as journal_room
+from shardwright.runtime.hang import Inquiry, explain
+from shardwright.runtime.journal import Journal
 
 from .failing import NAP, train
 from .pool import Pool
@@ -133,3 +140,34 @@ def test_what_is_none_of_ours_is_said_by_places():
     text = explain({0: one(entered(4, 10)), 1: copy.deepcopy(one(entered(4, 10), waiting=False))}, 2, 9)
     assert "in nothing that a compiled model does" in text
     assert "rank 0 waits at /x/train.py:1" in text and "rank 1 is busy at" in text
+
+
+def test_a_rank_that_has_run_ahead_of_its_device_asks_too():
+    """As on a GPU: nobody waits in a collective, and one rank has not entered what the other has."""
+    store = dist.HashStore()
+    notes = [Journal(), Journal()]
+    for journal, count in zip(notes, (3, 2), strict=True):
+        for _ in range(count):
+            journal.enter("message", (0, 1), None)
+        journal.counts = {Group(): count}
+        journal.entered = deque(held._replace(group=Group(), kind="all_reduce") for held in journal.entered)
+    first, second = (Inquiry(store, rank, 2, journal) for rank, journal in enumerate(notes))
+    with mock.patch.object(journal_room, "name_of", return_value=["g", [0, 1]]):
+        assert first.idle((1, 3), sys._getframe(), 0.05, 5.0) is None
+        time.sleep(0.1)
+        store.set("ask/0", "0")
+        second.answer(None, waiting=False)
+        found = first.idle((1, 3), sys._getframe(), 0.05, 5.0)
+        assert "all_reduce (no. 3 of its group)" in found and "entered by rank 0, not by rank 1" in found
+        assert first.idle((1, 3), sys._getframe(), 0.05, 5.0) is None  # said once
+        assert first.idle((1, 4), sys._getframe(), 0.05, 5.0) is None  # it has moved
+
+
+class Group:
+    """Stands for a process group."""
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0

@@ -158,3 +158,88 @@ def test_masters_need_an_optimizer_unless_nothing_is_trained():
         parallelize(Exact(), precision="bf16", plan="single")
     model = parallelize(Exact().eval(), precision="bf16", plan="single", directory=tempfile.mkdtemp())
     assert model(X).item() == Exact()(X).item()
+
+
+class Weighted(nn.Module):
+    """The gradient of each rank's row is that row: 256 and 1, whose sum has one bit more than bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (x * self.weight).float().sum()
+
+
+ROWS = torch.tensor([[256.0], [1.0]]).expand(2, 4).contiguous()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "zero2=2", "zero3=2"])
+@pytest.mark.parametrize(
+    ("said", "sums"),
+    [
+        ({"base": "bf16", "sync": "float32"}, {257.0}),
+        ("bf16", {256.0, 258.0}),
+        ({"base": "fp32", "sync": "bf16"}, {256.0, 258.0}),
+        ("fp32", {257.0}),
+    ],
+)
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(plan, said, sums):
+    nets, folder = [Weighted() for _ in range(2)], tempfile.mkdtemp(prefix="sync-")
+
+    def run(rank):
+        made = torch.optim.SGD(nets[rank].parameters(), lr=1.0)
+        model, _ = parallelize(nets[rank], made, plan=plan, directory=folder, precision=said)
+        model(ROWS).backward()
+        return gradients(model)[0]
+
+    for found in run_ranks(2, run):
+        assert found.dtype == torch.float32
+        assert set(found.tolist()) <= sums
+
+
+def test_a_submodule_may_compute_in_another_dtype():
+    said = {"base": "bf16", "overrides": {"*ln*": "float32"}}
+    wanted = alone("gpt", said)
+
+    def loop(model, optimizer, case):
+        found = train(model, optimizer, case)
+        kinds = {str(held.dtype) for key, held in model.named_parameters() if "ln" in key}
+        assert kinds == {"torch.float32"}
+        assert ".ln1.weight" in model.generated.read_text()
+        return found
+
+    (found,) = on_ranks("gpt", "single", loop, dtype=torch.float32, precision=said)
+    assert apart(found[:1], wanted[:1]) == 0.0  # the loss of the first step, which has no masters in it yet
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "zero1=2", "pp=2"])
+def test_a_scaler_with_float16_and_masters(plan):
+    """Scales are powers of two, so that masters are exact."""
+    rate = 2.0**-19
+
+    def make(held):
+        return torch.optim.SGD(held, lr=rate, momentum=0.5)
+
+    moved = moved_by(make)
+    nets, folder = [Exact() for _ in range(2)], tempfile.mkdtemp(prefix="half-")
+
+    def run(rank):
+        model, optimizer = parallelize(
+            nets[rank], make(nets[rank].parameters()), plan=plan, directory=folder, precision="fp16"
+        )
+        scaler, taken = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=100), []
+        optimizer.register_step_post_hook(lambda *_: taken.append(1))
+        while len(taken) < 3:  # the first ones overflow, and are skipped
+            scaler.scale(model(X)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return model.full_state_dict(), scaler.get_scale()
+
+    found = run_ranks(2, run)
+    assert len({scale for _, scale in found}) == 1
+    assert found[0][1] < 2.0**17
+    for state, _ in found:
+        for key, held in moved.items():
+            assert torch.equal(state[key], held), key

@@ -11,7 +11,7 @@ from shardwright.errors import InputError
 from shardwright.layout import FANNED, make_layout
 from shardwright.runtime.gradients import GradientSync
 from shardwright.runtime.holding import Held
-from shardwright.runtime.parameters import make_parameter, raw_gradient
+from shardwright.runtime.parameters import Untouched, make_parameter, raw_gradient
 from shardwright.runtime.world import Groups
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients
 from tests.runtime.ranks import run_processes, run_ranks
@@ -122,7 +122,9 @@ def test_pending_gradient_of_a_parameter_that_the_next_backward_does_not_use():
         with sync.no_sync():
             model.loss(*batch()).backward()
         share = model.groups["dp"].index == 0
-        (model.p["scale"] * (1.0 if share else 0.0)).backward()
+        with Untouched():  # as the model itself does
+            loss = model.p["scale"] * (1.0 if share else 0.0)
+        loss.backward()
         return model.whole_gradients()
 
     want = expected()
@@ -184,7 +186,8 @@ def test_a_parameter_used_on_one_rank_only_has_its_gradient_on_all():
         GradientSync(model.pairs, model.groups)
         loss = model.loss(*batch())
         if rank == 1:
-            loss = loss + model.p["idle"].sum() * 3
+            with Untouched():  # as the model itself does
+                loss = loss + model.p["idle"].sum() * 3
         loss.backward()
         return model.whole_gradients()
 

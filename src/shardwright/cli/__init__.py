@@ -35,6 +35,7 @@ from ..compile import Outputs, write
 from ..errors import InputError, ShardwrightError
 from ..ir import Graph
 from ..parallelize import captured_graph, cluster_size, planned
+from ..plan import Plan
 from ..planning import Batching
 from ..precision import NAMED
 from ..report import diff, explain, read_plan
@@ -199,10 +200,10 @@ def run_explain(asked: Namespace, console: Console) -> int:
         if asked.model is None:
             raise InputError("--op needs the model that the plan was made for: --model FILE.py:FUNCTION")
         with Status("pricing the other ways", console=Console(stderr=True)):
-            found = explain(plan, _graph(asked), op=asked.op, cluster=asked.cluster)
+            found = explain(plan, _graph(asked, plan), op=asked.op, cluster=asked.cluster)
         console.print(found)
     elif asked.model is not None:
-        console.print(explain(plan, _graph(asked)))
+        console.print(explain(plan, _graph(asked, plan)))
     else:
         console.print(explain(plan, full=asked.full))
     return 0
@@ -211,15 +212,17 @@ def run_explain(asked: Namespace, console: Console) -> int:
 def run_diff(asked: Namespace, console: Console) -> int:
     a, b = read_plan(asked.a), read_plan(asked.b)
     with Status("comparing", console=Console(stderr=True)):
-        graph = _graph(asked) if asked.model is not None else None
+        graph = _graph(asked, a) if asked.model is not None else None
         found = diff(a, b, graph, cluster=asked.cluster)
     console.print(found)
     return 0
 
 
-def _graph(asked: Namespace) -> Graph:
+def _graph(asked: Namespace, plan: Plan) -> Graph:
+    """The graph of a model in the precision that a plan was made for."""
     module, example = load_model(asked.model, asked.batch, asked.seq, meta=True)
-    return captured_graph(module, example).graph
+    names = (said["for"].get("precision") for said in plan.predicted.values())
+    return captured_graph(module, example, precision=next((name for name in names if name in NAMED), None)).graph
 
 
 def run_compile(asked: Namespace, console: Console) -> int:

@@ -288,6 +288,12 @@ class Compiler:
 
         pipeline = assemble(lowered, made, captured, holding, self.world, make)
         joined = {held.value for held in lowered.exits if held.how == "cat"}
+        if self.mode == "rows" and joined and self._replicas() > 1:
+            raise InputError(
+                f'with inputs="rows" a pipeline of several data-parallel groups gives back numbers only, and the model '
+                f"returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
+                'outputs="scalars", or pass inputs="same"'
+            )
         here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
         return Entry(
             running=Running(pipeline, self.loop),

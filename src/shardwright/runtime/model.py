@@ -26,6 +26,7 @@ from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, r
 from .parameters import ShardParameter
 from .pipeline import Running
 from .random import Randomness
+from .reduction import Kind, Reduction, total
 from .stage import Stage, shown
 from .world import Groups, World
 
@@ -97,8 +98,10 @@ class ParallelModel(nn.Module):
         compile_entry: Callable[[ParallelModel, tuple[Any, ...], dict[str, Any]], Entry],
         mode: Mode,
         accumulate: int,
+        reduction: Kind = "mean",
     ) -> None:
         super().__init__()
+        self._reduction = Reduction(reduction)
         self._around: dict[str, Any] = {"skeleton": skeleton, "compile": compile_entry}
         self._world, self._mode, self._accumulate = world, mode, accumulate
         self._entries: dict[Any, Entry] = {}
@@ -199,6 +202,18 @@ class ParallelModel(nn.Module):
                 if sync is not None:
                     stack.enter_context(sync.no_sync())
             yield
+
+    def total(self, count: float | Tensor) -> Tensor:
+        """The sum of a number over data-parallel groups, such as labels that count. All ranks must call it."""
+        holding = self._ready()
+        return total(count, holding.groups, holding.replica_axes, self._world.device)
+
+    def counted(self, own: int | Tensor, window: int | Tensor | None = None) -> None:
+        """With reduction="token": how many labels this group's loss, a mean, is over. All ranks say it before backward.
+
+        Where gradients of several backwards are added up, `window` is this group's count in all of them.
+        """
+        self._reduction.set(own, self.total(own if window is None else window))
 
     def stand(self, rank: int, size: int) -> None:
         """Which data-parallel group this rank is in, for a part of a module: known before the part is compiled."""
@@ -319,7 +334,7 @@ class ParallelModel(nn.Module):
         for literal, rows in zip(entry.literals, entry.rows, strict=True):
             tensor = None if literal else next(left)
             if rows and tensor is not None and tensor.is_floating_point():
-                tensor = comm.scale_gradient(tensor, 1.0 / self.data_size)
+                tensor = self._reduction.weigh(tensor, self.data_size)
             outputs.append(tensor)
         return outputs
 
@@ -341,7 +356,9 @@ class ParallelModel(nn.Module):
         return self._entries[key]
 
     def _check_dtypes(self, key: Any) -> None:
-        """A new program is made for other shapes or another mode, never for other dtypes."""
+        """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
+        if torch.is_autocast_enabled(self._world.device.type):
+            return
         for (_, spec, shapes, _), entry in self._entries.items():
             if spec == key[1]:
                 known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))

@@ -3,11 +3,10 @@
 `clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A
 `ShardParameter` is a plain leaf tensor, and reading its `.grad` gives a `ShardGradient`;
 the norm of either is a `ShardNorm`, a local number that still has to be added up over the
-axes that cut the piece. Only when someone looks at it does it become a plain tensor, and
-`torch.stack`, which `get_total_norm` calls on all norms, settles all of them together,
-with one small collective for each axis that cuts anything. A piece that is the same on
-several ranks counts once, since nothing is summed over the axes it is whole on. In a pipeline
-a stack has the norms of all stages (`stages`).
+axes that cut the piece. When someone looks at it it becomes a plain tensor, and `torch.stack`, which
+`get_total_norm` calls on all norms, settles all of them together, with one small collective for
+each axis that cuts anything. A piece that is the same on several ranks counts once. In a
+pipeline a stack has the norms of all stages (`stages`).
 
 ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view
 on the rows that this rank owns. At level 1 `shard.grad` is a view on the parameter's
@@ -15,9 +14,9 @@ gradient. At level 2 only the share exists, and both `.grad`s read it; its shape
 the shard's, not the parameter's. A float32 master is such a shard too, with memory of its own;
 where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
 
-Norms over the whole tensor are global (`vector_norm`, `norm`, `_foreach_norm`), and so is what a
-`GradScaler` finds (`scaling`); anything else done to a piece is local. A forward pass should not
-pay for the interception: run it under `torch._C.DisableTorchFunctionSubclass()`.
+Norms over the whole tensor are global, and so is what a `GradScaler` finds (`scaling`); anything
+else done to a piece is local, and counts once (`outside`). A forward pass should not pay for all
+this: run it under `torch._C.DisableTorchFunctionSubclass()`.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from shardwright.layout import Layout
 from . import journal
 from .faults import told
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
+from .outside import is_use, used
 from .packing import Slot, make_slot
 from .scaling import UNSCALE, unscale
 from .stages import Stages
@@ -80,6 +80,8 @@ class ShardParameter(torch.nn.Parameter):
                 return _read(args[0])
             if func in (_WRITE, _DELETE):
                 return _write(args[0], args[1] if func == _WRITE else None)
+            if is_use(func):
+                args, kwargs = torch.utils._pytree.tree_map_only(ShardParameter, used, (args, kwargs))
             if func in _NORMS:
                 return _NORMS[func](*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
@@ -135,13 +137,11 @@ def _attach_shard(parameter: ShardParameter, master: Tensor | None = None) -> No
     if not axes and master is None:
         return
     slot = make_slot(held, axes, sizes, coordinates(groups)) if axes else None
-    if master is not None:
-        rows = master
-        with Untouched():
-            parameter.grad_dtype = held.true_dtype
-    else:
-        assert slot is not None
-        with Untouched():
+    with Untouched():
+        if master is not None:
+            rows, parameter.grad_dtype = master, held.true_dtype
+        else:
+            assert slot is not None
             rows = slot.owned(parameter.detach(), groups[axes].index)
     shard = ShardParameter(rows, held, groups, storage_layout(held, sizes), requires_grad=True)
     shard.owner, shard.slot = parameter, slot

@@ -12,6 +12,7 @@ same parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -37,6 +38,7 @@ class Stages:
         self.dtype = torch.float16
         self._numbers: dict[str, int] = {}
         self._own: set[str] = set()
+        self._counts: Counter[str] = Counter(held.name for _, helds in seats for held in helds)
         for mesh, helds in seats:
             for held in helds:
                 if held.name not in self._numbers:
@@ -46,6 +48,10 @@ class Stages:
                         self._own.add(held.name)
         trains = {rank for mesh, helds in seats if any(held.trainable for held in helds) for rank in mesh.devices}
         self._group = group_of(sorted(trains)) if len(trains) > 1 else None
+
+    def count(self, name: str) -> int:
+        """How many stages hold a parameter."""
+        return self._counts[name]
 
     @told
     def norms(self, known: Mapping[str, Tensor]) -> list[Tensor]:

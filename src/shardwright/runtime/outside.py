@@ -1,0 +1,71 @@
+"""What a user computes with parameters outside of the model: a penalty on weights, added to the loss.
+
+    loss = model(x, y) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+The gradient that comes to a parameter through the model is a part, which is summed over ranks. What
+comes from outside is the same on all ranks that hold the parameter, and would count once for each.
+So it is divided by their number on its way back. All ranks must compute the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .holding import summing_axes, zero_axes
+
+_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in "add radd sub rsub mul rmul truediv rtruediv div rdiv pow rpow matmul rmatmul neg abs getitem".split()
+)
+_AS_THEY_ARE = frozenset(
+    "grad backward detach register_hook register_post_accumulate_grad_hook retain_grad size dim numel ndimension "
+    "element_size data_ptr stride storage_offset is_contiguous untyped_storage tolist item new_empty new_zeros "
+    "new_ones new_full new_tensor empty_like zeros_like ones_like full_like result_type is_floating_point".split()
+)
+
+
+def is_use(function: Callable[..., Any]) -> bool:
+    """Whether a function of parameters, called by the user, is one that gradients may come back through."""
+    if not torch.is_grad_enabled():
+        return False
+    name = getattr(function, "__name__", "")
+    if name.startswith("_"):
+        return name in _OPERATORS
+    return not name.endswith("_") and name not in _AS_THEY_ARE
+
+
+def used(parameter: Any) -> Tensor:
+    """The parameter, for a use outside of the model."""
+    times = _times(parameter) if parameter.requires_grad else 1
+    if times == 1:
+        return parameter  # type: ignore[no-any-return]
+    found: Tensor = _Once.apply(parameter, times)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _times(parameter: Any) -> int:
+    """Over how many ranks that have the same gradient from outside it is summed."""
+    held, groups, stages = parameter.held, parameter.groups, parameter.stages
+    if groups is None:
+        return 1
+    sizes = groups.mesh.sizes
+    if held.level == 3 and zero_axes(held, sizes):  # gradients from outside come to the share, and are not summed
+        return 1
+    ranks: int = math.prod(sizes[axis] for axis in summing_axes(held, groups.mesh))
+    return ranks * int(stages.count(held.name)) if stages is not None else ranks
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        ctx.times = times
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.times, None

@@ -1,0 +1,83 @@
+"""Float32 masters are what a checkpoint has: saved under one plan and precision, loaded under another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.ema import EMA
+
+PLANS = ("zero1=2", "zero3=2", "tp=2", "pp=2")
+RATE = 2.0**-16
+
+
+class Exact(nn.Module):
+    """Whole numbers, so that bfloat16 rounds nothing, and steps that show in float32 only."""
+
+    def __init__(self):
+        super().__init__()
+        made = torch.Generator().manual_seed(3)
+        signs = [torch.randint(0, 2, (4, 4), generator=made) * 2.0 - 1 for _ in range(2)]
+        self.up, self.down = (nn.Parameter(sign) for sign in signs)
+
+    def forward(self, x):
+        return ((x @ self.up).relu() @ self.down).float().sum()
+
+
+X = torch.tensor([[1.0, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, -1, 0, 0]])
+
+
+def made(plan, folder, precision="bf16"):
+    net = Exact()
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.5)
+    model, optimizer = sw.parallelize(net, optimizer, plan=plan, example=X, directory=folder, precision=precision)
+    return model, optimizer, EMA(model, 0.5)
+
+
+def steps(run, count):
+    model, optimizer, ema = run
+    for _ in range(count):
+        model(X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+
+
+def values(run):
+    with run[2].swapped():
+        averages = run[0].full_state_dict()
+    return run[0].full_state_dict(), averages
+
+
+def saved_and_loaded(rank, folder):
+    """Saved after two steps under one plan, and loaded and trained on under each."""
+    first = made(PLANS[0], folder)
+    steps(first, 2)
+    sw.save(f"{folder}/saved", first[0], first[1], extra={"ema": first[2]})
+    steps(first, 1)
+    found = [values(first)]
+    for plan in PLANS[1:]:
+        run = made(plan, folder)
+        sw.load(f"{folder}/saved", run[0], run[1], extra={"ema": run[2]})
+        steps(run, 1)
+        found.append(values(run))
+    wide = made("tp=2", folder, "fp32")
+    sw.load(f"{folder}/saved", wide[0], wide[1])
+    return found, wide[0].full_state_dict()
+
+
+@pytest.mark.timeout(300)
+def test_from_plan_to_plan_and_to_another_precision(pools, tmp_path):
+    alone = made("single", tmp_path)
+    steps(alone, 2)
+    half = alone[0].full_state_dict()
+    steps(alone, 1)
+    wanted = values(alone)
+    assert not torch.equal(wanted[0]["up"], wanted[0]["up"].bfloat16().float())
+    for found, wide in pools[2].run(saved_and_loaded, str(tmp_path), timeout=240):
+        for plan, mine in zip(PLANS, found, strict=True):
+            for one, other in zip(mine, wanted, strict=True):
+                assert all(torch.equal(one[key], held) for key, held in other.items()), plan
+        assert all(torch.equal(wide[key], held) for key, held in half.items())
