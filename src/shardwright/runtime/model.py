@@ -106,9 +106,8 @@ class ParallelModel(nn.Module):
         self._world, self._mode, self._accumulate = world, mode, accumulate
         self._entries: dict[Any, Entry] = {}
         self._holding: Holding | None = None
-        self._whole = False
         self._checked: set[Any] = set()
-        self._backwards = 0
+        self._whole, self._backwards = False, 0
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
         self._beside: GradientSync | None = None  # of the module that this is a part of
