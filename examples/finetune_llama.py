@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -51,14 +50,18 @@ def add_lora(model: nn.Module, rank: int) -> None:
                 setattr(module, name, Lora(child, rank))
 
 
-def merge_lora(folder: Path) -> None:
-    """Add the products to the weights that they stand beside, so that the folder is an ordinary model."""
-    weights = load_file(folder / "model.safetensors")
-    for key in [key for key in weights if key.endswith(".up")]:
-        path = key.removesuffix(".up")
-        up, down = weights.pop(key), weights.pop(f"{path}.down")
-        weights[f"{path}.weight"] += up @ down * (16 / up.shape[1])
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """Add the products to the weights that they stand beside, one whole weight at a time."""
+    held = model.state_dict()
+    for path in [key.removesuffix(".up") for key in held if key.endswith(".up")]:
+        weight, up, down = (whole(held[f"{path}.{name}"]) for name in ("weight", "up", "down"))
+        model.load_state_dict({f"{path}.weight": weight + up @ down * (16 / up.shape[1])}, strict=False)
+
+
+def whole(piece: Tensor) -> Tensor:
+    """All of a tensor, of which this rank may hold a piece. The ranks that hold the others call it too."""
+    return piece.full_tensor() if hasattr(piece, "full_tensor") else piece
 
 
 def batches(text: Characters, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -97,13 +100,11 @@ def main(argv: list[str] | None = None) -> tuple[list[float], str]:
         if world.rank == 0:
             print(f"step {step + 1:3d}  loss {losses[-1]:.4f}")
 
-    result = Path(args.out) / "tuned"
-    save_weights(result, model)  # one tensor at a time: no rank has them all
-    if world.rank != 0:
-        return losses, ""
     if args.lora:
-        merge_lora(result)
-    return losses, written_by(result, text)
+        merge_lora(model)
+    result = Path(args.out) / "tuned"
+    save_weights(result, model, without=("*.up", "*.down"))  # one tensor at a time: no rank has them all
+    return losses, written_by(result, text) if world.rank == 0 else ""
 
 
 def written_by(folder: Path, text: Characters) -> str:

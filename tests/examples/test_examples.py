@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.lightning.modules import quiet
 
@@ -39,13 +41,48 @@ def test_convnet(pools, tmp_path):
     assert apart < 1e-5
 
 
-@pytest.mark.parametrize("options", [["--plan", "zero3=2"], ["--plan", "tp=2", "--lora", "4"]])
-def test_finetune_llama(pools, tmp_path, options):
-    argv = [*options, "--steps", "6", "--seq", "32", "--out", str(tmp_path), "--code", str(tmp_path / "code")]
-    (losses, said), (others, _) = pools[2].run(run_example, "finetune_llama", argv, timeout=120)
-    assert losses == others
+def tuned(pool, folder, plan, *options):
+    """The losses of the example, and the weights that it started from and exported."""
+    argv = [
+        "--plan",
+        plan,
+        "--steps",
+        "6",
+        "--seq",
+        "32",
+        "--out",
+        str(folder),
+        "--code",
+        str(folder / "code"),
+        *options,
+    ]
+    found = (
+        pool.run(run_example, "finetune_llama", argv, timeout=120) if pool else [run_example(0, "finetune_llama", argv)]
+    )
+    losses, said = found[0]
+    assert all(others == losses for others, _ in found)
     assert losses[-1] < losses[0] - 0.05
     assert said.startswith("PARADISE LOST") and len(said) == 64
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("start", "tuned"))
+    assert before.keys() == after.keys()
+    return losses, before, after
+
+
+def test_finetune_llama(pools, tmp_path):
+    _, before, after = tuned(pools[2], tmp_path, "zero3=2")
+    assert not any(torch.equal(held, after[key]) for key, held in before.items())
+
+
+def test_finetune_llama_with_adapters(pools, tmp_path):
+    """Under a plan they are trained and merged as on one device, and nothing else moves."""
+    expected, before, alone = tuned(None, tmp_path / "alone", "single", "--lora", "4")
+    moved = {key for key, held in alone.items() if not torch.equal(held, before[key])}
+    assert {key.split(".")[-2] for key in moved} == {"q_proj", "v_proj"}
+    for plan in ("tp=2", "pp=2"):
+        losses, _, after = tuned(pools[2], tmp_path / plan, plan, "--lora", "4")
+        assert losses == pytest.approx(expected, rel=1e-5)
+        for key, held in alone.items():
+            assert torch.allclose(after[key], held, rtol=0, atol=1e-5 if key in moved else 0), key
 
 
 def test_lightning_gpt_and_its_checkpoint_under_another_plan(pools, tmp_path):

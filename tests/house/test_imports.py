@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "calibrate": "errors layout cluster runtime verify",
     "register": "errors ir rules capture probe runtime verify",
     "report": "errors layout conversion schedule ir rules cluster cost plan lower probe planning verify",
-    "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data",
+    "train": "errors cluster cost plan precision planning compile runtime verify parallelize checkpoint data ema",
     "lightning": "errors runtime planning compile parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
@@ -85,7 +85,12 @@ def test_every_room_is_in_the_table():
     assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
 
 
-GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface", "cli"]}
+GUESTS = {
+    "lightning": ["lightning"],
+    "torchmetrics": ["lightning"],
+    "transformers": ["huggingface", "cli"],
+    "jsonargparse": ["cli"],  # which takes time to import, and is needed on a command line only
+}
 
 
 def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning
 
 from . import modules
-from .modules import Net, Tuned, compiled, half, ours, quiet, rows, seeded, sentences, trainer, whole
+from .modules import Net, Tuned, compiled, half, many, ours, quiet, rows, seeded, sentences, trainer, whole
 
 
 def fit(rank: int, name: str, plan: str, size: int, options: dict[str, Any]) -> Any:
@@ -42,9 +42,11 @@ def resume(rank: int, name: str, plan: str, path: str) -> Any:
 def narrow(rank: int, plan: str, size: int, options: dict[str, Any]) -> Any:
     """A run in float32, bfloat16 or float16: the parameters, and the scale of the loss if there is one."""
     with quiet(size):
-        options = {**options, "plugins": [half()]} if options["precision"] is None else options
+        make = getattr(modules, options.get("name", "Net"))
+        options = {key: value for key, value in options.items() if key != "name"}
+        options |= {"plugins": [half()]} if options["precision"] is None else {}
         run = ours(plan, size, **options) if plan else trainer("auto", 1, **options)
-        run.fit(seeded(Net, torch.float32), rows(dtype=torch.float32))
+        run.fit(seeded(make, torch.float32), rows(dtype=torch.float32))
         scaler = getattr(run.precision_plugin, "scaler", None)
         return whole(run) if plan else run.model.state_dict(), scaler and scaler.get_scale()
 
@@ -76,3 +78,7 @@ def go_on(rank: int, name: str, plan: str, path: str) -> Any:
         run = ours(plan, 2, max_epochs=4)
         run.fit(getattr(modules, name)().double(), rows(), rows(), ckpt_path=path)
         return whole(run)
+
+
+def all_sorts(rank: int, plan: str) -> Any:
+    return many(plan, 2)

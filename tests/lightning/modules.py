@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 from transformers import AutoModelForCausalLM, BatchEncoding
 
 import lightning
@@ -81,7 +83,7 @@ def rows(
 def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
     options = {"max_epochs": 2, "enable_checkpointing": False, "logger": False, **options}
     options.setdefault("default_root_dir", tempfile.mkdtemp(prefix="lightning-"))
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": "callbacks" in options}
     return Trainer(strategy=strategy, accelerator="cpu", devices=devices, **quiet, **options)
 
 
@@ -236,11 +238,33 @@ class Numbers(Net):
 
 
 class Remembers(Net):
-    seen = 0
+    _seen = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += 1
+        self._seen += 1
         return super().training_step(batch, batch_idx)
+
+
+class Counts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"rows": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.counts["rows"] += len(batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+class Judged(Net):
+    """The answer of a metric is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + self.mean(loss))
 
 
 class Tuned(LightningModule):
@@ -276,3 +300,64 @@ def sentences(folder: str) -> DataLoader[Any]:
         for i, m in zip(ids, mask, strict=True)
     ]
     return DataLoader(data, batch_size=4, collate_fn=lambda held: BatchEncoding(default_collate(held)))
+
+
+class Many(Net):
+    """Several loaders to validate with, a collection of metrics, a list that is read at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 8, dtype=torch.float64)  # for the summary of the model
+        self.means = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(), "max": torchmetrics.MaxMetric()})
+        self.said: list[dict[str, Tensor]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("val", loss, sync_dist=True)
+        if dataloader_idx == 1:
+            self.log_dict(self.means(logits))
+        self.said.append({"rows": logits.argmax(-1)})
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("sum", float(sum(held["rows"].sum() for held in self.said)))
+        self.said.clear()
+
+
+class Stream(IterableDataset[Any]):
+    """Rows that come one after the other; the last batch has fewer."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(20):
+            yield torch.randn(8, generator=generator, dtype=torch.float64), torch.randint(4, (), generator=generator)
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Stream(), batch_size=8)
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        return [rows(count=20), rows(count=12)]
+
+
+class Looks(Callback):
+    """Calls the module itself, between steps."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        with torch.no_grad():
+            module.log("looked", module(torch.ones(3, 8, dtype=torch.float64)).sum())
+
+
+def many(plan: str, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A run with whatever a Trainer has; by Lightning alone without a plan."""
+    with quiet(size):
+        folder = tempfile.mkdtemp(prefix="lightning-")
+        callbacks = [EarlyStopping("val/dataloader_idx_0", patience=3), LearningRateMonitor("step"), Looks()]
+        options = {"callbacks": callbacks, "logger": CSVLogger(folder), "log_every_n_steps": 1}
+        run = ours(plan, size, **options) if plan else trainer("auto", 1, **options)
+        net = seeded(Many)
+        run.fit(net, datamodule=Data())
+        return whole(run) if plan else net.state_dict(), dict(run.callback_metrics)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from .jobs import fit
-from .modules import Busy, Net, Pair, apart, single
+from .jobs import all_sorts, fit
+from .modules import Busy, Net, Numbers, Pair, apart, many, single
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +63,18 @@ def test_optimizers_that_are_stepped_by_hand_on_rows_of_each_group(pools):
     expected, _ = single(Pair, shuffled=True)
     for parameters, _ in pools[2].run(fit, "Pair", "dp=2", 2, {"inputs": "rows", "batch": 4}):
         assert apart(parameters, expected) < 1e-10
+
+
+def test_several_loaders_streams_callbacks_and_loggers(pools):
+    expected = many("", 1)
+    for parameters, metrics in pools[2].run(all_sorts, "dp=2"):
+        assert apart(parameters, expected[0]) < 1e-10
+        assert apart(metrics, expected[1]) < 1e-10
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_step_that_can_not_be_compiled_runs_with_compiled_parts(pools, plan):
+    expected = single(Numbers)
+    for parameters, metrics in pools[2].run(fit, "Numbers", plan, 2, {"parts": ["blocks", "head"]}):
+        assert apart(parameters, expected[0]) < 1e-10
+        assert apart(metrics, expected[1]) < 1e-10

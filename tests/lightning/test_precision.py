@@ -20,6 +20,16 @@ def test_a_plan_costs_less_than_the_precision_does(pools, exact, plan, precision
         assert apart(parameters, alone) < 1.5 * apart(alone, exact)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_submodules_run_under_autocast(pools, plan):
+    """One of them is called with what another made, narrow, and with the data itself."""
+    options = {"name": "Pair", "precision": "bf16-mixed"}
+    exact, _ = narrow(0, "", 1, {**options, "precision": "32-true"})
+    alone, _ = narrow(0, "", 1, options)
+    for parameters, _ in pools[2].run(narrow, plan, 2, options):
+        assert apart(parameters, alone) < 1.5 * apart(alone, exact)
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "zero3=2", "pp=2"])
 def test_ranks_skip_the_same_steps_of_float16(pools, plan):
     (first, scale), (second, other) = pools[2].run(narrow, plan, 2, {"precision": None, "max_epochs": 4})

@@ -2,19 +2,45 @@
 
 import pytest
 from torch import nn
+from torch.utils.data import DataLoader
 
 from shardwright.errors import CaptureError, InputError
 from shardwright.lightning import ShardwrightStrategy
 
-from .modules import Epochs, Net, Numbers, Remembers, ours, quiet, rows, trainer
+from .modules import Counts, Epochs, Judged, Net, Numbers, Remembers, ours, quiet, rows, trainer
 
 
 @pytest.mark.parametrize(
-    ("make", "named"), [(Epochs, "self.current_epoch"), (Numbers, "batch_idx"), (Remembers, "self.seen")]
+    ("make", "said"),
+    [
+        (Epochs, "training_step uses self.current_epoch"),
+        (Numbers, "training_step uses batch_idx"),
+        (Remembers, "training_step sets self._seen"),
+        (Counts, "training_step sets self.counts"),
+        (Judged, "a step uses the answer of a metric"),
+    ],
 )
-def test_what_differs_from_call_to_call_is_named(make, named):
-    with quiet(), pytest.raises(CaptureError, match=rf"training_step .*{named}.*parts="):
+def test_what_a_program_would_have_fixed_is_named(make, said):
+    with quiet(), pytest.raises(CaptureError, match=rf"{said}.*parts="):
         ours("single", 1).fit(make().double(), rows())
+
+
+def test_text_in_a_batch_is_left_alone_until_a_step_looks_at_it():
+    data = DataLoader([{"x": row, "y": y, "name": str(y)} for row, y in rows().dataset], batch_size=8)
+    with quiet():
+        ours("single", 1).fit(Dicts().double(), data)
+        with pytest.raises(CaptureError, match="neither a tensor nor a number"):
+            ours("single", 1).fit(Dicts(looks=True).double(), data)
+
+
+class Dicts(Net):
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step((batch["x"], batch["y"]), batch_idx)
+        return loss * 2 if self.looks and batch["name"][0] == "1" else loss
 
 
 def test_precision_is_said_once():

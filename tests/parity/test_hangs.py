@@ -2,12 +2,19 @@
 
 import copy
 import re
+import sys
+import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from shardwright.errors import RankError
-from shardwright.runtime.hang import explain
+from shardwright.runtime import journal as journal_room
+from shardwright.runtime.hang import Inquiry, explain
+from shardwright.runtime.journal import Journal
 
 from .failing import NAP, train
 from .pool import Pool
@@ -27,20 +34,25 @@ CASES = {
 def said(tmp_path_factory):
     """What the rank says that waits for the one that sleeps; all cases at once, since they only wait."""
 
+    folders = {name: str(tmp_path_factory.mktemp(name)) for name in CASES}
+    pools = {name: Pool(2, PATIENCE) for name in CASES}
+
     def hang(name):
         plan, policy = CASES[name]
-        pool, folder = Pool(2, PATIENCE), str(tmp_path_factory.mktemp(name))
-        try:
-            pool.run(train, {}, policy, folder, timeout=LIMIT)
-            answers = pool.try_run(train, plan, policy, folder, timeout=NAP + 20)
-        finally:
-            pool.close()
-        fine, (error, text) = answers[1 - plan["rank"]]
+        fine, (error, text) = pools[name].try_run(train, plan, policy, folders[name], timeout=NAP + 20)[
+            1 - plan["rank"]
+        ]
         assert not fine and isinstance(error, RankError), text
         return str(error)
 
-    with ThreadPoolExecutor(len(CASES)) as threads:
-        return dict(zip(CASES, threads.map(hang, CASES), strict=True))
+    try:
+        for name, (_, policy) in CASES.items():  # one after the other: a rank may not wait for long while it compiles
+            pools[name].run(train, {}, policy, folders[name], timeout=LIMIT)
+        with ThreadPoolExecutor(len(CASES)) as threads:
+            return dict(zip(CASES, threads.map(hang, CASES), strict=True))
+    finally:
+        for pool in pools.values():
+            pool.close()
 
 
 def test_a_rank_that_sleeps_in_an_op(said):
@@ -133,3 +145,34 @@ def test_what_is_none_of_ours_is_said_by_places():
     text = explain({0: one(entered(4, 10)), 1: copy.deepcopy(one(entered(4, 10), waiting=False))}, 2, 9)
     assert "in nothing that a compiled model does" in text
     assert "rank 0 waits at /x/train.py:1" in text and "rank 1 is busy at" in text
+
+
+def test_a_rank_that_has_run_ahead_of_its_device_asks_too():
+    """As on a GPU: nobody waits in a collective, and one rank has not entered what the other has."""
+    store = dist.HashStore()
+    notes = [Journal(), Journal()]
+    for journal, count in zip(notes, (3, 2), strict=True):
+        for _ in range(count):
+            journal.enter("message", (0, 1), None)
+        journal.counts = {Group(): count}
+        journal.entered = deque(held._replace(group=Group(), kind="all_reduce") for held in journal.entered)
+    first, second = (Inquiry(store, rank, 2, journal) for rank, journal in enumerate(notes))
+    with mock.patch.object(journal_room, "name_of", return_value=["g", [0, 1]]):
+        assert first.idle((1, 3), sys._getframe(), 0.05, 5.0) is None
+        time.sleep(0.1)
+        store.set("ask/0", "0")
+        second.answer(None, waiting=False)
+        found = first.idle((1, 3), sys._getframe(), 0.05, 5.0)
+        assert "all_reduce (no. 3 of its group)" in found and "entered by rank 0, not by rank 1" in found
+        assert first.idle((1, 3), sys._getframe(), 0.05, 5.0) is None  # said once
+        assert first.idle((1, 4), sys._getframe(), 0.05, 5.0) is None  # it has moved
+
+
+class Group:
+    """Stands for a process group."""
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0

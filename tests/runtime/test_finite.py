@@ -24,9 +24,9 @@ class Net(nn.Module):
         self.kind = kind
 
     def forward(self, x, z):
-        y = self.drop(self.norm(self.up(x)))
+        y = self.drop(self.norm(self.up(x)) if self.kind != "plain" else self.up(x))
         y = y.masked_fill(y < 0, float("-inf")).exp()
-        if self.kind == "log":
+        if self.kind in ("log", "plain"):
             z = z.log()
             y = y + (z - z).sum(1, keepdim=True)
         if self.kind == "root":
@@ -75,6 +75,14 @@ def test_an_op_of_forward(plan, tmp_path):
         assert "which comes from test_finite.py:" in found and "are infinite" in found
         assert plan != "dp=2" or found.endswith("on rank 1")  # which has row 6
         assert f"it begins in the {found}" in said
+
+
+def test_an_op_of_a_stage_and_the_first_parameter_of_all_stages(tmp_path):
+    first, second = look("plain", "pp=2", tmp_path)
+    assert first == second
+    _, found, gradient, _ = first
+    assert found.startswith("forward of log at ") and "which comes from test_finite.py:" in found
+    assert gradient.startswith("the gradient of up.weight is not finite on rank 0, and of 3 more")
 
 
 @pytest.mark.parametrize("plan", ["single", "dp=2", "zero3=2"])

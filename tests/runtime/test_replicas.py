@@ -25,10 +25,10 @@ class Net(nn.Module):
         return (self.down(self.up(self.norm(x) * self.table).tanh())).square().mean()
 
 
-def run(plan, size, change, folder):
+def run(plan, size, change, folder, kind=Net):
     """What each rank says of a model of which one rank changes something."""
     torch.manual_seed(0)
-    net, x = Net(), torch.randn(4, 4)
+    net, x = kind(), torch.randn(4, 4)
 
     def act(rank):
         module = copy.deepcopy(net)
@@ -85,6 +85,27 @@ def test_buffers_too(tmp_path):
 
     (said,) = set(run("tp=2", 2, change, tmp_path))
     assert "table has other values on rank 1 than on rank 0" in said
+
+
+class Tied(nn.Module):
+    """The first and the last layer share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)).tanh()).square().mean()
+
+
+def test_a_parameter_that_two_stages_share(tmp_path):
+    def change(rank, model):
+        if rank == 1:
+            model.last.weight[0, 0] += 1e-6
+
+    (said,) = set(run("pp=2", 2, change, tmp_path, Tied))
+    assert said.splitlines()[1:] == ["  - first.weight has other values on rank 1 than on rank 0"]
 
 
 @given(st.integers(1, 300), st.data(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.bool]))

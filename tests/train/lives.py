@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -101,15 +101,18 @@ def finish(made: Any, folder: Path) -> None:
         torch.save(values, folder / "values.pt")
 
 
-def run_life(size: int, folder: Path, *how: Any, limit: float = 120.0) -> list[int]:
-    """Start ranks, wait for all to end, and say how: 0, 1 for an error, -9 for a kill."""
+def run_life(
+    size: int, folder: Path, *how: Any, limit: float = 120.0, during: Callable[[list[Any]], None] = lambda ranks: None
+) -> list[int]:
+    """Start ranks, wait for all to end, and say how: 0, 1 for an error, -9 for a kill. `during` is given them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parity.preload", "tests.train.lives"])
+    context.set_forkserver_preload(["tests.preload"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [context.Process(target=_rank, args=(rank, size, store.port, folder, *how)) for rank in range(size)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + limit
+    during(ranks)
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
     ended = [process.exitcode for process in ranks]

@@ -30,7 +30,7 @@ def run(rank, folder, more):
     made = trainer(folder, callbacks=[averaging], val_data=rows(5), **more)
     made.fit()
     after = parameters(made)
-    with averaging.applied(made):
+    with averaging.applied():
         found = parameters(made)
     close(parameters(made), after)
     return found, losses(made, "val_loss"), after
@@ -52,7 +52,7 @@ def test_the_average_leaves_as_ordinary_weights(tmp_path):
     averaging = Averaging(decay=0.9)
     made = trainer(tmp_path, callbacks=[averaging], max_steps=3)
     made.fit()
-    with averaging.applied(made):
+    with averaging.applied():
         save_weights(tmp_path / "average.safetensors", made.model)
     alone = Net().double()
     load_weights(tmp_path / "average.safetensors", alone)
@@ -64,4 +64,4 @@ def test_a_run_that_had_no_average_begins_with_its_weights(tmp_path):
     made.fit()
     averaging = Averaging()
     trainer(tmp_path, max_steps=2, callbacks=[averaging], resume="last").fit()
-    close({key: held.detach() for key, held in averaging.average.items()}, parameters(made))
+    close(dict(averaging.state_dict()["averages"]), parameters(made))

@@ -167,6 +167,22 @@ def test_modules_beside_the_file_are_found(config, tmp_path):
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+def test_a_sampler_a_function_and_groups_are_said_in_a_file(config, capsys):
+    config.write_text(
+        CONFIG.replace("max_steps: 2", "max_epochs: 2")
+        + textwrap.dedent("""\
+        sampler: {class_path: torch.utils.data.RandomSampler, init_args: {replacement: true}}
+        loader: {collate: torch.utils.data.default_collate}
+        parameter_groups:
+        - {match: "*.bias", weight_decay: 0.0}
+        """)
+    )
+    assert main(["train", "config.yaml", "--checkpoints", "false", "--log_every", "3"]) == 0
+    steps = [line.partition(",")[0] for line in (config.parent / "run/metrics.csv").read_text().splitlines()]
+    assert steps == ["step", "1", "3", "4"]  # the first, every third, the last
+    assert not (config.parent / "run/checkpoints").exists()
+
+
 def test_a_path_that_leads_nowhere_is_explained():
     assert find("torch.optim.SGD") is torch.optim.SGD
     with pytest.raises(

@@ -3,8 +3,10 @@
 import errno
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from .lives import PLACES, Kill, losses_in, run_life
 from .runs import by_hand, close, losses, parameters, trainer
 
 KILLS = 20
-PLANS = ("dp=2", "tp=2", "zero3=2", "pp=2", "single")
+PLANS = ("dp=2", "tp=2", "zero3=2", "pp=2", "single", "auto")
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,6 +57,24 @@ def test_killed_twenty_times_under_changing_plans_and_numbers_of_ranks(tmp_path)
     close(torch.load(tmp_path / "values.pt"), values)
     for path in checkpoints_in(tmp_path / "run/checkpoints"):
         verify(path)
+
+
+def test_a_signal_to_one_process_ends_both_well_and_the_run_goes_on(tmp_path):
+    def during(ranks):
+        deadline = time.monotonic() + 60
+        while newest(tmp_path) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(ranks[1].pid, signal.SIGTERM)
+
+    assert run_life(2, tmp_path, "tp=2", None, 100_000, True, during=during) == [0, 0]
+    done = newest(tmp_path)
+    assert f"at step {done}, stopped: SIGTERM on rank 1" in (tmp_path / "run/finished").read_text()
+    steps = -(-done // 3) * 3 + 3
+    assert run_life(2, tmp_path, "zero3=2", None, steps, False) == [0, 0]
+    wanted, values = by_hand(steps // 3)
+    close(dict(losses_in(tmp_path / "losses")), wanted)
+    close(torch.load(tmp_path / "values.pt"), values)
 
 
 def test_torchrun_starts_a_killed_run_again(tmp_path):

@@ -23,12 +23,13 @@ def run(folder, **more):
     return made
 
 
-def test_a_run_in_bfloat16_is_close_to_one_in_float32(tmp_path):
-    exact, narrow = run(tmp_path / "a"), run(tmp_path / "b", precision="bf16-mixed")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16"])
+def test_a_run_in_a_narrow_dtype_is_close_to_one_in_float32(precision, tmp_path):
+    exact, narrow = run(tmp_path / "a"), run(tmp_path / "b", precision=precision)
     assert losses(narrow) != losses(exact)
     assert losses(narrow)[4] == pytest.approx(losses(exact)[4], rel=0.03)
-    assert narrow.scale is None
-    assert all(value.dtype == torch.float32 for value in parameters(narrow).values())
+    assert (narrow.scale is not None) == (precision == "fp16")
+    assert all(value.dtype == torch.float32 for value in parameters(narrow).values())  # or of their masters
 
 
 def test_a_scaled_loss_gives_the_same_updates(tmp_path):
@@ -61,7 +62,7 @@ def broken(rank, folder, plan):
     return [float((a - b).abs().max()) for a, b in zip(kept.seen, kept.seen[1:], strict=False)], made.scale.state_dict()
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "zero2=2"])
 def test_what_is_not_finite_on_one_rank_is_left_out_on_all(plan, tmp_path, pools):
     for moved, scale in pools[2].run(broken, tmp_path, plan):
         assert moved[0] == 0.0 and moved[1] > 0.0

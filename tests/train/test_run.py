@@ -28,7 +28,7 @@ def test_a_run_leaves_config_plan_code_and_checkpoints(tmp_path):
 def test_a_folder_with_a_run_is_not_written_to(tmp_path):
     trainer(tmp_path, max_steps=1).fit()
     with pytest.raises(InputError, match=r'holds a run that has ended: at step 1; go on from it with resume="last"'):
-        trainer(tmp_path, max_steps=1).fit()
+        trainer(tmp_path, max_steps=1, plan="no plan at all").fit()  # before anything is compiled
 
 
 def test_a_folder_whose_run_was_killed_before_it_was_saved_is_not_written_to(tmp_path):
@@ -57,13 +57,15 @@ def test_a_run_goes_on_from_a_path_in_another_folder(tmp_path):
 
 def test_another_config_and_another_plan_do_not_take_the_place_of_the_first(tmp_path):
     folder = RunFolder(tmp_path)
-    for step, text in ((0, "a"), (5, "a"), (5, "b")):
+    for step, text in ((0, "a"), (5, "a"), (5, "b"), (5, "c")):
         folder.write_config(text, step)
         folder.write_plan(text, step)
     assert (tmp_path / "config.yaml").read_text() == "a"
     assert (tmp_path / "config-from-000005.yaml").read_text() == "b"
-    assert (tmp_path / "plan.json").read_text() == "b"
+    assert (tmp_path / "config-from-000005-2.yaml").read_text() == "c"
+    assert (tmp_path / "plan.json").read_text() == "c"
     assert (tmp_path / "plan-until-000005.json").read_text() == "a"
+    assert (tmp_path / "plan-until-000005-2.json").read_text() == "b"
 
 
 def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
@@ -76,6 +78,18 @@ def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
     assert {"step 2", "step 3", "forward", "backward", "optimizer"} <= names
     assert not {"step 1", "step 4"} & names
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_run_that_has_ended_can_be_traced(tmp_path):
+    trainer(tmp_path, max_epochs=1).fit()
+    trainer(tmp_path, max_epochs=1, profile=Profile(start=1, steps=1), resume="last").profile()
+    assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["step-000004-rank-00000.json.gz"]
+
+
+def test_the_last_step_is_known_also_after_a_stop_with_another_batch_size(tmp_path):
+    trainer(tmp_path, max_steps=2).fit()
+    made = trainer(tmp_path, max_epochs=2, batch_size=4, resume="last")  # 6 of 22 rows are left of the first epoch
+    assert made.fit().step == made.last_step == 2 + 2 + 6
 
 
 def test_the_speed_is_that_of_training_alone(monkeypatch):

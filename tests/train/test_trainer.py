@@ -1,6 +1,8 @@
 """A run by the trainer is the run that a plain loop makes."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -189,6 +191,15 @@ def test_a_stream_a_loader_and_a_sampler_give_the_same_run(tmp_path):
     assert losses(stream) == losses(ready) == losses(sampled) == losses(wanted)
 
 
+def test_workers_fetch_ahead_and_the_run_is_the_same(tmp_path):
+    wanted = trainer(tmp_path / "alone", max_epochs=1)
+    wanted.fit()
+    options = LoaderOptions(workers=1, prefetch=2, options={"timeout": 100})
+    ahead = trainer(tmp_path / "ahead", max_epochs=1, loader=options)
+    ahead.fit()
+    assert losses(ahead) == losses(wanted)
+
+
 def test_a_stream_goes_on_where_it_was(tmp_path):
     whole = trainer(tmp_path / "whole", train_data=Streamed(), max_steps=5)
     whole.fit()
@@ -273,6 +284,14 @@ def test_compiled_alone_a_run_writes_plan_and_code_for_ranks_that_are_not_here(t
     assert json.loads((tmp_path / "run/plan.json").read_text())["mesh"] == {"dp": 2, "tp": 2}
     assert "self.tp" in next((tmp_path / "run/generated").rglob("train_*.py")).read_text()
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_the_original_is_let_go_when_it_is_compiled(tmp_path):
+    made = trainer(tmp_path, max_steps=1, loss=F.mse_loss)
+    held = weakref.ref(made.original.up.weight)
+    made.fit()
+    gc.collect()
+    assert held() is None
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):

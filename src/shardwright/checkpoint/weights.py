@@ -14,6 +14,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ SHARD = 5 * 10**9  # bytes of a file, as Hugging Face cuts them
 
 def save_weights(
     path: str | Path, model: nn.Module, *, dtype: torch.dtype | None = None, shard_size: int = SHARD,
-    tied: Tied = "once",
+    tied: Tied = "once", without: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write the model's weights as an ordinary checkpoint. All ranks call it.
 
@@ -48,6 +49,7 @@ def save_weights(
     shard_size  bytes of one file of a folder at most, unless one tensor is larger
     tied        tied weights are written "once", under the first of their keys, and the header names the others;
                 or under "all" of them
+    without     patterns of keys that are left out, such as "*.lora_*"
     """
     if tied not in ("once", "all"):
         raise InputError(f'tied={tied!r} is not known; use "once" or "all"')
@@ -55,9 +57,13 @@ def save_weights(
     meeting.settle()
     census.check_ready()
     own = census.tensors()
-    specs = {key: Spec(dtype=_cast(held, dtype), shape=census.shapes[key]) for key, held in _kinds(census, own).items()}
+    specs = {
+        key: Spec(dtype=_cast(held, dtype), shape=census.shapes[key])
+        for key, held in _kinds(census, own).items()
+        if not any(fnmatchcase(key, pattern) for pattern in without)
+    }
     source = Gathered(census, own, specs)
-    aliases = census.tied
+    aliases = {key: first for key, first in census.tied.items() if first in specs}
     if tied == "all":
         specs |= {key: specs[first] for key, first in aliases.items()}
         source, aliases = source.also(aliases), {}

@@ -11,15 +11,16 @@ and `init_args`. Modules beside the file and in the current directory are found.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from torch import distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from ..errors import InputError, ShardwrightError
 from ..train import Trainer
@@ -27,6 +28,16 @@ from ..train.config import Keys, check_config, explained, read_config
 from ..train.setup import seed_everything
 
 MODES = ("fit", "validate", "compile", "profile")
+
+# What a file can say of an argument that takes anything in Python, and its default.
+TYPES: dict[str, tuple[Any, Any]] = {
+    "train_data": (Dataset, ...),
+    "val_data": (Dataset | None, None),
+    "sampler": (Callable[[Dataset], Sampler] | None, None),
+    "plan": (str, "auto"),
+    "precision": (str | dict[str, Any] | None, None),
+}
+SAID = re.compile(r"^    (\w+): ((?:.|\n        )+)", re.MULTILINE)  # of an argument, in a docstring
 
 
 def run_train(argv: Sequence[str]) -> int:
@@ -62,12 +73,11 @@ def run_asked(asked: Namespace, parser: ArgumentParser) -> int:
     text = parser.dump(asked, skip_unset=False)
     seed_everything(asked.seed)
     try:
-        made = parser.instantiate(asked)
+        trainer = Trainer(**vars(parser.instantiate(asked)))  # nothing else holds the model
     except ValueError as error:
         if isinstance(error.__cause__, ShardwrightError):  # a group of settings that refuses a value
             raise error.__cause__ from None
         raise
-    trainer = Trainer(**vars(made))
     trainer.config = text
     {"fit": trainer.fit, "validate": trainer.validate, "compile": trainer.compile, "profile": trainer.profile}[mode]()
     return 0
@@ -101,11 +111,13 @@ def train_parser() -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="a file of settings (YAML)")
     parser.add_argument("--mode", choices=MODES, default="fit", help="what to do; compile: plan and code alone")
-    parser.add_class_arguments(Trainer, skip={"train_data", "val_data", "plan", "precision"})
-    parser.add_argument("--train_data", type=Dataset, required=True, help="rows to train on")
-    parser.add_argument("--val_data", type=Dataset | None, default=None, help="rows to validate on")
-    parser.add_argument("--plan", type=str, default="auto", help='"auto", "dp=2,tp=2", or the path of a plan file')
-    parser.add_argument("--precision", type=str | dict[str, Any] | None, default=None, help='"bf16-mixed", ...')
+    parser.add_class_arguments(Trainer, skip=set(TYPES))
+    for name, (kind, default) in TYPES.items():
+        parser.add_argument(f"--{name}", type=kind, **({"required": True} if default is ... else {"default": default}))
+    said = dict(SAID.findall(inspect.getdoc(Trainer) or ""))
+    for action in parser._actions:
+        if action.dest in said:
+            action.help = " ".join(said[action.dest].split())
     return parser
 
 

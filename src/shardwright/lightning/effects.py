@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,17 +26,34 @@ from torchmetrics import Metric, MetricCollection
 from ..errors import CaptureError
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Untouchable:
+    """Stands for what a step may have in its hands, and may not look at. `why` says what to do instead."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def _look(self, *_: object) -> NoReturn:
+        raise CaptureError(self.why)
+
+    __bool__ = __index__ = __int__ = __float__ = __str__ = __len__ = __iter__ = __getitem__ = __neg__ = _look
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _look
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _look
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _look
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._look()
+
+
+class Pending(Untouchable):
     """The answer of a metric that is asked later. It can be logged, and nothing else."""
 
-    number: int
-
-    def __getattr__(self, name: str) -> Any:
-        raise CaptureError(
-            f"a step computes with the answer of a metric (.{name}), and metrics are asked after the compiled step has "
-            "run; log the metric, or keep the step out of the compiled program with ShardwrightStrategy(parts=[...])"
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            "a step uses the answer of a metric, and metrics are asked after the compiled step has run; log the "
+            "metric, or leave the step as it is and compile submodules: ShardwrightStrategy(parts=[...])"
         )
+        self.number = number
 
 
 @dataclass(frozen=True, slots=True)

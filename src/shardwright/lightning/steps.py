@@ -11,8 +11,8 @@ a step asks of the trainer differs from call to call, and a program has it fixed
 from __future__ import annotations
 
 import copy
-from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -21,38 +21,32 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .effects import Append, Book, note_log, noting
+from .effects import Append, Book, Untouchable, note_log, noting
 
 ADVICE = (
     "a compiled step would have it fixed; compute it outside of the step, or compile only the heavy submodules and "
     "leave the step as it is: ShardwrightStrategy(parts=[...])"
 )
 SLOTS = ("_parameters", "_buffers", "_modules")
+CONTAINERS = (list, dict, set, deque)
 
 
-def refuse(what: str, step: str = "the step") -> NoReturn:
-    raise CaptureError(f"{step} uses {what}, which differs from call to call: {ADVICE}")
+def _why(what: str, step: str) -> str:
+    return f"{step} uses {what}, which differs from call to call: {ADVICE}"
 
 
 def _refused(name: str) -> Any:
     def get(self: Any) -> NoReturn:
-        refuse(f"self.{name}", self._book.step)
+        raise CaptureError(_why(f"self.{name}", self._book.step))
 
     return property(get)
 
 
-class Unknown:
-    """Stands for the number of a batch: a step may take it, and may not look at it."""
+class Unknown(Untouchable):
+    """What a step is given that a program can't have fixed, such as the number of a batch."""
 
     def __init__(self, name: str, step: str) -> None:
-        self._said = (name, step)
-
-    def _look(self, *_: object) -> NoReturn:
-        refuse(*self._said)
-
-    __bool__ = __index__ = __int__ = __float__ = __hash__ = __str__ = __repr__ = _look
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _look
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _look
+        super().__init__(_why(name, step))
 
 
 class StepBook(Book):
@@ -74,6 +68,8 @@ class Stepping(LightningModule):
     loggers = _refused("loggers")
     optimizers = _refused("optimizers")
     lr_schedulers = _refused("lr_schedulers")
+    global_rank = _refused("global_rank")
+    local_rank = _refused("local_rank")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._book.given is not None:
@@ -81,10 +77,10 @@ class Stepping(LightningModule):
         return _run(self, *args)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        note_log(self._book, "log", (name,), value, {**dict(zip(LOG_OPTIONS, args, strict=False)), **kwargs})
+        note_log(self._book, "log", (name,), value, _options(args) | kwargs)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        note_log(self._book, "log_dict", (), dictionary, {**dict(zip(LOG_OPTIONS, args, strict=False)), **kwargs})
+        note_log(self._book, "log_dict", (), dictionary, _options(args) | kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The modules are copied; plain attributes that hold no tensors (a dataset) are shared."""
@@ -96,7 +92,14 @@ class Stepping(LightningModule):
         return made
 
 
-LOG_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+LOG_OPTIONS = (  # in the order in which self.log and self.log_dict take them
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size",
+)  # fmt: skip
+
+
+def _options(args: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(LOG_OPTIONS[: len(args)], args, strict=True))
 
 
 def _holds_tensors(held: Any) -> bool:
@@ -108,7 +111,8 @@ def _holds_tensors(held: Any) -> bool:
 
 
 def _shared(held: Any) -> Any:
-    return list(held) if type(held) is list else held
+    """A plain attribute for the copy: a container of its own, so that the original's is not changed by a capture."""
+    return copy.copy(held) if type(held) in CONTAINERS else held
 
 
 def stepping(module: LightningModule, book: StepBook) -> LightningModule:
@@ -124,22 +128,20 @@ def _run(
     module: Stepping, step: str, batch: Any, odd: Sequence[int], places: Mapping[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     """Run a step with its effects put off. `places` has by name what else it is given; None stands for unknown."""
-    book = module._book
-    before = {name: held for name, held in vars(module).items() if not name.startswith("_")}
-    lengths = {name: len(held) for name, held in before.items() if type(held) is list}
+    book, before = module._book, Attributes(module)
     book.step, book.given = step, {}
     rest = {name: Unknown(name, step) if value is None else value for name, value in places.items()}
     try:
         with noting(module, book):
             result = _method(module, step)(_with_unknown(batch, odd, step), *rest.values())
-        _check_attributes(module, before, step)
-        for name, length in lengths.items():
-            for held in before[name][length:]:
-                book.note(Append(name), held)
+        for name, held in before.appended(step):
+            book.note(Append(name), held)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Untouchable):
+                leaf._look()
         return {"result": result, "effects": book.given}
     finally:
-        for name, length in lengths.items():
-            del before[name][length:]
+        before.restore()
         book.given = None
 
 
@@ -150,19 +152,48 @@ def _method(module: Stepping, step: str) -> Callable[..., Any]:
     return found
 
 
-def _check_attributes(module: Stepping, before: Mapping[str, Any], step: str) -> None:
-    """A step may append to a list; other changes of attributes would be lost, or frozen in the program."""
-    after = {name: held for name, held in vars(module).items() if not name.startswith("_")}
-    changed = [name for name, held in after.items() if name not in before or before[name] is not held]
-    if changed:
-        for name in changed:
-            vars(module).pop(name)
-        vars(module).update(before)
-        some = ", ".join(f"self.{name}" for name in changed)
-        raise CaptureError(
-            f"{step} sets {some}, which a compiled step can't: return it, append it to a list, make it a buffer "
-            "(register_buffer), or leave the step as it is with ShardwrightStrategy(parts=[...])"
-        )
+class Attributes:
+    """The plain attributes of a module before a step. It may append to lists; any other change would happen once."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._held = {name: held for name, held in vars(module).items() if name not in SLOTS}
+        self._before = {name: copy.copy(held) for name, held in self._held.items() if type(held) in CONTAINERS}
+
+    def appended(self, step: str) -> Iterator[tuple[str, Any]]:
+        """What was appended to which list. Refuses a step that has changed anything else."""
+        after = {name: held for name, held in vars(self._module).items() if name not in SLOTS}
+        changed = {name for name, held in after.items() if name not in self._held or self._held[name] is not held}
+        grown: list[tuple[str, Any]] = []
+        for name, before in self._before.items():
+            now, then = _parts(self._held[name]), _parts(before)
+            kept = len(now) >= len(then) and all(a is b for a, b in zip(now, then, strict=False))
+            if not kept or (len(now) > len(then) and type(before) is not list):
+                changed.add(name)
+            grown += [(name, held) for held in now[len(then) :]]
+        if changed:
+            some = ", ".join(f"self.{name}" for name in sorted(changed))
+            raise CaptureError(
+                f"{step} sets {some}, which a compiled step can't: return it, append it to a list, make it a buffer "
+                "(register_buffer), or leave the step as it is with ShardwrightStrategy(parts=[...])"
+            )
+        return iter(grown)
+
+    def restore(self) -> None:
+        """As it was before the step."""
+        for name in [name for name in vars(self._module) if name not in SLOTS and name not in self._held]:
+            del vars(self._module)[name]
+        vars(self._module).update(self._held)
+        for name, before in self._before.items():
+            held: Any = self._held[name]
+            if len(_parts(held)) != len(_parts(before)):
+                held.clear()
+                (held.extend if isinstance(held, list | deque) else held.update)(before)
+
+
+def _parts(held: Any) -> list[Any]:
+    """What is in a container, for comparing by identity."""
+    return [part for pair in held.items() for part in pair] if isinstance(held, dict) else list(held)
 
 
 def without_text(batch: Any) -> tuple[Any, tuple[int, ...]]:

@@ -27,14 +27,12 @@ import atexit
 import functools
 import json
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
@@ -46,6 +44,7 @@ from shardwright.errors import RankError
 
 from . import journal, world
 from .hang import Inquiry
+from .processes import machine_name, runs
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 10.0  # seconds without one after which a rank counts as lost, once something has failed
@@ -86,7 +85,7 @@ class Watch(AbstractContextManager[None]):
         self._limit = LATE if limit is None else limit.total_seconds()
         self._prints = world.here().device.type != "cpu"  # NCCL's own watch ends the process without a word of ours
         self._ended = threading.Event()
-        self._store.set(f"who/{rank}", f"{_place()} {os.getpid()}")
+        self._store.set(f"who/{rank}", f"{machine_name()} {os.getpid()}")
         self._store.set(f"beat/{rank}", "0 0")
         self._beat = BEAT * max(1.0, size / 256)
         self._thread = threading.Thread(target=self._live, name="shardwright-faults", daemon=True)
@@ -201,9 +200,9 @@ class Watch(AbstractContextManager[None]):
         """The ranks on this machine whose process has ended."""
         for rank in self._others:
             if rank not in self._who and self._store.check([f"who/{rank}"]):
-                place, number = self._store.get(f"who/{rank}").decode().rsplit(" ", 1)
-                self._who[rank] = int(number) if place == _place() else None
-        return [rank for rank, number in self._who.items() if number is not None and not _runs(number)]
+                machine, number = self._store.get(f"who/{rank}").decode().rsplit(" ", 1)
+                self._who[rank] = int(number) if machine == machine_name() else None
+        return [rank for rank, number in self._who.items() if number is not None and not runs(number)]
 
     def _silent(self, beats: dict[int, tuple[bytes, float]]) -> list[int]:
         """The ranks that gave no sign of life for long. `beats` is what was seen so far, and when."""
@@ -241,6 +240,7 @@ class Watch(AbstractContextManager[None]):
                 self._store.set(f"beat/{self.rank}", f"{count} {self.call}")
                 now, here = time.monotonic(), self._waiting()
                 self._inquiry.answer(self._frame(), here is not None)
+                self._print_idle()
                 if here is None or here != place or self.failed == self.call:
                     place, since, known = here, now, 0.0
                     beats.clear()
@@ -269,7 +269,12 @@ class Watch(AbstractContextManager[None]):
         found = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
         if found is not None:
             self._store.set(f"hang/{self.call}", found)
-            if self._prints:
+
+    def _print_idle(self) -> None:
+        if self._prints:
+            mark, after = (self.call, self._notes.total), self._limit - 5 * self._beat
+            found = self._inquiry.idle(mark, self._frame(), after, 3 * self._beat) if self._notes.total else None
+            if found is not None:
                 sys.stderr.write(f"shardwright: {found}\n")
                 sys.stderr.flush()
 
@@ -378,22 +383,3 @@ def _said(error: BaseException) -> str:
     at = next((f for f in reversed(frames) if "site-packages" not in f.filename), None)
     where = f", at {at.filename}:{at.lineno} ({at.line})" if at is not None else ""
     return f"rank {dist.get_rank()} raised {type(error).__name__}: {error}{where}"
-
-
-@functools.cache
-def _place() -> str:
-    """Where process numbers mean the same."""
-    names = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()}/{os.readlink(names) if names.exists() else ''}"
-
-
-def _runs(number: int) -> bool:
-    """Whether a process of this machine is alive; one that only waits to be reaped is not."""
-    try:
-        os.kill(number, 0)
-        status = Path(f"/proc/{number}/stat")
-        return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-    except PermissionError:
-        return True

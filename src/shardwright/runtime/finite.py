@@ -96,8 +96,8 @@ def first_gradient(model: nn.Module) -> str | None:
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 mine.append(key)
     every = _everyone(mine)
-    order = {key: at for at, (key, _) in enumerate(model.named_parameters())}
-    bad = sorted({key for held in every for key in held}, key=lambda key: order.get(key, 0))
+    order = {key: at for at, (key, _) in enumerate(_original(model).named_parameters())}
+    bad = sorted({key for held in every for key in held}, key=lambda key: (order.get(key, len(order)), key))
     if not bad:
         return None
     ranks = ", ".join(str(rank) for rank, held in enumerate(every) if bad[0] in held)
@@ -264,6 +264,12 @@ def _leaves(model: nn.Module) -> list[Tensor]:
             leaf = leaf_of(parameter)
             found[id(leaf)] = leaf
     return list(found.values())
+
+
+def _original(model: nn.Module) -> nn.Module:
+    """The model as it was written, with the parameters of all stages."""
+    found: nn.Module = model._around["skeleton"] if isinstance(model, ParallelModel) else model
+    return found
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -23,6 +23,8 @@ class Inquiry:
     def __init__(self, store: Any, rank: int, size: int, notes: journal.Journal) -> None:
         self._store, self._rank, self._size, self._notes = store, rank, size, notes
         self._number = 0
+        self._mark: Any = None  # how far this rank was when it was last looked at
+        self._since, self._told = 0.0, False
 
     def answer(self, frame: FrameType | None, waiting: bool) -> None:
         """Say where this rank is, if somebody has asked."""
@@ -45,12 +47,29 @@ class Inquiry:
         said = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         return explain(said, self._size, waited)
 
+    def idle(self, mark: Any, frame: FrameType | None, after: float, patience: float) -> str | None:
+        """Which collective ranks lack, if this one has been at `mark` for long. None if none does, or it is known.
+
+        For devices that collectives run on by themselves: the thread waits elsewhere, or not at all.
+        """
+        now = time.monotonic()
+        if mark != self._mark:
+            self._mark, self._since, self._told = mark, now, False
+        if self._told or now - self._since < after:
+            return None
+        self._told = True
+        found = self.ask(frame, now - self._since, patience)
+        return found if found is not None and NOTHING not in found else None
+
+
+NOTHING = "in nothing that a compiled model does"
+
 
 def explain(said: Mapping[int, Said], size: int, waited: float) -> str:
     """What ranks that wait for each other wait for, and where each is."""
     found = _parted(said) or _missing(said, size) or _message(said)
     head = f"the ranks have waited for each other for {waited:.0f} s"
-    lines = [f"{head}: {found}" if found else f"{head}, in nothing that a compiled model does"]
+    lines = [f"{head}: {found}" if found else f"{head}, {NOTHING}"]
     places: dict[str, list[int]] = {}
     for rank in range(size):
         places.setdefault(_where(said.get(rank)), []).append(rank)

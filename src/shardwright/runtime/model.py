@@ -106,9 +106,8 @@ class ParallelModel(nn.Module):
         self._world, self._mode, self._accumulate = world, mode, accumulate
         self._entries: dict[Any, Entry] = {}
         self._holding: Holding | None = None
-        self._whole = False
         self._checked: set[Any] = set()
-        self._backwards = 0
+        self._whole, self._backwards = False, 0
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
         self._beside: GradientSync | None = None  # of the module that this is a part of
@@ -135,10 +134,7 @@ class ParallelModel(nn.Module):
         return "same" if self._whole else self._mode
 
     def pass_whole(self, whole: bool) -> None:
-        """Whether the next calls pass the same global batch on every rank, whatever `inputs` was said to be.
-
-        So a loader hands out a last batch that the groups can't share evenly.
-        """
+        """Whether the next calls pass the whole batch on every rank: a last one that groups can't share evenly."""
         self._whole = whole
 
     @property
@@ -356,7 +352,9 @@ class ParallelModel(nn.Module):
         return self._entries[key]
 
     def _check_dtypes(self, key: Any) -> None:
-        """A new program is made for other shapes or another mode, never for other dtypes."""
+        """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
+        if torch.is_autocast_enabled(self._world.device.type):
+            return
         for (_, spec, shapes, _), entry in self._entries.items():
             if spec == key[1]:
                 known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))

@@ -45,6 +45,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             raise InputError(f"{', '.join(strange)}: not a signal of this system; use names such as SIGTERM")
         self.names, self.received = tuple(names), ""
         self._then, self._before, self._when = then, dict[int, Any](), 0.0
+        self._process = os.getpid()
 
     def __enter__(self) -> StopSignals:
         self.open()
@@ -68,6 +69,9 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if os.getpid() != self._process:  # a worker of a loader, forked meanwhile: not its business
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if self.received and number == signal.SIGTERM and now - self._when > PAUSE:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -63,7 +63,8 @@ class Source:
             return Loader(self.data, seed=self.seed, model=model)
         assert self.rows is not None
         held = self.options
-        collate, whose = held.collate or default_collate, {} if model is not None else {"rank": rank, "ranks": ranks}
+        collate = held.collate or default_collate
+        whose: dict[str, Any] = {} if model is not None else {"rank": rank, "ranks": ranks}
         if self.sampler is not None:
             last: Last = "whole" if held.last == "keep" else held.last
             order = Sampled(self.sampler(self.data), self.rows, rank=rank, ranks=ranks, last=last, seed=self.seed)
@@ -76,12 +77,12 @@ class Source:
         return loader(
             self.data, self.rows, model=model, seed=self.seed, last=held.last, ignore=held.ignore,
             shuffle=not streams if self.shuffle is None else self.shuffle, workers=held.workers, collate=collate,
-            **whose, **self._more(),
+            draw_by_row=held.draw_by_row, **whose, **self._more(),
         )  # fmt: skip
 
     def _more(self) -> dict[str, Any]:
         pinned = torch.cuda.is_available() if self.options.pin_memory is None else self.options.pin_memory
-        more: dict[str, Any] = {"pin_memory": pinned}
+        more: dict[str, Any] = {"pin_memory": pinned, **self.options.options}
         return more if self.options.prefetch is None else {**more, "prefetch_factor": self.options.prefetch}
 
     def example(self, ranks: int) -> Any:
@@ -93,7 +94,7 @@ class Source:
         elif isinstance(self.data, DataLoader):
             found = next(iter(self.data), None)
         else:
-            alone = replace(self.options, workers=0, prefetch=None, pin_memory=False)
+            alone = replace(self.options, workers=0, prefetch=None, pin_memory=False, options={})
             plain = replace(self, options=alone, shuffle=False, sampler=None)
             found = next(iter(plain._batches(0, ranks, None)), None)
         if found is None:
@@ -131,3 +132,26 @@ def updates(parts: Iterator[Part], count: int) -> Iterator[list[Part]]:
     """As many batches as an update takes; the last of an epoch may have fewer."""
     while taken := list(islice(parts, count)):
         yield taken
+
+
+def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data: Any) -> tuple[int | None, int]:
+    """The rows of one call of the model, over all ranks, and the calls of one update."""
+    for name, value in (("batch_size", batch), ("micro_batch_size", micro), ("accumulate", accumulate)):
+        if value is not None and value < 1:
+            raise InputError(f"{name}={value} makes no sense; use 1 or more")
+    if isinstance(data, DataLoader | Loader):
+        if batch is not None or micro is not None:
+            raise InputError("the data gives batches already; leave out batch_size and micro_batch_size")
+        return None, accumulate or 1
+    if batch is None and micro is None:
+        raise InputError("say how many rows an update has: batch_size=64")
+    if batch is None:
+        return micro, accumulate or 1
+    calls = accumulate or (batch // micro if micro is not None else 1)
+    rows = micro if micro is not None else batch // calls
+    if rows * calls != batch:
+        said = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
+        if micro is not None and accumulate is not None:
+            said += f" and accumulate={accumulate}"
+        raise InputError(f"batch_size={batch} is not made of whole calls with {said}")
+    return rows, calls

@@ -63,6 +63,7 @@ class Loop:
         trainer, progress = self.trainer, self.trainer.progress
         trainer.model.train()
         trainer.fire("on_train_start")
+        trainer.meter.read()  # what went by until here was no training
         while not self._done() and self._stopped is None:
             self._epoch()
         if self._stopped is None and trainer.val_source is not None and progress.val_step != progress.step:
@@ -225,7 +226,7 @@ class Loop:
 
     def _is_logged(self, step: int) -> bool:
         trainer = self.trainer
-        return step % trainer.log_every == 0 or step in (1, trainer.max_steps)
+        return step % trainer.log_every == 0 or step in (1, trainer.last_step)
 
     def _log(self, averages: dict[str, Tensor]) -> dict[str, float]:
         """Log the step, before the schedule moves on: the learning rate is that of the step."""

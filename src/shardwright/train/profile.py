@@ -45,6 +45,8 @@ class Profiler(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         if self._profiler is not None:  # the run was shorter than was asked for
             self._write(trainer, trainer.progress.step)
+        elif self.path is None:
+            trainer.say(f"no step was traced: the run had {self._done}, and the first to trace is {self.options.start}")
 
     def on_finish(self, trainer: Trainer) -> None:
         if self._profiler is not None:

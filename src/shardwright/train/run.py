@@ -68,14 +68,14 @@ class RunFolder:
         """Keep the config as it is run. One that is there stays, and another one gets another name."""
         path = self.path / CONFIG
         if path.exists() and path.read_text() != text:
-            path = self.path / f"config-from-{step:06d}.yaml"
+            path = unused(self.path / f"config-from-{step:06d}.yaml", text)
         replace_text(path, text)
 
     def write_plan(self, text: str, step: int) -> None:
         """Keep the plan; that of an earlier start gets the step as its name, if it was another."""
         path = self.path / PLAN
         if path.exists() and path.read_text() != text:
-            path.rename(self.path / f"plan-until-{step:06d}.json")
+            path.rename(unused(self.path / f"plan-until-{step:06d}.json", path.read_text()))
         replace_text(path, text)
 
     def begin(self) -> None:
@@ -85,3 +85,11 @@ class RunFolder:
 
     def end(self, how: str) -> None:
         replace_text(self.path / FINISHED, how + "\n")
+
+
+def unused(path: Path, text: str) -> Path:
+    """The path, or the like of it with a number, that is not there or has this text already."""
+    tried, number = path, 2
+    while tried.exists() and tried.read_text() != text:
+        tried, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+    return tried

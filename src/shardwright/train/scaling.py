@@ -1,11 +1,14 @@
 """Losses scaled up for float16, whose small gradients would vanish, and down again before an update.
 
 A gradient that is not finite on any rank, of any stage, makes all ranks leave the update out and halve the scale; after
-some updates without one it is doubled. What torch.amp.GradScaler does too, for gradients that lie on several ranks.
+some updates without one it is doubled. torch.amp.GradScaler works with a compiled model too; this one also takes part
+on a rank whose stage has no parameters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,10 +36,11 @@ class LossScale:
     def down(self, optimizer: Optimizer, agreement: Agreement) -> bool:
         """Scale the gradients down. Whether they are finite on all ranks, so that the update is to be done."""
         gradients = [leaf.grad for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
-        largest = [held.abs().max() for held in gradients if held.numel()]
-        broken = bool(largest) and not bool(torch.stack([held.double() for held in largest]).isfinite().all())
+        with torch._C.DisableTorchFunctionSubclass():  # the own pieces: ranks agree below, once
+            for held in _alike(gradients):
+                torch._foreach_mul_(held, 1.0 / self.scale)
+            largest = [one.double() for held in _alike(gradients) for one in torch._foreach_norm(held, math.inf)]
+        broken = bool(largest) and not bool(torch.stack(largest).isfinite().all())
         return agreement.largest(float(broken)) == 0.0
 
     def move(self, finite: bool) -> None:
@@ -52,6 +56,15 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale, self.good, self.skipped = state["scale"], state["good"], state["skipped"]
+
+
+def _alike(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those that have values, by their dtypes."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for held in gradients:
+        if held.numel():
+            found.setdefault(held.dtype, []).append(held)
+    return list(found.values())
 
 
 def scale_for(precision: Precision, start: float) -> LossScale | None:

@@ -39,16 +39,23 @@ LONG = 20  # a list of more is data, not a setting
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A model and its optimizer as they run, and the rows of the call that they were compiled for, over all ranks."""
+    """A model and its optimizer as they run.
+
+    rows    of the call that they were compiled for, over all ranks
+    dtype   of the products
+    """
 
     model: Any
     optimizer: Optimizer
     rows: int
+    dtype: str
 
 
 def module_of(trainer: Trainer) -> nn.Module:
     """What is compiled: the model, with its loss."""
     found = trainer.original
+    if found is None:
+        raise InputError("this trainer has compiled its model already; make another one")
     if trainer.loss_function is not None:
         found = joined(found, trainer.loss_function, trainer.target)
     elif trainer.target is not None:
@@ -60,6 +67,7 @@ def compile_model(trainer: Trainer) -> Compiled:
     """Compile for the ranks of this run."""
     module, world = module_of(trainer), trainer.world
     optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
+    dtype = arithmetic(module, trainer.precision)
     shares = _shares(trainer, world)
     batch = moved(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(
@@ -70,7 +78,7 @@ def compile_model(trainer: Trainer) -> Compiled:
         precision=trainer.precision,
     )  # fmt: skip
     model.sync_by_hand()
-    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares)
+    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares, dtype=dtype)
 
 
 def _shares(trainer: Trainer, world: World) -> int:
@@ -119,18 +127,18 @@ def meter_of(trainer: Trainer, made: Compiled) -> Meter:
         return Meter()
     try:
         cluster = cluster_here(world) if trainer.cluster == "auto" else find_cluster(trainer.cluster)
-        peak = peak_of(cluster, arithmetic(trainer), world.size)
+        peak = peak_of(cluster, made.dtype, world.size)
     except (ClusterError, PlanError):  # a device that nobody has measured
         return Meter()
     return Meter(flops_per_row=made.model.flops / made.rows, peak=peak)
 
 
-def arithmetic(trainer: Trainer) -> str:
+def arithmetic(module: nn.Module, precision: Any) -> str:
     """The dtype whose peak counts."""
-    asked = read_precision(trainer.precision)
+    asked = read_precision(precision)
     if asked.compute or asked.parameters:
         return str(asked.compute or asked.parameters)
-    floating = [held.dtype for held in trainer.original.parameters() if held.is_floating_point()]
+    floating = [held.dtype for held in module.parameters() if held.is_floating_point()]
     found = str(floating[0] if floating else torch.float32).removeprefix("torch.")
     fast = found == "float32" and torch.get_float32_matmul_precision() != "highest"
     return "tfloat32" if fast else found

@@ -18,7 +18,6 @@ import yaml  # type: ignore[import-untyped]
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ..checkpoint import CheckpointFolder, load_weights
 from ..checkpoint.meeting import meet
@@ -32,7 +31,7 @@ from .agreement import Agreement
 from .batches import Reduction
 from .callbacks import Callback, Metrics
 from .faults import StopOnSignal
-from .feed import Source
+from .feed import Source, sizes_of
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
 from .loop import Loop, Progress
 from .meters import Meter
@@ -42,7 +41,6 @@ from .run import RunFolder
 from .saved import NAME, Saved, load_run
 from .scaling import LossScale, scale_for
 from .setup import (
-    Compiled,
     compile_model,
     compile_without_ranks,
     described,
@@ -111,6 +109,7 @@ class Trainer:
     meter: Meter
     agreement: Agreement
     scale: LossScale | None
+    last_step: int | None  # at which the run will end, as far as that is known
 
     def __init__(
         self, *, model: nn.Module, train_data: Any, val_data: Any = None, loss: Callable[..., Any] | None = None,
@@ -144,10 +143,11 @@ class Trainer:
         self.inputs: Mode = inputs
         self.resume, self.weights = resume, weights
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
-        self.log_every, self.original = log_every, model
+        self.log_every = log_every
+        self.original: nn.Module | None = model
         self.config = described({name: held for name, held in locals().items() if name != "self"})
         self._check()
-        rows, self.accumulate = _sizes(batch_size, micro_batch_size, accumulate, train_data)
+        rows, self.accumulate = sizes_of(batch_size, micro_batch_size, accumulate, train_data)
         options = loader or LoaderOptions()
         self.source = Source(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
                              sampler=sampler)  # fmt: skip
@@ -156,13 +156,14 @@ class Trainer:
         )  # fmt: skip
         self.run, self.progress = RunFolder(directory), Progress()
         self.loggers = list(loggers) if loggers is not None else [ConsoleLogger(), CSVLogger()]
+        self._active: list[Logger] = []  # that were started
         self.callbacks = [*callbacks, *([Profiler(profile)] if profile is not None else [])]
         if not any(isinstance(held, StopOnSignal) for held in callbacks):
             self.callbacks.append(StopOnSignal())
         self.last_val: Metrics = {}
         self.stop_reason: str | None = None
         self.scheduler = None
-        self._compiled: Compiled | None = None
+        self._compiled = False
         self._folder: CheckpointFolder | None = None
         self._saved_step = -1
 
@@ -190,8 +191,7 @@ class Trainer:
     def fit(self) -> Progress:
         """Train to the end; how far it came."""
         try:
-            self._set_up()
-            self._begin()
+            self._set_up(*self._found())
             how = Loop(self).run()
             self.wait()
             if self.world.rank == 0:
@@ -199,8 +199,7 @@ class Trainer:
             self.say(f"the run is in {self.run.path}")
         finally:
             self.fire("on_finish")
-            for logger in self._logging():
-                logger.finish()
+            self._finish_logs()
         return self.progress
 
     def profile(self) -> None:
@@ -209,27 +208,24 @@ class Trainer:
         if held not in self.callbacks:
             self.callbacks.append(held)
         try:
-            self._set_up()
-            self._begin(write=False)
-            self.val_source = None
-            self.max_steps = self.progress.step + held.options.start - 1 + held.options.steps
+            self._set_up(*self._found(write=False))
+            self.val_source = self.max_epochs = None
+            self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
             Loop(self).run()
         finally:
             self.fire("on_finish")
-            for logger in self._logging():
-                logger.finish()
+            self._finish_logs()
 
     def validate(self) -> Metrics:
         """Look at the validation data once, with the weights of `resume` or `weights` if given."""
         if self.val_source is None:
             raise InputError("there is nothing to validate on: give val_data")
         try:
-            self._set_up()
-            self._begin(write=False)
+            self._set_up(*self._found(write=False))
             return Loop(self).validate()
         finally:
-            for logger in self._logging():
-                logger.finish()
+            self.fire("on_finish")
+            self._finish_logs()
 
     def compile(self) -> Plan:
         """Plan the run and write its code and its plan, and no more. One process is enough for any plan."""
@@ -237,7 +233,7 @@ class Trainer:
         if devices not in (None, world.size):
             plan, paths = compile_without_ranks(self, devices)
         else:
-            self._set_up()
+            self._compile()
             plan, paths = self.model.plan, (self.model.generated,)
         if world.rank == 0:
             self.run.path.mkdir(parents=True, exist_ok=True)
@@ -261,20 +257,22 @@ class Trainer:
             getattr(callback, place)(self, *what)
 
     def log(self, metrics: Metrics) -> None:
-        for logger in self._logging():
+        for logger in self._active:
             logger.log(metrics, self.progress.step)
 
     def say(self, text: str) -> None:
         """Tell the user something, once."""
-        for logger in self._logging():
+        for logger in self.loggers if here().rank == 0 else ():
             logger.say(text)
 
     def advance(self, step: int) -> None:
-        for logger in self._logging():
+        for logger in self._active:
             logger.progress(step)
 
-    def _logging(self) -> list[Logger]:
-        return self.loggers if here().rank == 0 else []
+    def _finish_logs(self) -> None:
+        for logger in self._active:
+            logger.finish()
+        self._active = []
 
     def val_batches_anew(self) -> Loader:
         """The validation data from its beginning."""
@@ -306,24 +304,36 @@ class Trainer:
 
     # -- setting up ------------------------------------------------------------------------------
 
-    def _set_up(self) -> None:
-        """Compile, and make all that a step needs."""
-        if self._compiled is not None:
+    def _compile(self) -> None:
+        """Compile, and make all that a step needs. The original is let go: the pieces are the truth."""
+        if self._compiled:
             return
         self.world = start()
         seed_everything(self.seed)
-        self._compiled = made = compile_model(self)
-        self.model, self.optimizer = made.model, made.optimizer
+        made = compile_model(self)
+        self.model, self.optimizer, self.meter = made.model, made.optimizer, meter_of(self, made)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
         self.agreement = Agreement()
         self.batches = self.source.batches(self.model)
-        self.meter = meter_of(self, made)
         self.scale = scale_for(read_precision(self.precision), self.loss_scale)
+        self.original, self._compiled = None, True
         self.fire("on_setup")
 
-    def _begin(self, write: bool = True) -> None:
-        """Load what the run begins with, and open its folder and its logs."""
-        meeting, kept = meet(), self.checkpoints or Checkpoints()
+    def _last_step(self) -> int | None:
+        """The step at which the run will end, as far as that is known."""
+        try:
+            epoch = -(-len(self.batches) // self.accumulate)
+        except TypeError:  # a stream does not know its length
+            return self.max_steps
+        if self.max_epochs is None:
+            return self.max_steps
+        done = self.batches.row // (self.source.rows or 1) // self.accumulate  # steps of this epoch
+        last = self.progress.step + (self.max_epochs - self.batches.epoch) * epoch - done
+        return last if self.max_steps is None else min(last, self.max_steps)
+
+    def _found(self, write: bool = True) -> tuple[Path | None, bool]:
+        """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
+        self.world, meeting, kept = start(), meet(), self.checkpoints or Checkpoints()
 
         def find() -> Path | None:
             if not meeting.first:
@@ -334,52 +344,41 @@ class Trainer:
                 self.run.check_fresh()
             return None
 
-        path = meeting.deal([meeting.together(find)] * meeting.size)
+        return meeting.deal([meeting.together(find)] * meeting.size), write
+
+    def _set_up(self, path: Path | None, write: bool) -> None:
+        """Compile, load what the run begins with, and open its folder and its logs."""
+        self._compile()
         if path is not None:
             load_run(self, path)
         elif self.weights is not None:
             load_weights(self.weights, self.model)
-        if not write:
-            self.loggers = [held for held in self.loggers if isinstance(held, ConsoleLogger)]
-        elif self.world.rank == 0:
-            self.run.begin()
-            self.run.write_config(self.config, self.progress.step)
-            self.run.write_plan(self.model.plan.to_json(), self.progress.step)
-        if write and self.checkpoints is not None:
+        self.last_step = self._last_step()
+        meet().together(lambda: self._open(write))
+        kept = self.checkpoints
+        if write and kept is not None:
             self._folder = CheckpointFolder(
                 self.run.checkpoints, keep_last=kept.keep_last, keep_best=kept.keep_best, metric=kept.metric,
                 mode=kept.mode,
             )  # fmt: skip
-            self._saved_step = self.progress.step if path is not None else -1
-        facts = RunFacts(
-            folder=self.run.path, config=yaml.safe_load(self.config), step=self.progress.step, steps=self.max_steps
-        )
-        for logger in self._logging():
-            logger.start(facts)
+            self._saved_step = self.progress.step if path and path.parent == self.run.checkpoints else -1
         if path is not None:
             self.say(f"going on from {path}, step {self.progress.step}")
         elif self.resume is not None:
             self.say(f"{self.run.path} has no checkpoint yet: the run begins at its beginning")
 
-
-def _sizes(batch: int | None, micro: int | None, accumulate: int | None, data: Any) -> tuple[int | None, int]:
-    """The rows of one call of the model, over all ranks, and the calls of one update."""
-    for name, value in (("batch_size", batch), ("micro_batch_size", micro), ("accumulate", accumulate)):
-        if value is not None and value < 1:
-            raise InputError(f"{name}={value} makes no sense; use 1 or more")
-    if isinstance(data, DataLoader | Loader):
-        if batch is not None or micro is not None:
-            raise InputError("the data gives batches already; leave out batch_size and micro_batch_size")
-        return None, accumulate or 1
-    if batch is None and micro is None:
-        raise InputError("say how many rows an update has: batch_size=64")
-    if batch is None:
-        return micro, accumulate or 1
-    calls = accumulate or (batch // micro if micro is not None else 1)
-    rows = micro if micro is not None else batch // calls
-    if rows * calls != batch:
-        said = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
-        if micro is not None and accumulate is not None:
-            said += f" and accumulate={accumulate}"
-        raise InputError(f"batch_size={batch} is not made of whole calls with {said}")
-    return rows, calls
+    def _open(self, write: bool) -> None:
+        """The folder and the logs of the run, on the first rank."""
+        if self.world.rank != 0:
+            return
+        step = self.progress.step
+        if write:
+            self.run.begin()
+            self.run.write_config(self.config, step)
+            self.run.write_plan(self.model.plan.to_json(), step)
+        facts = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
+                         steps=self.last_step if write else None)  # fmt: skip
+        for logger in self.loggers:
+            if write or isinstance(logger, ConsoleLogger):
+                logger.start(facts)
+                self._active.append(logger)
