@@ -26,7 +26,7 @@ NOTHING_THERE = 5  # pytest's exit code where it finds no test
 FIRST = (
     "parity/test_curves.py", "parity/test_gloo.py", "parity/test_pipelines.py", "checkpoint/test_matrix.py",
     "train/test_kills.py", "parity/test_hangs.py", "parity/test_faults.py", "plan/test_auto.py",
-    "rules/test_rules.py", "parity/test_loop.py", "parity/test_experts.py", "plan/test_constraints.py", "plan/joint/test_planner.py",
+    "parity/test_loop.py", "parity/test_experts.py", "plan/test_constraints.py", "plan/joint/test_planner.py",
 )  # fmt: skip
 
 

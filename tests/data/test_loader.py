@@ -1,12 +1,14 @@
 """Loaders go on where the loop was, whatever their workers have fetched ahead."""
 
+import random
 from itertools import chain
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import shardwright as sw
 from shardwright.data import Loader, loader
@@ -179,6 +181,35 @@ def test_batches_of_no_rows_have_the_form_of_others():
     assert batch["x"].shape == (0, 3)
     assert batch["names"] == []
     assert batch["scale"] == 2.0
+
+
+class Noisy(Dataset):
+    """Draws from everything that one can draw from."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, row):
+        return torch.tensor([row, torch.rand(()).item(), random.random(), numpy.random.rand()], dtype=torch.float64)
+
+
+def test_what_is_drawn_by_row_is_the_same_after_a_stop_and_with_any_workers():
+    def make(ranks=1, rank=0, workers=0):
+        return loader(Noisy(), 4, shuffle=True, seed=3, draw_by_row=True, ranks=ranks, rank=rank, workers=workers)
+
+    before = torch.get_rng_state()
+    whole = [batch for batch, _ in walk(make(), 2, None)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len({float(x) for batch in whole for x in batch[:, 1:].flatten()}) == 60  # other numbers for every row
+    held = make()
+    first = [batch for batch, _ in walk(held, 2, 2)]
+    groups = [make(2, 0, workers=1), make(2, 1)]
+    for group in groups:
+        group.load_state_dict(held.state_dict())
+    rest = [torch.cat(parts) for parts in zip(*([b for b, _ in walk(g, 2, None)] for g in groups), strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(first + rest, whole, strict=True))
+    with pytest.raises(InputError, match="a stream draws as it likes"):
+        loader(Numbers(4), 2, draw_by_row=True)
 
 
 # -- any iterable ---------------------------------------------------------------------------------

@@ -85,7 +85,12 @@ def test_every_room_is_in_the_table():
     assert rooms - {"__init__", "__main__", "__pycache__"} <= set(MAY_IMPORT)
 
 
-GUESTS = {"lightning": ["lightning"], "torchmetrics": ["lightning"], "transformers": ["huggingface", "cli"]}
+GUESTS = {
+    "lightning": ["lightning"],
+    "torchmetrics": ["lightning"],
+    "transformers": ["huggingface", "cli"],
+    "jsonargparse": ["cli"],  # which takes time to import, and is needed on a command line only
+}
 
 
 def test_packages_that_need_not_be_there_are_imported_by_their_rooms_alone():

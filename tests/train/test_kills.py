@@ -20,7 +20,7 @@ from .lives import PLACES, Kill, losses_in, run_life
 from .runs import by_hand, close, losses, parameters, trainer
 
 KILLS = 20
-PLANS = ("dp=2", "tp=2", "zero3=2", "pp=2", "single")
+PLANS = ("dp=2", "tp=2", "zero3=2", "pp=2", "single", "auto")
 ROOT = Path(__file__).parents[2]
 
 

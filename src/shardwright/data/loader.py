@@ -24,6 +24,7 @@ from ..errors import InputError
 from ..runtime.model import ParallelModel
 from ..runtime.world import here
 from .collate import Collate, Ignore, RowsCollate, ShareCollate, fill
+from .drawn import DrawnByRow
 from .rows import Last, Rows, seed_of
 from .stream import Share, Stream
 
@@ -60,6 +61,9 @@ class Loader:
             )
         if self._stream is not None and getattr(data, "persistent_workers", False):
             raise InputError("persistent_workers=True: workers that stay are not told of another place in a stream")
+        self._drawn_by_row = dataset if isinstance(dataset, DrawnByRow) else None
+        if self._drawn_by_row is not None and getattr(data, "persistent_workers", False):
+            raise InputError("persistent_workers=True: workers that stay are not told of another epoch to draw by")
         self._draw_apart()
 
     def _draw_apart(self) -> None:
@@ -90,6 +94,8 @@ class Loader:
 
     def _of_rows(self, rows: Rows) -> Iterator[Any]:
         rows.epoch, rows.start = self.epoch, self.row
+        if self._drawn_by_row is not None:
+            self._drawn_by_row.epoch, self._drawn_by_row.seed = self.epoch, self.seed
         for batch in self.data:
             total = rows.count_at(self.row)
             batch = fill(batch, self.ignore, rows.sharing.padding(total))
@@ -159,7 +165,7 @@ class Loader:
 def loader(
     dataset: Any, batch: int, *, model: nn.Module | None = None, rank: int | None = None,
     ranks: int | None = None, shuffle: bool = False, seed: int = 0, last: Last = "keep", ignore: Ignore | None = None,
-    workers: int = 0, collate: Collate = default_collate, **options: Any,
+    workers: int = 0, collate: Collate = default_collate, draw_by_row: bool = False, **options: Any,
 ) -> Loader:  # fmt: skip
     """Batches of a dataset, map-style or iterable, for this rank.
 
@@ -171,6 +177,9 @@ def loader(
     last     what is done with a smaller last batch: see `shardwright.data.Last`
     ignore   with last="pad": how the labels of rows that don't count are marked, such as {"labels": -100}
     workers  processes that fetch ahead
+    draw_by_row
+             what the dataset draws for a row comes from seed, epoch and row alone: the same after a stop, and with any
+             number of workers and ranks
     options  for `torch.utils.data.DataLoader`
     """
     if (rank is None) != (ranks is None):
@@ -181,10 +190,14 @@ def loader(
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if shuffle:
             raise InputError("shuffle=True needs a dataset with numbers for its rows; let the stream shuffle itself")
+        if draw_by_row:
+            raise InputError("draw_by_row=True needs a dataset with numbers for its rows; a stream draws as it likes")
         stream = Stream(dataset, batch, rank=mine, ranks=of, last=last)
         join: Any = ShareCollate(collate=collate)
         gives = DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=join, **options)
         return Loader(gives, seed=seed, ignore=ignore, model=model)
+    if draw_by_row:
+        dataset = DrawnByRow(dataset, seed)
     rows = Rows(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
     bound = RowsCollate(collate=collate, dataset=dataset)
     held = DataLoader(dataset, batch_sampler=rows, num_workers=workers, collate_fn=bound, **options)

@@ -39,9 +39,10 @@ def share(total: int, rank: int, ranks: int) -> range:
     return range(min(rank * size, total), min((rank + 1) * size, total))
 
 
-def seed_of(seed: int, epoch: int) -> int:
-    """One number of two."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest(), "big")
+def seed_of(*numbers: int) -> int:
+    """One number of several."""
+    text = " ".join(map(str, numbers))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,10 +135,7 @@ class ParallelModel(nn.Module):
         return "same" if self._whole else self._mode
 
     def pass_whole(self, whole: bool) -> None:
-        """Whether the next calls pass the same global batch on every rank, whatever `inputs` was said to be.
-
-        So a loader hands out a last batch that the groups can't share evenly.
-        """
+        """Whether the next calls pass the whole batch on every rank: a last one that groups can't share evenly."""
         self._whole = whole
 
     @property

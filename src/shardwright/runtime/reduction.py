@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwright.errors import InputError
 
+from . import journal
 from .faults import told
 from .world import Groups
 
@@ -63,6 +64,7 @@ def total(count: int | float | Tensor, groups: Groups, axes: tuple[str, ...], de
     found = torch.as_tensor(count, dtype=torch.float64, device=device).detach().clone()
     for axis in axes:
         if groups[axis].process_group is not None:
+            journal.enter("all_reduce", groups[axis].process_group, "a number of data-parallel groups")
             dist.all_reduce(found, group=groups[axis].process_group)
     return found
 

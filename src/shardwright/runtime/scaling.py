@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import journal
 from .faults import told
 from .holding import cutting_axes
 from .world import Groups
@@ -33,4 +34,5 @@ def unscale(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None
             cut = cutting_axes(gradient.spread, groups.mesh)  # type: ignore[attr-defined]
             axes |= {(groups, name): None for name in cut}
     for groups, name in sorted(axes, key=lambda held: held[0].mesh.names.index(held[1])):
+        journal.enter("all_reduce", groups[name].process_group, "what a scaler found")
         dist.all_reduce(found, dist.ReduceOp.MAX, group=groups[name].process_group)

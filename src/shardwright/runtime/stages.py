@@ -21,9 +21,15 @@ from torch import Tensor
 
 from shardwright.layout import Mesh
 
+from . import journal
 from .faults import told
 from .holding import Held
 from .world import group_of, here
+
+ALL_STAGES = (
+    "norms of gradients, in which all stages take part: every stage has to hold some of the parameters that one call "
+    "of clip_grad_norm_ is about"
+)
 
 
 class Stages:
@@ -63,5 +69,6 @@ class Stages:
             values[0, at] = torch.stack([known[name].double() for name in mine])
             values[1, at] = 1.0
         if self._group is not None:
+            journal.enter("all_reduce", self._group, ALL_STAGES)
             dist.all_reduce(values, group=self._group)  # each number has one speaker: exact, also for inf and nan
         return list(values[0, values[1] > 0].to(self.dtype).unbind())

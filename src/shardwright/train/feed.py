@@ -63,7 +63,8 @@ class Source:
             return Loader(self.data, seed=self.seed, model=model)
         assert self.rows is not None
         held = self.options
-        collate, whose = held.collate or default_collate, {} if model is not None else {"rank": rank, "ranks": ranks}
+        collate = held.collate or default_collate
+        whose: dict[str, Any] = {} if model is not None else {"rank": rank, "ranks": ranks}
         if self.sampler is not None:
             last: Last = "whole" if held.last == "keep" else held.last
             order = Sampled(self.sampler(self.data), self.rows, rank=rank, ranks=ranks, last=last, seed=self.seed)
@@ -76,7 +77,7 @@ class Source:
         return loader(
             self.data, self.rows, model=model, seed=self.seed, last=held.last, ignore=held.ignore,
             shuffle=not streams if self.shuffle is None else self.shuffle, workers=held.workers, collate=collate,
-            **whose, **self._more(),
+            draw_by_row=held.draw_by_row, **whose, **self._more(),
         )  # fmt: skip
 
     def _more(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class LoaderOptions:
     prefetch    batches that each of them has ready
     pin_memory  copy batches to a GPU without waiting; None: if there is one
     ignore      with "pad": what marks labels of rows that don't count, such as {"labels": -100}
+    draw_by_row what the dataset draws for a row comes from seed, epoch and row alone, see docs/data.md
     collate     a function from a list of rows to a batch, if torch's own will not do
     options     anything else that torch.utils.data.DataLoader takes
     """
@@ -32,6 +33,7 @@ class LoaderOptions:
     prefetch: int | None = None
     pin_memory: bool | None = None
     ignore: dict[str | int, float] | None = None
+    draw_by_row: bool = False
     collate: Callable[[list[Any]], Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
