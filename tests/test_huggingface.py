@@ -1,5 +1,7 @@
 """Models of transformers: made without values, filled piece by piece, trained with labels and masks."""
 
+import gc
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -51,6 +53,7 @@ def most(events):
 
 def fill(rank, plan, folder):
     """How much memory a rank takes to make and fill its part of a model, and how the model then trains."""
+    gc.collect()  # what is let go of in between would count as room that was there before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model = empty_model(f"{folder}/model")
         assert all(held.is_meta for held in model.parameters())

@@ -346,15 +346,14 @@ class ParallelModel(nn.Module):
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
         key = (self._flags, str(spec), shapes, self.passing)
         if key not in self._entries:
-            self._check_dtypes(key)
+            if not torch.is_autocast_enabled(self._world.device.type):
+                self._check_dtypes(key)
             check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)], self._world.device)
             self._entries[key] = self._around["compile"](self, args, kwargs)
         return self._entries[key]
 
     def _check_dtypes(self, key: Any) -> None:
         """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
-        if torch.is_autocast_enabled(self._world.device.type):
-            return
         for (_, spec, shapes, _), entry in self._entries.items():
             if spec == key[1]:
                 known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))
