@@ -38,11 +38,10 @@ from ..errors import InputError
 from ..parts import Parts
 from ..planning import PlanLike
 from ..runtime.inputs import Mode
-from ..runtime.world import here
+from ..runtime.world import backend_for, here
 from . import checkpoints
 from .compiled import Compiled, CompiledParts, CompiledSteps, heavy_parts
 from .examples import example_of
-from .scaling import agree
 
 MARK = "_shardwright_compiled"  # the attribute of a module that was compiled
 
@@ -113,7 +112,7 @@ class ShardwrightStrategy(ParallelStrategy):
         if self.world_size > 1:  # where the runtime looks for its device and its node
             os.environ.update(LOCAL_RANK=str(self.local_rank), LOCAL_WORLD_SIZE=str(self.num_processes))
         if self.world_size > 1 or (cpu and torch.cuda.is_available()):  # alone, a process takes the GPU that it has
-            backend = "gloo" if cpu else f"cpu:gloo,{self.root_device.type}:nccl"
+            backend = backend_for(self.root_device.type)
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if not self.is_distributed:  # dataloaders shuffle alike
             _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
@@ -150,12 +149,6 @@ class ShardwrightStrategy(ParallelStrategy):
                     f"for {name}={self._options[name]!r} make a new one and load it: fit(new, ckpt_path=...)"
                 )
         return known
-
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            agree(scaler)
 
     def _compile(self, trainer: Trainer, module: LightningModule) -> Compiled:
         module._device = self.root_device

@@ -50,9 +50,13 @@ def start(timeout: timedelta | float = DEFAULT_TIMEOUT) -> World:
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if torch.cuda.is_available():
             torch.cuda.set_device(_local_rank())
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        _join(backend, wait)
+        _join(backend_for("cuda" if torch.cuda.is_available() else "cpu"), wait)
     return here()
+
+
+def backend_for(device: str) -> str:
+    """What ranks on devices of a type talk by; what they say about the program itself is on the CPU."""
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
 
 
 def _join(backend: str, wait: timedelta) -> None:
