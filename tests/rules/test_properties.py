@@ -44,7 +44,7 @@ def choices(facts, op):
 
 @pytest.mark.parametrize("target", TARGETS)
 @settings(
-    max_examples=6, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    max_examples=4, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 @given(data=st.data())
