@@ -1,9 +1,8 @@
 """Runs the tests in two processes, one for each core: `python -m tests.side_by_side [paths] [options of pytest]`.
 
-A unit is a file of tests. Each process imports torch once and is given one unit after the other. One begins with
-the units that start processes themselves and wait for each other most of the time, the other with the rest, which
-need a core; so they stay out of each other's way. What a unit that failed says is printed when it is done. A process
-that dies fails its unit, and another one takes its place. Units that fork the process they run in get a new one.
+A unit is a file of tests. Each process imports torch once and is given one unit after the other, the longest known
+first. What a unit that failed says is printed when it is done. A process that dies fails its unit, and another one
+takes its place. Units that fork the process they run in get a new one.
 """
 
 from __future__ import annotations
@@ -14,22 +13,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread
+from typing import Any
 
 ROOT = Path(__file__).parent
+PROCESSES = 2
 ALONE = ("checkpoint/test_crash.py",)
 NOTHING_THERE = 5  # pytest's exit code where it finds no test
-STARTS = ("pools", "run_processes", "forkserver", "torchrun", "verify(")  # words of a file whose tests start processes
+FIRST = (
+    "parity/test_curves.py", "parity/test_gloo.py", "parity/test_pipelines.py", "checkpoint/test_matrix.py",
+    "train/test_kills.py", "parity/test_hangs.py", "parity/test_faults.py", "plan/test_auto.py",
+    "parity/test_loop.py", "parity/test_experts.py", "plan/test_constraints.py", "plan/joint/test_planner.py",
+)  # fmt: skip
 
 
 def units(within: list[Path]) -> list[str]:
-    """Files of tests, relative to this folder: first those that start processes, then the others."""
+    """Files of tests, relative to this folder, in the order in which they are run."""
     files = [file for path in within for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
-    many = [file for file in files if any(word in file.read_text() for word in STARTS)]
-    return [str(file.resolve().relative_to(ROOT)) for file in (*many, *(file for file in files if file not in many))]
+    found = [str(file.resolve().relative_to(ROOT)) for file in files]
+    return sorted(found, key=lambda unit: FIRST.index(unit) if unit in FIRST else len(FIRST))
 
 
 class Worker:
@@ -91,19 +96,25 @@ def serve(options: list[str]) -> None:
         answers.flush()
 
 
+def taken(queue: SimpleQueue[str]) -> Iterator[str]:
+    while True:
+        try:
+            yield queue.get_nowait()
+        except Empty:
+            return
+
+
 def main(arguments: list[str]) -> int:
     within = [Path(given) for given in arguments if Path(given).exists()]
     options = [given for given in arguments if not Path(given).exists()]
     begin, failed, lock = time.monotonic(), list[str](), Lock()
-    waiting = deque(units(within or [ROOT]))
+    waiting: SimpleQueue[str] = SimpleQueue()
+    for unit in units(within or [ROOT]):
+        waiting.put(unit)
 
-    def next_one(take: Callable[[], str]) -> str | None:
-        with lock:
-            return take() if waiting else None
-
-    def work(take: Callable[[], str]) -> None:
+    def work() -> None:
         worker = Worker(options)
-        while unit := next_one(take):
+        for unit in taken(waiting):
             code, seconds, said = worker.run(unit)
             last = said.strip().splitlines()[-1] if said.strip() else ""
             with lock:
@@ -114,7 +125,7 @@ def main(arguments: list[str]) -> int:
                 print(f"{'passed' if fine else 'FAILED'} {unit} in {seconds:.0f} s: {last}", flush=True)
         worker.close()
 
-    threads = [Thread(target=work, args=(take,)) for take in (waiting.popleft, waiting.pop)]
+    threads: list[Any] = [Thread(target=work) for _ in range(PROCESSES)]
     for thread in threads:
         thread.start()
     for thread in threads:
