@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.errors import InputError, NonFiniteError
+from shardwright.errors import NonFiniteError
 
 from . import journal
 from .faults import told
 from .model import ParallelModel
 from .optimizer import leaf_of
-from .parameters import ShardParameter, Untouched
+from .parameters import Untouched
+from .pipeline.nonfinite import are_finite, gradients_of
 from .world import here
 
 LossOf = Callable[[Any], Any]
@@ -71,15 +72,12 @@ def find_nonfinite(
 @torch.no_grad()
 def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = False) -> bool:
     """Whether the loss, and gradients if asked, are finite on all ranks. All ranks must call it."""
+    held = gradients_of(model.parameters()) if gradients else []
     with Untouched():
         device = here().device
         fine = torch.ones((), device=device) if loss is None else torch.isfinite(loss.detach()).all().float().to(device)
-        held = (
-            [g for g in (_gradient(p) for p in model.parameters()) if g is not None and g.numel()] if gradients else []
-        )
         if held:
-            largest = torch.stack([norm.float() for norm in torch._foreach_norm(held, math.inf)])
-            fine = fine * torch.isfinite(largest).all().to(device)
+            fine = fine * are_finite(held).to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             journal.enter("all_reduce", None, "whether all is finite")
             dist.all_reduce(fine, dist.ReduceOp.MIN)
@@ -89,12 +87,8 @@ def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = Fal
 @torch.no_grad()
 def first_gradient(model: nn.Module) -> str | None:
     """The first parameter, in the order of the model, whose gradient is not finite; on which ranks."""
-    mine: list[str] = []
-    with Untouched():
-        for key, parameter in model.named_parameters():
-            gradient = _gradient(parameter)
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                mine.append(key)
+    gradients = {key: gradients_of([held]) for key, held in model.named_parameters()}
+    mine = [key for key, held in gradients.items() if held and not bool(are_finite(held))]
     every = _everyone(mine)
     order = {key: at for at, (key, _) in enumerate(_original(model).named_parameters())}
     bad = sorted({key for held in every for key in held}, key=lambda key: (order.get(key, len(order)), key))
@@ -259,10 +253,8 @@ def _leaves(model: nn.Module) -> list[Tensor]:
     """All that may have a gradient: parameters, and what an optimizer sees in their place."""
     found: dict[int, Tensor] = {}
     for parameter in model.parameters():
-        found[id(parameter)] = parameter
-        if isinstance(parameter, ShardParameter):
-            leaf = leaf_of(parameter)
-            found[id(leaf)] = leaf
+        for held in (parameter, leaf_of(parameter)):
+            found[id(held)] = held
     return list(found.values())
 
 
@@ -270,10 +262,6 @@ def _original(model: nn.Module) -> nn.Module:
     """The model as it was written, with the parameters of all stages."""
     found: nn.Module = model._around["skeleton"] if isinstance(model, ParallelModel) else model
     return found
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return leaf_of(parameter).grad if isinstance(parameter, ShardParameter) else parameter.grad
 
 
 # -- over ranks ----------------------------------------------------------------------------------
@@ -297,9 +285,3 @@ def _everyone(mine: Any) -> list[Any]:
     journal.enter("all_gather", None, "what ranks found")
     dist.all_gather_object(every, mine)
     return every
-
-
-def check_action(action: str) -> None:
-    """Refuse what is neither to raise nor to warn."""
-    if action not in ("raise", "warn"):
-        raise InputError(f'action={action!r} is not known; use "raise" or "warn"')
