@@ -2,7 +2,9 @@
 
 import gc
 import json
+import sys
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 import shardwright as sw
 from shardwright.errors import InputError
 from shardwright.train import Callback, Checkpoints, EarlyStopping, LearningRateMonitor, LoaderOptions
+from shardwright.verify import program
 
 from .runs import by_hand, close, losses, net, parameters, rows, trainer
 
@@ -284,6 +287,20 @@ def test_compiled_alone_a_run_writes_plan_and_code_for_ranks_that_are_not_here(t
     assert json.loads((tmp_path / "run/plan.json").read_text())["mesh"] == {"dp": 2, "tp": 2}
     assert "self.tp" in next((tmp_path / "run/generated").rglob("train_*.py")).read_text()
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_compiled_alone_a_model_is_captured_once(tmp_path):
+    door = sys.modules["shardwright.parallelize"]  # the package has a function of that name
+    with mock.patch.object(door, "capture", wraps=door.capture) as once, mock.patch.object(program, "capture") as never:
+        trainer(tmp_path, max_steps=1, plan="dp=2").compile()
+    assert once.call_count == 1 and not never.called
+
+
+def test_compiled_alone_a_run_is_refused_for_what_it_would_be_refused_for(tmp_path):
+    with pytest.raises(InputError, match=r"'\*\.weigth' fits no parameter"):
+        trainer(tmp_path, max_steps=1, plan="dp=2", parameter_groups=[{"match": "*.weigth", "lr": 0.1}]).compile()
+    with pytest.raises(InputError, match='microbatch_semantics="local" is compiled by the ranks'):
+        trainer(tmp_path, max_steps=1, plan="pp=2", microbatches=2, microbatch_semantics="local").compile()
 
 
 def test_the_original_is_let_go_when_it_is_compiled(tmp_path):

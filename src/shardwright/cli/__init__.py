@@ -178,13 +178,13 @@ def run_plan(asked: Namespace, console: Console) -> int:
         raise InputError(f"--accumulate {asked.accumulate} makes no sense; 1 is an update after every backward")
     size = _devices(asked)
     with Watching() as watching:
-        made, graph = planned(
+        made, found = planned(
             module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
             optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
             outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, constraints=asked.constraints,
             progress=watching, stop=watching.stopped, microbatches=asked.microbatches,
         )  # fmt: skip
-    console.print(explain(made, graph) if asked.full else explain(made))
+    console.print(explain(made, found.graph) if asked.full else explain(made))
     if asked.outputs is None and outputs == "scalars":
         console.print(ONLY_SCALARS, highlight=False)
     if asked.output is not None:

@@ -106,6 +106,12 @@ def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
     return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
 
 
+def count_replicas(wish: PlanLike, world: World) -> int:
+    """How many data-parallel groups a plan will have."""
+    mesh, axes = replicas_of(wish, world)
+    return math.prod(mesh.sizes[name] for name in axes)
+
+
 class Compiler:
     """Makes the entries of one model."""
 
@@ -170,7 +176,7 @@ class Compiler:
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
-        scale = self._replicas() if model.passing == "rows" else 1
+        scale = count_replicas(self.wish, self.world) if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -212,11 +218,6 @@ class Compiler:
             for key, tensor in (*made.named_parameters(), *made.named_buffers()):
                 tensor.copy_(state[key])
         return made
-
-    def _replicas(self) -> int:
-        """How many data-parallel groups there will be; "rows" mode needs to know before it captures."""
-        mesh, axes = replicas_of(self.wish, self.world)
-        return math.prod(mesh.sizes[name] for name in axes)
 
     def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
         def make() -> Plan:
@@ -288,7 +289,7 @@ class Compiler:
 
         pipeline = assemble(lowered, made, captured, holding, self.world, make)
         joined = {held.value for held in lowered.exits if held.how == "cat"}
-        if self.mode == "rows" and joined and self._replicas() > 1:
+        if self.mode == "rows" and joined and count_replicas(self.wish, self.world) > 1:
             raise InputError(
                 f'with inputs="rows" a pipeline of several data-parallel groups gives back numbers only, and the model '
                 f"returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
