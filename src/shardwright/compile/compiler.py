@@ -49,7 +49,7 @@ from ..probe import probing
 from ..rules import Analysis, analyse
 from ..runtime.inputs import Mode, rows_of
 from ..runtime.model import Entry, ParallelModel
-from ..runtime.optimizer import adopt
+from ..runtime.optimizer import Optimizers, adopt, several
 from ..runtime.pipeline import Loop, Running
 from ..runtime.pipeline.loop import Backward
 from ..runtime.random import Randomness
@@ -61,7 +61,6 @@ from .pipeline import assemble
 from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -256,7 +255,7 @@ class Compiler:
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
         replaced = holder.replaced(holding.parameters, seats)
-        for optimizer in _several(self.optimizer):
+        for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
         self.module = None  # from here on the pieces are the truth
 
@@ -338,12 +337,6 @@ class Compiler:
         if call.path not in self.bodies:
             self.bodies[call.path] = Body(copy.deepcopy(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
-
-
-def _several(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
-    if optimizer is None:
-        return ()
-    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:

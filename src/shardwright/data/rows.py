@@ -13,7 +13,6 @@ rows, means the same for any number of them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -22,6 +21,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..errors import InputError, raise_all
+from ..runtime.roll_call import number_of
 
 Last = Literal["keep", "drop", "pad", "whole"]
 """What is done with the last batch of an epoch, if it is smaller than the others.
@@ -41,8 +41,7 @@ def share(total: int, rank: int, ranks: int) -> range:
 
 def seed_of(*numbers: int) -> int:
     """One number of several."""
-    text = " ".join(map(str, numbers))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    return number_of(" ".join(map(str, numbers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

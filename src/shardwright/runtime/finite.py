@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import NonFiniteError
 
-from . import journal
+from . import journal, roll_call
 from .faults import told
 from .model import ParallelModel
 from .optimizer import leaf_of
@@ -89,7 +89,7 @@ def first_gradient(model: nn.Module) -> str | None:
     """The first parameter, in the order of the model, whose gradient is not finite; on which ranks."""
     gradients = {key: gradients_of([held]) for key, held in model.named_parameters()}
     mine = [key for key, held in gradients.items() if held and not bool(are_finite(held))]
-    every = _everyone(mine)
+    every = roll_call.objects(mine, "gradients that are not finite")
     order = {key: at for at, (key, _) in enumerate(_original(model).named_parameters())}
     bad = sorted({key for held in every for key in held}, key=lambda key: (order.get(key, len(order)), key))
     if not bad:
@@ -269,19 +269,10 @@ def _original(model: nn.Module) -> nn.Module:
 
 def _agreed(found: Origin | None) -> str | None:
     """The first of what the ranks found, and who else found the same."""
-    every = _everyone(found)
+    every = roll_call.objects(found, "what ranks found")
     there = [(rank, held) for rank, held in enumerate(every) if held is not None]
     if not there:
         return None
     _, first = min(there, key=lambda item: (item[1].order, item[0]))
     same = [rank for rank, held in there if (held.op, held.line, held.phase) == (first.op, first.line, first.phase)]
     return str(first) if len(every) == 1 else f"{first}, on rank {', '.join(map(str, same))}"
-
-
-def _everyone(mine: Any) -> list[Any]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    every: list[Any] = [None] * dist.get_world_size()
-    journal.enter("all_gather", None, "what ranks found")
-    dist.all_gather_object(every, mine)
-    return every

@@ -193,17 +193,17 @@ def set_raw_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 def _read(parameter: Any) -> Tensor | None:
     if not isinstance(parameter, ShardParameter):
         return cast("Tensor | None", parameter.grad)
-    if parameter.shard is not None and _keeps_share(parameter):
+    if parameter.shard is not None and keeps_share(parameter):
         share = _dressed(parameter.shard, parameter.shard.grad)
         return share if share is not None else parameter.grad
-    if parameter.owner is not None and not _keeps_share(parameter):
+    if parameter.owner is not None and not keeps_share(parameter):
         return _share_of_owner(parameter, parameter.owner)
     return _dressed(parameter, parameter.grad)
 
 
-def _keeps_share(parameter: ShardParameter) -> bool:
+def keeps_share(parameter: Tensor) -> bool:
     """Whether only a share of the gradient is there, as that of the shard."""
-    return parameter.held.level == 2 and parameter.slot is not None
+    return isinstance(parameter, ShardParameter) and parameter.held.level == 2 and parameter.slot is not None
 
 
 def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | None:
@@ -246,7 +246,7 @@ def _index(parameter: ShardParameter) -> int:
 
 def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
     """Setting a gradient; a parameter and its shard are cleared together."""
-    if parameter.owner is not None and not _keeps_share(parameter):
+    if parameter.owner is not None and not keeps_share(parameter):
         if gradient is None or parameter.slot is None:
             parameter.owner.grad = gradient
         else:
@@ -255,7 +255,7 @@ def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
                 raise RankError(f"{parameter.held.name} has no gradient; set the gradient of the model's parameter")
             current.copy_(gradient)
         return
-    other = parameter.shard if _keeps_share(parameter) else None
+    other = parameter.shard if keeps_share(parameter) else None
     other = parameter.owner if parameter.owner is not None else other
     if other is not None and gradient is None:
         other.grad = None
