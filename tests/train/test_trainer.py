@@ -212,11 +212,14 @@ def test_a_stream_goes_on_where_it_was(tmp_path):
     assert losses(second) == {step: losses(whole)[step] for step in (3, 4, 5)}
 
 
-def test_early_stopping_ends_a_run_that_no_longer_gets_better(tmp_path):
-    class Worse(Callback):
-        def before_log_val(self, trainer, metrics):
-            metrics["val_loss"] = float(trainer.progress.step)
+class Worse(Callback):
+    """Every validation is worse than the one before."""
 
+    def before_log_val(self, trainer, metrics):
+        metrics["val_loss"] = float(trainer.progress.step)
+
+
+def test_early_stopping_ends_a_run_that_no_longer_gets_better(tmp_path):
     stopping = EarlyStopping(patience=2)
     made = trainer(tmp_path, max_steps=20, val_data=rows(4), val_every=1, callbacks=[Worse(), stopping])
     made.fit()
@@ -255,10 +258,6 @@ def test_a_schedule_by_epochs_and_one_by_validation(tmp_path):
     made = trainer(tmp_path / "a", max_epochs=3, scheduler=tenth, scheduler_every="epoch")
     made.fit()
     assert [round(value, 6) for value in losses(made, "lr").values()] == [0.01] * 3 + [0.001] * 3 + [0.0001] * 3
-
-    class Worse(Callback):
-        def before_log_val(self, trainer, metrics):
-            metrics["val_loss"] = float(trainer.progress.step)
 
     plateau = trainer(
         tmp_path / "b", max_steps=4, val_data=rows(4), val_every=1, callbacks=[Worse()],
