@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import InputError, NonFiniteError
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .model import ParallelModel
 from .optimizer import leaf_of
@@ -82,7 +82,7 @@ def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = Fal
             fine = fine * torch.isfinite(largest).all().to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             journal.enter("all_reduce", None, "whether all is finite")
-            dist.all_reduce(fine, dist.ReduceOp.MIN)
+            nearby.all_reduce(fine, None, "min").wait()
         return bool(fine.item())
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.errors import InputError, raise_all
 
-from . import journal
+from . import journal, nearby
 from .faults import watch
 
 Mode = Literal["same", "rows", "gather"]
@@ -43,7 +43,7 @@ def everyone(number: int, size: int, device: torch.device) -> list[int]:
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     every = torch.empty(size, dtype=torch.int64, device=device)
     journal.enter("all_gather", None, "a number of every rank")
-    dist.all_gather_single(every, mine)
+    nearby.all_gather(every, mine, None).wait()
     return [int(held) for held in every.tolist()]
 
 
@@ -118,7 +118,7 @@ def gather_rows(tensor: Tensor, batch: int | None) -> Tensor:
     sent = plain.view(torch.uint8) if plain.dtype == torch.bool else plain
     every = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
     journal.enter("all_gather", None, "the rows of every rank")
-    dist.all_gather_single(every, sent)
+    nearby.all_gather(every, sent, None).wait()
     return every.view(plain.dtype) if plain.dtype == torch.bool else every
 
 

@@ -25,13 +25,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import RankError
 from shardwright.layout import Layout
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .outside import is_use, used
@@ -377,7 +376,7 @@ def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[T
 
 def _summed(values: Tensor, groups: Groups, axis: str) -> Tensor:
     journal.enter("all_reduce", groups[axis].process_group, "norms")
-    dist.all_reduce(values, group=groups[axis].process_group)
+    nearby.all_reduce(values, groups[axis].process_group).wait()
     return values
 
 
@@ -387,7 +386,7 @@ def _extreme(values: Tensor, order: float, groups: Groups, axis: str) -> Tensor:
     lost = values.isnan()
     both = torch.stack([torch.where(lost, -torch.inf, values * sign), lost.double()])
     journal.enter("all_reduce", groups[axis].process_group, "norms")
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=groups[axis].process_group)
+    nearby.all_reduce(both, groups[axis].process_group, "max").wait()
     return torch.where(both[1] > 0, torch.nan, both[0] * sign)
 
 

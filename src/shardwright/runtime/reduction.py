@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import InputError
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .world import Groups
 
@@ -65,7 +64,7 @@ def total(count: int | float | Tensor, groups: Groups, axes: tuple[str, ...], de
     for axis in axes:
         if groups[axis].process_group is not None:
             journal.enter("all_reduce", groups[axis].process_group, "a number of data-parallel groups")
-            dist.all_reduce(found, group=groups[axis].process_group)
+            nearby.all_reduce(found, groups[axis].process_group).wait()
     return found
 
 

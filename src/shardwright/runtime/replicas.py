@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwright.errors import DriftError, raise_all
 from shardwright.layout import Piece, piece_of
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .holding import coordinates, kept_layout
 from .model import Holding, ParallelModel
@@ -135,14 +135,14 @@ def _gathered(rows: list[list[int]], device: torch.device) -> list[list[list[int
     size = dist.get_world_size()
     count = torch.tensor([len(rows)], device=device)
     journal.enter("all_reduce", None, "how many pieces ranks hold")
-    dist.all_reduce(count, dist.ReduceOp.MAX)
+    nearby.all_reduce(count, None, "max").wait()
     most = int(count)
     mine = torch.full((most, 2), -1, dtype=torch.int64, device=device)
     if rows:
         mine[: len(rows)] = torch.tensor(rows, device=device)
     every = torch.empty((size * most, 2), dtype=torch.int64, device=device)
     journal.enter("all_gather", None, "hashes of what ranks hold")
-    dist.all_gather_single(every, mine)
+    nearby.all_gather(every, mine, None).wait()
     return [[row for row in held if row[0] >= 0] for held in every.view(size, most, 2).tolist()]
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardwright.errors import InputError
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .world import here
 
@@ -87,5 +87,5 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             return bool(self.received)
         asked = torch.tensor([float(bool(self.received))], device=here().device)
         journal.enter("all_reduce", None, "whether to stop")
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        nearby.all_reduce(asked, None, "max").wait()
         return bool(asked.item())
