@@ -46,6 +46,7 @@ SHARED = 1 << 15  # bytes from which on more than two ranks share the work of a 
 
 _POSTED, _SUMMED, _READ, _WHAT = range(4)  # words of a flag's line
 _STEPS = 1 << 24  # more than a call has pieces
+_NOTHING = torch.empty(0)
 
 
 def size_for(ranks: int) -> int:
@@ -54,7 +55,7 @@ def size_for(ranks: int) -> int:
 
 
 class Board:
-    """The shared memory of one group. `file` is its open file, of which each rank keeps a byte locked."""
+    """This rank's side of the memory of one group. `file` is its open file, in which it has locked its byte."""
 
     def __init__(self, memory: mmap.mmap, file: int, index: int, ranks: tuple[int, ...], limit: float) -> None:
         self.index, self.ranks, self.limit = index, ranks, limit
@@ -67,8 +68,8 @@ class Board:
         self._calls = 0
         self._end = 0  # how much was written in all, as if the ring had no end
         self._held: deque[Posting] = deque()  # whose place in the ring is taken, oldest first
+        self._stepped: deque[Posting] = deque()  # calls under way in which ranks wait for each other
         self._broken = ""
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
 
     def __del__(self) -> None:
         os.close(self._file)
@@ -85,6 +86,8 @@ class Board:
             posting = Posting(self, self._calls, given, out, op)
             posting.at = self._place(posting.size)
             self._held.append(posting)
+            if posting.stepped:
+                self._stepped.append(posting)
             self.tell(posting.number, posting.what)
             posting.send()
             return posting
@@ -102,12 +105,10 @@ class Board:
         self.expect(_READ, posting.number, posting.pieces)
 
     def settle(self, before: Posting) -> None:
-        """End older calls that have pieces left to post: ranks may wait for calls in another order than others."""
-        for posting in self._held:
-            if posting is before:
-                return
-            if posting.pieces > DEPTH:
-                posting.wait()
+        """End older calls that ranks do step by step, since they may wait for calls in another order than others."""
+        while self._stepped and self._stepped[0].number < before.number:
+            self._stepped[0].finish()
+            self._stepped.popleft()
 
     def tell(self, call: int, what: int) -> None:
         """Say what a call is, before anything of it is posted."""
@@ -140,6 +141,8 @@ class Board:
             pass
 
     def _wait(self, at: int, wanted: int, rank: int) -> None:
+        if self._broken:
+            self._break(self._broken)
         flags, start = self._flags, time.monotonic()
         while flags[at] < wanted and time.monotonic() - start < SPIN:
             os.sched_yield()
@@ -153,8 +156,10 @@ class Board:
 
     def _look(self, at: int, wanted: int, rank: int, waited: float) -> None:
         """Raise if it makes no sense to wait for a rank any longer."""
-        if self._is_gone(rank) and self._flags[at] < wanted:
-            self._break(f"rank {self.ranks[rank]} is gone: its process, or its process group, has ended")
+        for other, name in enumerate(self.ranks):
+            theirs = at + (other - rank) * CALLS * (LINE // 8)
+            if self._flags[theirs] < wanted and self._is_gone(other) and self._flags[theirs] < wanted:
+                self._break(f"rank {name} is gone: its process, or its process group, has ended")
         if waited > self.limit:
             self._break(f"rank {self.ranks[rank]} did not come to a collective over shared memory in {waited:.0f} s")
 
@@ -165,6 +170,8 @@ class Board:
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank has let its lock go, which only the end of its process, or of its groups, does."""
+        if rank == self.index:
+            return False
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -187,43 +194,51 @@ class Posting:
         self.size = min(self.pieces, DEPTH) * self._stride
         shared = self._rows == 1 and op is not None and len(board.ranks) > 2
         self._shared = shared and self._width * bytes_each >= SHARED
+        self.stepped = self._shared or self.pieces > DEPTH
         kinds = (None, "sum", "max", "min")
         self.what = self._length * bytes_each << 8 | kinds.index(op) << 1 | (self._rows > 1)
         self.at = 0
-        self._sent, self._seen = 0, 0
+        self._sent, self._summed, self._seen = 0, 0, 0
 
     def send(self) -> None:
         """Post as many pieces as there is room for."""
         until = min(self.pieces, self._seen + DEPTH)
         while self._sent < until:
             start, stop = self._span(self._sent)
-            self._slot(self._board.index, self._sent).copy_(self._given[:, start:stop])
+            slot = self._slot(self._board.index, self._sent)
+            for number, row in enumerate(slot):
+                if self._rows == 1 or number != self._board.index:
+                    row.copy_(self._given[number, start:stop])
             self._sent += 1
             self._board.say(_POSTED, self.number, self._sent)
 
     def wait(self) -> None:
         """Wait for the others, and bring the result to its place."""
-        board = self._board
-        if self._seen == self.pieces:
-            return
-        with board.lock, torch.inference_mode():
-            if self.pieces > DEPTH:
-                board.settle(self)
-            while self._seen < self.pieces:
-                board.expect(_POSTED, self.number, self._seen + 1)
-                if not self._seen:
-                    board.compare(self.number, self.what)
-                if self._shared:
+        if self._seen < self.pieces:
+            with self._board.lock, torch.inference_mode():
+                self._board.settle(self)
+                self.finish()
+
+    def finish(self) -> None:
+        """The rest of a call, older ones aside."""
+        board, number = self._board, self.number
+        while self._seen < self.pieces:
+            board.expect(_POSTED, number, self._seen + 1)
+            if not self._seen:
+                board.compare(number, self.what)
+            if self._shared:
+                if self._summed == self._seen:
                     self._sum_part(self._seen)
-                    board.say(_SUMMED, self.number, self._seen + 1)
-                    board.expect(_SUMMED, self.number, self._seen + 1)
-                self._take(self._seen)
-                self._seen += 1
-                board.say(_READ, self.number, self._seen)
-                if self._sent < self.pieces:
-                    board.expect(_READ, self.number, self._seen)
-                    self.send()
-            del self._given, self._out
+                    self._summed += 1
+                board.say(_SUMMED, number, self._summed)
+                board.expect(_SUMMED, number, self._summed)
+            self._take(self._seen)
+            self._seen += 1
+            board.say(_READ, number, self._seen)
+            if self._sent < self.pieces:
+                board.expect(_READ, number, self._seen)
+                self.send()
+        self._given = self._out = _NOTHING  # whoever holds on to this does not hold on to them
 
     def _span(self, piece: int) -> tuple[int, int]:
         return piece * self._width, min((piece + 1) * self._width, self._length)
@@ -237,8 +252,12 @@ class Posting:
 
     def _rows_of(self, piece: int) -> list[Tensor]:
         """What all ranks have posted for this one."""
-        mine = self._board.index if self._rows > 1 else 0
-        return [self._slot(rank, piece)[mine] for rank in range(len(self._board.ranks))]
+        start, stop = self._span(piece)
+        mine = self._board.index
+        if self._rows == 1:
+            return [self._slot(rank, piece)[0] for rank in range(len(self._board.ranks))]
+        own = self._given[mine, start:stop]  # which is not posted
+        return [own if rank == mine else self._slot(rank, piece)[mine] for rank in range(self._rows)]
 
     def _sum_part(self, piece: int) -> None:
         """Reduce this rank's part, where nobody else reads this rank's value."""

@@ -11,6 +11,7 @@ touched until then. Nothing here takes part in autograd.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import logging
@@ -155,17 +156,20 @@ def _open(
     offer: dict[str, Any], own: int | None, index: int, ranks: tuple[int, ...], limit: timedelta | None
 ) -> Board | None:
     """This rank's side of what the first rank has reserved, or None if it can't be had."""
-    seconds = (limit or world.DEFAULT_TIMEOUT).total_seconds()
+    file = own
     try:
         # The first rank must not open its file twice: closing one of them would let go of its lock.
         file = os.open(offer["path"], os.O_RDWR) if own is None else own
         memory = mmap.mmap(file, offer["size"])
         if memory[: len(offer["token"])] != offer["token"].encode():
             raise OSError(f"{offer['path']} is not what was offered")
-        return Board(memory, file, index, ranks, seconds)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
     except (OSError, ValueError) as error:
+        if file is not None:
+            os.close(file)
         _tell(f"can't open the memory that rank {ranks[0]} shares: {error}")
         return None
+    return Board(memory, file, index, ranks, (limit or world.DEFAULT_TIMEOUT).total_seconds())
 
 
 def _say(words: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
