@@ -18,19 +18,19 @@ from tests.runtime.ranks import run_processes, run_ranks
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 )  # fmt: skip
-HALVES = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # gloo rounds after each sum
 
 
-def values(size: int, dtype: torch.dtype, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-60, 60, (size,), generator=generator).to(dtype) / (3 if dtype.is_floating_point else 1)
-
-
-def every(group: dist.ProcessGroup, size: int, dtype: torch.dtype) -> list[Tensor]:
+def every(group: dist.ProcessGroup, size: int, dtype: torch.dtype, exact: bool = False) -> list[Tensor]:
     n, rank = group.size(), group.rank()
-    found = [values(size, dtype, rank).to(dtype) for _ in ("sum", "max", "min")]
+
+    def values(size: int) -> Tensor:
+        whole = torch.randint(-60, 60, (size,), generator=torch.Generator().manual_seed(rank))
+        held = (whole / 3).to(dtype) if dtype.is_floating_point else whole.to(dtype)
+        return held.double() if exact else held
+
+    found = [values(size) for _ in ("sum", "max", "min")]
     begun = [nearby.all_reduce(x, group, op) for x, op in zip(found, ("sum", "max", "min"), strict=True)]
-    one, many = values(size, dtype, rank).to(dtype), values(n * size, dtype, rank).to(dtype)
+    one, many = values(size), values(n * size)
     gathered, scattered, sent = many.clone(), one.clone(), many.clone()
     begun.append(nearby.all_gather(gathered, one, group))
     begun.append(nearby.reduce_scatter(scattered, many, group))
@@ -52,8 +52,15 @@ def both_ways(rank: int) -> None:
         assert not has_board(sent)
     assert has_board(shared)
     for size, dtype in [*((1000, dtype) for dtype in DTYPES), (0, torch.float32), (300_001, torch.float32)]:
-        for mine, theirs in zip(every(shared, size, dtype), every(sent, size, dtype), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=4 * HALVES.get(dtype, 2.0**-23), atol=1e-6)
+        ways = every(shared, size, dtype), every(sent, size, dtype), every(shared, size, dtype, exact=True)
+        for mine, theirs, true in zip(*ways, strict=True):
+            off = (mine.double() - true).abs()
+            if dtype.is_floating_point:
+                assert bool((off <= 2 * torch.finfo(dtype).eps * 60).all())
+            if dtype.itemsize == 2:  # at least as exact as gloo, which rounds after each sum
+                assert bool((off <= (theirs.double() - true).abs()).all())
+            else:
+                torch.testing.assert_close(mine, theirs)
     flags = torch.tensor([rank == 1, True])
     out = torch.empty(6, dtype=torch.bool)
     nearby.all_gather(out, flags, shared).wait()
