@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.runtime import board
 from shardwright.runtime.board import Board, Posting
@@ -178,6 +179,25 @@ def test_values_of_inference_and_leaves_can_be_summed(monkeypatch: Any) -> None:
     for x, changes in run(2, fn, monkeypatch):
         assert x.tolist() == [2, 2, 2]
         assert changes > 0  # autograd sees that a value it has kept was changed
+
+
+def test_who_looks_at_all_ops_does_not_see_those_of_a_collective(monkeypatch: Any) -> None:
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+
+    def fn(at: Board) -> None:
+        x = torch.ones(3)
+        flat = x.view(1, -1)
+        with Looks():
+            at.post(flat, flat, "sum").wait()
+        assert x.tolist() == [2, 2, 2]
+
+    run(2, fn, monkeypatch)
+    assert seen == []
 
 
 def test_what_is_awaited_is_let_go(monkeypatch: Any) -> None:

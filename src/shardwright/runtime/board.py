@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections import deque
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,24 @@ def size_for(ranks: int) -> int:
     return HEAD + ranks * (CALLS * LINE + RING)
 
 
+class _Unseen:
+    """Within this, ops are not part of the program: neither autograd nor anybody who looks at all ops sees them.
+
+    Inference mode also lets values be written that were made in it.
+    """
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = (torch.inference_mode(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction())
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
+
+
 class Board:
     """This rank's side of the memory of one group. `file` is its open file, in which it has locked its byte."""
 
@@ -79,7 +97,7 @@ class Board:
 
         `out` is [1, n] for a reduction with `op`, and else [ranks, n]; it may be the memory of `given`.
         """
-        with self.lock, torch.inference_mode():
+        with self.lock, _Unseen():
             if self._broken:
                 self._break(self._broken)
             self._calls += 1
@@ -215,7 +233,7 @@ class Posting:
     def wait(self) -> None:
         """Wait for the others, and bring the result to its place."""
         if self._seen < self.pieces:
-            with self._board.lock, torch.inference_mode():
+            with self._board.lock, _Unseen():
                 self._board.settle(self)
                 self.finish()
 

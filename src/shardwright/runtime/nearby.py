@@ -160,7 +160,7 @@ def _open(
     try:
         # The first rank must not open its file twice: closing one of them would let go of its lock.
         file = os.open(offer["path"], os.O_RDWR) if own is None else own
-        memory = mmap.mmap(file, offer["size"])
+        memory = mmap.mmap(file, offer["size"], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         if memory[: len(offer["token"])] != offer["token"].encode():
             raise OSError(f"{offer['path']} is not what was offered")
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
