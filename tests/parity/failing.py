@@ -63,6 +63,7 @@ class Net(nn.Module):
 def train(rank: int, plan: dict[str, Any], policy: str, directory: str) -> None:
     """Two good steps, one that fails on one rank, and one more: not all ranks need each other in every step."""
     torch.manual_seed(0)
+    os.environ["SHARDWRIGHT_SHARED_MEMORY"] = str(plan.get("shared", 1))
     model, optimizer = _made(policy, directory)
     x = torch.randn(4, 4)
     for step in range(4):

@@ -12,9 +12,12 @@ SOON = 30.0  # seconds from the failure to the end of all, on a busy machine
 LIMIT = 150.0  # with start-up
 
 
-def fail(pool, plan, policy, tmp_path):
-    """Every rank's (error, text), of a training in which one rank fails."""
-    pool.run(train, {}, policy, str(tmp_path), timeout=LIMIT)  # compiled, warm, and nobody says anything
+def fail(pool, plan, policy, tmp_path, shared=1):
+    """Every rank's (error, text), of a training in which one rank fails; by gloo alone if memory is not shared."""
+    plan = {**plan, "shared": shared}
+    if not shared:
+        pool.close()  # groups that have begun go on as they have agreed to
+    pool.run(train, {"shared": shared}, policy, str(tmp_path), timeout=LIMIT)  # compiled, and nobody says anything
     start = time.monotonic()
     answers = pool.try_run(train, plan, policy, str(tmp_path), timeout=LIMIT)
     assert time.monotonic() - start < SOON
@@ -22,9 +25,12 @@ def fail(pool, plan, policy, tmp_path):
     return [held for _, held in answers]
 
 
-@pytest.mark.parametrize(("when", "policy"), [("forward", "dp=2"), ("forward", "tp=2"), ("backward", "dp=2")])
-def test_the_others_stop_with_the_error_of_the_rank_that_raised(pools, tmp_path, when, policy):
-    failed, other = fail(pools[2], {"rank": 0, when: "raise"}, policy, tmp_path)
+@pytest.mark.parametrize(
+    ("when", "policy", "shared"),
+    [("forward", "dp=2", 1), ("forward", "tp=2", 1), ("backward", "dp=2", 1), ("forward", "tp=2", 0)],
+)
+def test_the_others_stop_with_the_error_of_the_rank_that_raised(pools, tmp_path, when, policy, shared):
+    failed, other = fail(pools[2], {"rank": 0, when: "raise"}, policy, tmp_path, shared)
     assert isinstance(failed[0], ValueError)
     assert isinstance(other[0], RankError)
     assert f"rank 0 raised ValueError: the data went bad in {when}, at " in str(other[0])
@@ -49,9 +55,12 @@ def test_a_stage_that_is_killed_stops_all(pools, tmp_path, when):
         assert "rank 2 was lost" in str(answers[rank][0])
 
 
-@pytest.mark.parametrize(("when", "policy"), [("forward", "tp=2"), ("backward", "dp=2"), ("backward", "zero3=2")])
-def test_the_others_name_a_rank_that_was_killed(pools, tmp_path, when, policy):
-    other, killed = fail(pools[2], {"rank": 1, when: "kill"}, policy, tmp_path)
+@pytest.mark.parametrize(
+    ("when", "policy", "shared"),
+    [("forward", "tp=2", 1), ("backward", "dp=2", 1), ("backward", "zero3=2", 1), ("backward", "dp=2", 0)],
+)
+def test_the_others_name_a_rank_that_was_killed(pools, tmp_path, when, policy, shared):
+    other, killed = fail(pools[2], {"rank": 1, when: "kill"}, policy, tmp_path, shared)
     assert killed == (None, "rank 1 died without a word")
     assert isinstance(other[0], RankError)
     assert "rank 1 was lost" in str(other[0])

@@ -24,6 +24,7 @@ LIMIT = 120.0
 
 CASES = {
     "op": ({"rank": 1, "forward": "sleep"}, "tp=2"),
+    "gloo": ({"rank": 1, "forward": "sleep", "shared": 0}, "tp=2"),
     "backward": ({"rank": 1, "backward": "sleep"}, "tp=2"),
     "loop": ({"rank": 0, "loop": "sleep"}, "dp=2"),
     "pipeline": ({"rank": 0, "forward": "sleep"}, "pp=2"),
@@ -46,8 +47,8 @@ def said(tmp_path_factory):
         return str(error)
 
     try:
-        for name, (_, policy) in CASES.items():  # one after the other: a rank may not wait for long while it compiles
-            pools[name].run(train, {}, policy, folders[name], timeout=LIMIT)
+        for name, (plan, policy) in CASES.items():  # one after the other: none may wait for long while it compiles
+            pools[name].run(train, {"shared": plan.get("shared", 1)}, policy, folders[name], timeout=LIMIT)
         with ThreadPoolExecutor(len(CASES)) as threads:
             return dict(zip(CASES, threads.map(hang, CASES), strict=True))
     finally:
@@ -55,8 +56,9 @@ def said(tmp_path_factory):
             pool.close()
 
 
-def test_a_rank_that_sleeps_in_an_op(said):
-    first, waits, sleeps = said["op"].splitlines()
+@pytest.mark.parametrize("case", ["op", "gloo"])
+def test_a_rank_that_sleeps_in_an_op(said, case):
+    first, waits, sleeps = said[case].splitlines()
     assert re.search(
         r"waited for each other for \d+ s: all_gather of a tensor \[4, 2\] \(no\. \d+ of its group\)", first
     )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime import buckets, comm
+from shardwright.runtime import buckets, comm, nearby
 from shardwright.runtime.holding import gather, kept_layout
 from shardwright.runtime.model import ParallelModel
 from shardwright.verify.parity import ranks_of as size_of
@@ -91,26 +91,26 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
             text=model.generated.read_text() if model.generated else "",
         )  # fmt: skip
 
-    with mock.patch.object(buckets, "dist", noted):
+    with mock.patch.object(buckets, "nearby", noted):
         return run_ranks(world_of(plan), run)
 
 
 class _Noted:
-    """torch.distributed, with a list of what the gradient sync sends."""
+    """`nearby`, with a list of what the gradient sync sends."""
 
     def __init__(self) -> None:
         self.sent: dict[int, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
+        return getattr(nearby, name)
 
-    def all_reduce(self, tensor: Tensor, **options: Any) -> Any:
+    def all_reduce(self, tensor: Tensor, group: Any) -> Any:
         self.sent.setdefault(dist.get_rank(), []).append(tensor.numel())
-        return dist.all_reduce(tensor, **options)
+        return nearby.all_reduce(tensor, group)
 
-    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, **options: Any) -> Any:
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, group: Any) -> Any:
         self.sent.setdefault(dist.get_rank(), []).append(tensor.numel())
-        return dist.reduce_scatter_single(out, tensor, **options)
+        return nearby.reduce_scatter(out, tensor, group)
 
 
 def compare(module: nn.Module, args: tuple[Any, ...], plan: str, **options: Any) -> Compared:

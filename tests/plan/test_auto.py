@@ -192,7 +192,7 @@ def test_no_fixed_policy_is_better(name, model, request):
     wishes += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
     for text in wishes:
         plan = draw(facts.graph, read_request(text), facts)
-        habits = habits_of(cluster.device(0).name)
+        habits = habits_of(cluster.device(0).name, cluster.nodes)
         held = peak(facts, plan.mesh, plan.choices("train"), plan.storage, Training(), habits=habits)
         if held.peak <= cluster.memory * (1 - Training().margin):
             seconds = price(facts, cluster, Training(), plan).seconds

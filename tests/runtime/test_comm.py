@@ -9,6 +9,7 @@ and that the gradient of S is S, of W is W, of F is P, of P is W.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -239,16 +240,18 @@ def test_an_uneven_dim_needs_its_cut() -> None:
     run_ranks(2, uneven_without_cut)
 
 
-def every_collective(rank: int, n: int) -> list[list[tuple[Tensor, Tensor, list[str]]]]:
+def every_collective(rank: int, n: int, shared: str) -> list[list[tuple[Tensor, Tensor, list[str]]]]:
+    os.environ["SHARDWRIGHT_SHARED_MEMORY"] = shared
     cases = [(dim, label) for label in ("even", "fused", "uneven", "empty") for dim in (0, 1)]
     odd_values(rank)
     return [convert_all(rank, n, name, cases) for name in CONVERTERS]
 
 
-def test_every_collective_on_real_processes() -> None:
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_every_collective_on_real_processes(shared: str) -> None:
     cases = [(dim, label) for label in ("even", "fused", "uneven", "empty") for dim in (0, 1)]
 
-    results = run_processes(3, every_collective, 3)
+    results = run_processes(3, every_collective, 3, shared)
 
     for which, name in enumerate(CONVERTERS):
         for at, (dim, label) in enumerate(cases):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..cluster import COLLECTIVES, Collective, Curve, Link, Measured
 from ..errors import ClusterError
 from ..layout import Axis, Mesh
+from ..runtime import nearby
 from ..runtime.world import Group, Groups, World
 from .timing import Effort, once, seconds
 
@@ -91,10 +92,10 @@ def call(kind: Collective, size: int, group: Group, device: torch.device) -> tup
     other = torch.zeros_like(whole)
     talk = group.process_group
     calls: dict[Collective, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=talk),
-        "all_gather": lambda: dist.all_gather_single(whole, part, group=talk),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=talk),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=talk),
+        "all_reduce": lambda: nearby.all_reduce(whole, talk).wait(),
+        "all_gather": lambda: nearby.all_gather(whole, part, talk).wait(),
+        "reduce_scatter": lambda: nearby.reduce_scatter(part, whole, talk).wait(),
+        "all_to_all": lambda: nearby.all_to_all(other, whole, talk).wait(),
         "broadcast": lambda: dist.broadcast(whole, group.ranks[0], group=talk),
         "send": lambda: _send(whole, group),
     }
@@ -119,7 +120,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
         message = torch.zeros(size, device=world.device)
 
         def run() -> None:
-            dist.all_reduce(message, group=group.process_group)
+            nearby.all_reduce(message, group.process_group).wait()
 
         run()
         return min(_all_agree(once(run, world.device), world) for _ in range(3)), message
@@ -131,10 +132,9 @@ def measure_overlap(world: World, effort: Effort) -> float:
         talking, message = talk(2 * len(message))
 
     def both() -> None:
-        work = dist.all_reduce(message, group=group.process_group, async_op=True)
+        work = nearby.all_reduce(message, group.process_group)
         compute()
-        if work is not None:
-            work.wait()
+        work.wait()
 
     together = min(_all_agree(once(both, world.device), world) for _ in range(7))
     hidden = (alone + talking - together) / min(alone, talking)
@@ -152,7 +152,7 @@ def measure_meeting(world: World, effort: Effort) -> float:
     compute = _products(384, 0.004, world)
 
     def talk() -> None:
-        dist.all_reduce(message, group=group.process_group)
+        nearby.all_reduce(message, group.process_group).wait()
 
     def both() -> None:
         compute()

@@ -17,7 +17,7 @@ MASTER = 4  # bytes of float32
 class Habits:
     """What the libraries of a device do with memory.
 
-    copies     gathering and scattering work on a copy of the whole (gloo)
+    copies     gathering and scattering work on a copy of the whole (gloo, between machines)
     foreach    the optimizer updates all parameters at once, with a temporary for each (torch on a GPU)
     """
 
@@ -25,7 +25,8 @@ class Habits:
     foreach: bool
 
 
-ON_CPU = Habits(copies=True, foreach=False)
+ON_CPU = Habits(copies=False, foreach=False)
+ON_CPUS_APART = Habits(copies=True, foreach=False)
 ON_GPU = Habits(copies=False, foreach=True)
 
 
@@ -90,6 +91,8 @@ class Training:
         return STATES[self.optimizer]
 
 
-def habits_of(device: str) -> Habits:
-    """The habits of a device by its name."""
-    return ON_CPU if device == "cpu" else ON_GPU
+def habits_of(device: str, nodes: int) -> Habits:
+    """The habits of a device by its name, in a cluster of so many nodes."""
+    if device != "cpu":
+        return ON_GPU
+    return ON_CPU if nodes == 1 else ON_CPUS_APART

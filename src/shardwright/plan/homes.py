@@ -154,13 +154,14 @@ class Storing:
         pack = unit * count / max(value.elements, 1)
         summed = tuple(axis for axis, place in layout.rest if place == FANNED)
         rest = tuple(axis for axis in summed if axis not in axes)
-        backward, habits = self.spaces.backward, habits_of(self.moves.device.name)
+        backward = self.spaces.backward
+        habits = habits_of(self.moves.device.name, self.moves.cluster.nodes)
 
         def sent(resource: Resource, kind: Collective, elements: float, over: tuple[str, ...], size: float) -> Sent:
             bucket = max(elements * size, pack * size if level == 3 else BUCKET)
             times = 1.0 if level == 3 or resource == Resource.UPDATE else 1.0 / training.accumulate
             seconds = self.moves.collective(kind, bucket, over) * elements * size / bucket * times
-            copies = 6 if habits.copies and kind != "all_reduce" else 2  # gloo gathers and scatters on a copy
+            copies = 6 if habits.copies and kind != "all_reduce" else 2  # see `Habits`
             return Sent(resource, kind, over, seconds + times * self.moves.copy(copies * elements * size))
 
         if level == 3:
@@ -186,7 +187,7 @@ class Storing:
         step.
         """
         states, device, name, large = self.training.states(), self.moves.device, self.training.optimizer, float(BUCKET)
-        if habits_of(device.name).foreach:
+        if habits_of(device.name, self.moves.cluster.nodes).foreach:
             return update_time(large, large, large * states, device, optimizer=name) * bytes / large
         first = update_time(large, large, large * states, device, optimizer=name, fused=True) * bytes / large
         return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)

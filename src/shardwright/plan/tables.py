@@ -187,7 +187,7 @@ class Tables:
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
     ) -> Memory:
         """What a walk through a step says that a device holds at the worst moment."""
-        habits = habits_of(self.moves.device.name)
+        habits = habits_of(self.moves.device.name, self.moves.cluster.nodes)
         return peak(self.facts, self.mesh, choices, storage, self.training, recompute, habits=habits)
 
     # -- the way back ----------------------------------------------------------------------

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import journal
+from . import journal, nearby
 from .holding import Held, coordinates, named, zero_axes
 from .packing import Pack
 from .parameters import ShardParameter, Untouched, raw_gradient, set_raw_gradient
@@ -76,7 +75,7 @@ class Bucket:
         self.slots: list[Tensor] = []
         self.flags: Tensor | None = None
         self.held_by_us = 0
-        self.work: dist.Work | None = None
+        self.work: nearby.Awaited = nearby.DONE
         for number, entry in enumerate(entries):
             entry.bucket, entry.number = self, number
 
@@ -116,7 +115,7 @@ class Bucket:
         assert self.flat is not None
         self._mark(self.flags)
         journal.enter("all_reduce", self.group, self)
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self.work = nearby.all_reduce(self.flat, self.group)
 
     def _mark(self, flags: Tensor) -> None:
         seen = [entry.seen for entry in self.entries]
@@ -138,9 +137,8 @@ class Bucket:
         self.missing = len(self.entries)
 
     def _wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        self.work.wait()
+        self.work = nearby.DONE
 
     def _used(self, flags: Tensor) -> list[bool]:
         if all(entry.seen for entry in self.entries):
@@ -195,7 +193,7 @@ class SplitBucket(Bucket):
             self._mark(row.narrow(0, self.pack.used, len(self.entries)))
         self.row = self.flat.new_empty(self.pack.width)
         journal.enter("reduce_scatter", self.split.process_group, self)
-        self.work = dist.reduce_scatter_single(self.row, self.flat, group=self.split.process_group, async_op=True)
+        self.work = nearby.reduce_scatter(self.row, self.flat, self.split.process_group)
 
     def finish(self) -> None:
         if self.row is None:  # was finished early
@@ -203,7 +201,7 @@ class SplitBucket(Bucket):
         self._wait()
         if self.others is not None:
             journal.enter("all_reduce", self.others, self)
-            dist.all_reduce(self.row, group=self.others)
+            nearby.all_reduce(self.row, self.others).wait()
         used = self._used(self.row.narrow(0, self.pack.used, len(self.entries)))
         for entry, anybody in zip(self.entries, used, strict=True):
             if anybody:

@@ -28,13 +28,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import LayoutError
 from shardwright.layout import Cut, Reduction
 
-from . import blocks, journal
+from . import blocks, journal, nearby
 from .faults import told
 from .world import Group, here
 
@@ -68,8 +67,6 @@ def note(kind: str, group: Group, shape: tuple[int, ...]) -> None:
 
 # Collectives on plain values: no autograd, a fresh result.
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
 
 def all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     """The reduction of a value over the group, in a new tensor. No autograd."""
@@ -87,7 +84,7 @@ def begin_all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Callable
     if _listeners:
         note("all_reduce", group, tuple(x.shape))
     journal.enter("all_reduce", group.process_group, x.shape)
-    work = dist.all_reduce(x, _OPS[op], group=group.process_group, async_op=True)
+    work = nearby.all_reduce(x, group.process_group, op)
 
     @told
     def finish() -> Tensor:
@@ -107,7 +104,7 @@ def _gather(x: Tensor, dim: int, group: Group, cut: Cut | None) -> Tensor:
         if _listeners:
             note("all_gather", group, tuple(piece.shape))
         journal.enter("all_gather", group.process_group, piece.shape)
-        dist.all_gather_single(_flat(stacked), _flat(piece), group=group.process_group)
+        nearby.all_gather(_flat(stacked), _flat(piece), group.process_group).wait()
     return blocks.unstack(stacked, dim, cut)
 
 
@@ -118,17 +115,16 @@ def begin_reduce_scatter(x: Tensor, dim: int, group: Group, cut: Cut | None) -> 
     cut = cut or _even(x, dim, group)
     stacked = blocks.stack(x, dim, cut, group.size)
     piece = stacked.new_empty(stacked.shape[1:])
-    work = None
+    work: nearby.Awaited = nearby.DONE
     if piece.numel():
         if _listeners:
             note("reduce_scatter", group, tuple(x.shape))
         journal.enter("reduce_scatter", group.process_group, x.shape)
-        work = dist.reduce_scatter_single(piece.view(-1), stacked.view(-1), group=group.process_group, async_op=True)
+        work = nearby.reduce_scatter(piece.view(-1), stacked.view(-1), group.process_group)
 
     @told
     def finish() -> Tensor:
-        if work is not None:
-            work.wait()
+        work.wait()
         return piece.narrow(dim, 0, cut.local(group.size, group.index))
 
     return finish
@@ -165,7 +161,7 @@ def _exchange(x: Tensor, gather_dim: int, take_dim: int, group: Group, given: tu
         if _listeners:
             note("all_to_all", group, tuple(x.shape))
         journal.enter("all_to_all", group.process_group, x.shape)
-        dist.all_to_all_single(_flat(got), _flat(sent), group=group.process_group)
+        nearby.all_to_all(_flat(got), _flat(sent), group.process_group).wait()
     mine = got.narrow(take_dim + 1, 0, take_cut.local(group.size, group.index))
     return blocks.unstack(mine, gather_dim, gather_cut)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwright.layout import Cut
 
-from . import comm, journal
+from . import comm, journal, nearby
 from .world import Group
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,5 +86,8 @@ def _send(x: Tensor, out: list[int] | None, back: list[int] | None, group: Group
     comm.note("all_to_all", group, tuple(x.shape))
     journal.enter("all_to_all", group.process_group, x.shape)
     got = x.new_empty(sum(back) if back is not None else x.shape[0], *x.shape[1:])
-    dist.all_to_all_single(got, x.contiguous(), back, out, group=group.process_group)
+    if out is None:
+        nearby.all_to_all(got, x.contiguous(), group.process_group).wait()
+    else:  # every rank sends another number of rows, so that all of them have no common place in shared memory
+        dist.all_to_all_single(got, x.contiguous(), back, out, group=group.process_group)
     return got

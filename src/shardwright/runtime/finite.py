@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import NonFiniteError
 
-from . import journal, roll_call
+from . import journal, nearby, roll_call
 from .faults import told
 from .model import ParallelModel
 from .optimizer import leaf_of
@@ -80,7 +80,7 @@ def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = Fal
             fine = fine * are_finite(held).to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             journal.enter("all_reduce", None, "whether all is finite")
-            dist.all_reduce(fine, dist.ReduceOp.MIN)
+            nearby.all_reduce(fine, None, "min").wait()
         return bool(fine.item())
 
 

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .stages import Stages
 from .world import Group, Groups
@@ -122,7 +121,7 @@ def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[T
 
 def _summed(values: Tensor, group: Group) -> Tensor:
     journal.enter("all_reduce", group.process_group, "norms")
-    dist.all_reduce(values, group=group.process_group)
+    nearby.all_reduce(values, group.process_group).wait()
     return values
 
 
@@ -132,5 +131,5 @@ def _extreme(values: Tensor, order: float, group: Group) -> Tensor:
     lost = values.isnan()
     both = torch.stack([torch.where(lost, -torch.inf, values * sign), lost.double()])
     journal.enter("all_reduce", group.process_group, "norms")
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
+    nearby.all_reduce(both, group.process_group, "max").wait()
     return torch.where(both[1] > 0, torch.nan, both[0] * sign)

@@ -25,7 +25,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import LayoutError, raise_all
@@ -41,7 +40,7 @@ from shardwright.layout import (
     plain_cut,
 )
 
-from . import blocks
+from . import blocks, nearby
 from .world import Groups
 
 
@@ -190,7 +189,7 @@ def _gather_cut(local: Tensor, dim: int, cut: Cut, groups: Groups) -> Tensor:
         return local
     mine = blocks.fill(local, dim, cut, group.size, group.index).contiguous()
     every = mine.new_empty((group.size, *mine.shape))
-    dist.all_gather_single(every.view(-1), mine.view(-1), group=group.process_group)
+    nearby.all_gather(every.view(-1), mine.view(-1), group.process_group).wait()
     return blocks.unstack(every, dim, cut).contiguous()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.errors import InputError, raise_all
 
-from . import journal, roll_call
+from . import journal, nearby, roll_call
 from .faults import watch
 
 Mode = Literal["same", "rows", "gather"]
@@ -109,7 +109,7 @@ def gather_rows(tensor: Tensor, batch: int | None) -> Tensor:
     sent = plain.view(torch.uint8) if plain.dtype == torch.bool else plain
     every = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
     journal.enter("all_gather", None, "the rows of every rank")
-    dist.all_gather_single(every, sent)
+    nearby.all_gather(every, sent, None).wait()
     return every.view(plain.dtype) if plain.dtype == torch.bool else every
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 @functools.cache
 def machine_name() -> str:
-    """Where process numbers mean the same."""
-    names = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()}/{os.readlink(names) if names.exists() else ''}"
+    """Where process numbers mean the same. Two machines may have one name, but not one start."""
+    names, start = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
+    began = start.read_text().strip() if start.exists() else ""
+    return f"{socket.gethostname()}/{began}/{os.readlink(names) if names.exists() else ''}"
 
 
 def runs(number: int) -> bool:

@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .holding import coordinates, zero_axes
 from .packing import Pack
@@ -71,10 +70,9 @@ class Refresh:
                     pack.own(row, number, groups[axes].index).copy_(parameter.shard)
                 flat = row.new_empty(pack.parts * pack.width)
                 journal.enter("all_gather", groups[axes].process_group, "updated parameters")
-                work = dist.all_gather_single(flat, row, group=groups[axes].process_group, async_op=True)
+                work = nearby.all_gather(flat, row, groups[axes].process_group)
                 waiting.append((parameters, pack, flat, work))
             for parameters, pack, flat, work in waiting:
-                if work is not None:
-                    work.wait()
+                work.wait()
                 for number, parameter in enumerate(parameters):
                     pack.take(pack.rows(flat), number, parameter)

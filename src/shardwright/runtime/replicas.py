@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import DriftError, raise_all
 from shardwright.layout import Piece, piece_of
 
-from . import journal, roll_call
+from . import journal, nearby, roll_call
 from .faults import told
 from .holding import coordinates, kept_layout
 from .model import Holding, ParallelModel
@@ -135,5 +134,5 @@ def _gathered(rows: list[list[int]], device: torch.device) -> list[list[list[int
         mine[: len(rows)] = torch.tensor(rows, device=device)
     every = torch.empty((size * most, 2), dtype=torch.int64, device=device)
     journal.enter("all_gather", None, "hashes of what ranks hold")
-    dist.all_gather_single(every, mine)
+    nearby.all_gather(every, mine, None).wait()
     return [[row for row in held if row[0] >= 0] for held in every.view(size, most, 2).tolist()]

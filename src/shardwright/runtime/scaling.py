@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .holding import cutting_axes
 from .world import Groups
@@ -35,4 +34,4 @@ def unscale(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None
             axes |= {(groups, name): None for name in cut}
     for groups, name in sorted(axes, key=lambda held: held[0].mesh.names.index(held[1])):
         journal.enter("all_reduce", groups[name].process_group, "what a scaler found")
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=groups[name].process_group)
+        nearby.all_reduce(found, groups[name].process_group, "max").wait()

@@ -16,12 +16,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import Mesh
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .holding import Held
 from .world import group_of, here
@@ -70,7 +69,7 @@ class Stages:
             values[1, at] = 1.0
         if self._group is not None:
             journal.enter("all_reduce", self._group, ALL_STAGES)
-            dist.all_reduce(values, group=self._group)  # each number has one speaker: exact, also for inf and nan
+            nearby.all_reduce(values, self._group).wait()  # each number has one speaker: exact, also for inf and nan
         found = dict(zip(self._numbers, values[0].to(self.dtype).unbind(), strict=True))
         there = dict(zip(self._numbers, values[1].tolist(), strict=True))
         found |= {name: norm.to(self.dtype) for name, norm in known.items() if norm.requires_grad}  # gradients go back

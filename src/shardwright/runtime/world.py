@@ -1,6 +1,6 @@
 """Who am I, and with whom do I talk: the one place where rank, size, device and groups come from.
 
-`start` is the only function that reads the environment, and only when it is called.
+No other module reads the environment, and this one only when a function is called.
 `Groups` makes the process groups of a mesh. Every rank makes every group, also those it
 is not in, in one sorted order; a rank that made only its own could wait for ever on one
 that is busy making another. Groups are kept for as long as the process group they were
@@ -86,6 +86,11 @@ def _device(alone: bool) -> torch.device:
     if torch.cuda.is_available() and (alone or "nccl" in str(dist.get_backend_config())):
         return torch.device("cuda", _local_rank())
     return torch.device("cpu")
+
+
+def shares_memory() -> bool:
+    """Whether ranks of one machine may talk over shared memory (see `nearby`)."""
+    return os.environ.get("SHARDWRIGHT_SHARED_MEMORY", "1") != "0"
 
 
 def _local_rank() -> int:

@@ -26,13 +26,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from shardwright.errors import LayoutError
 
-from . import journal
+from . import journal, nearby
 from .faults import told
 from .holding import Held, coordinates, named, summing_axes, zero_axes
 from .packing import Pack, whole_buffer
@@ -94,7 +93,7 @@ class Gathered:
         row = shards.fill_row()
         self.rows: Tensor | None = row.new_empty(shards.pack.parts * shards.pack.width)
         journal.enter("all_gather", shards.group.process_group, shards)
-        self.work = dist.all_gather_single(self.rows, row, group=shards.group.process_group, async_op=True)
+        self.work = nearby.all_gather(self.rows, row, shards.group.process_group)
         self.flat: Tensor | None = None
         self.offsets: list[int] = []
 
@@ -103,9 +102,8 @@ class Gathered:
         """The flat buffer in which the whole parameters lie one after the other."""
         if self.flat is None:
             assert self.rows is not None
-            if self.work is not None:
-                self.work.wait()
-                self.work = None  # which holds on to the rows
+            self.work.wait()
+            self.work = nearby.DONE  # the other holds on to the rows
             pack = self.shards.pack
             rows = pack.rows(self.rows)
             self.flat, views = whole_buffer(pack.slots, rows)
@@ -142,7 +140,7 @@ class Return:
         self.rest = groups[rest].process_group if rest else None
         helds = [held for held, _ in self.pairs]
         self.pack = Pack(helds, axes, groups.mesh.sizes, coordinates(groups), extra=len(helds))
-        self.sent: list[tuple[Tensor, Tensor, Any, bool]] = []
+        self.sent: list[tuple[Tensor, Tensor, nearby.Awaited, bool]] = []
 
     def __str__(self) -> str:
         return f"the gradients of {named([held.name for held, _ in self.pairs])}"
@@ -162,18 +160,17 @@ class Return:
                 self.pack.put(rows, number, gradient)
         row = flat.new_empty(self.pack.width)
         journal.enter("reduce_scatter", self.group.process_group, self)
-        work = dist.reduce_scatter_single(row, flat, group=self.group.process_group, async_op=True)
+        work = nearby.reduce_scatter(row, flat, self.group.process_group)
         self.sent.append((row, flat, work, full))
 
     @torch.no_grad()
     def receive(self, leaf_of: Callable[[Tensor], Tensor]) -> None:
         """Wait for what was sent, and add it to `.grad`."""
         for row, _, work, full in self.sent:
-            if work is not None:
-                work.wait()
+            work.wait()
             if self.rest is not None:
                 journal.enter("all_reduce", self.rest, self)
-                dist.all_reduce(row, group=self.rest)
+                nearby.all_reduce(row, self.rest).wait()
             flags = [1.0] * len(self.pairs) if full else row.narrow(0, self.pack.used, len(self.pairs)).tolist()
             for number, (held, parameter) in enumerate(self.pairs):
                 if flags[number] > 0:
@@ -186,8 +183,7 @@ class Return:
     def drop(self) -> None:
         """Wait for what was sent, and forget it."""
         for _, _, work, _ in self.sent:
-            if work is not None:
-                work.wait()
+            work.wait()
         self.sent.clear()
 
 
@@ -320,7 +316,7 @@ class Zero3:
         gathered = self._ready.pop(shards, None)
         if gathered is None:
             return
-        if gathered.flat is None and gathered.work is not None:
+        if gathered.flat is None:
             gathered.work.wait()
         if gathered.flat is not None:
             self._live.pop(gathered.flat.untyped_storage().data_ptr(), None)

@@ -158,10 +158,10 @@ class Made:
         choices = self._choices_inside(number)
         crossing = {held.value for held in self.cut.crossings if number in (held.giver, held.taker)}
         borders = {value: self._border(facts, value, choices, mesh) for value in crossing}
-        seat = self.seat(number)
+        device = cluster.device(self.seat(number).devices[0]).name
         return walk_segment(
             facts, mesh, choices, self.storage, training, self.recompute(number), borders,
-            time=MB, habits=habits_of(cluster.device(seat.devices[0]).name), queued=self.solved[number].stage.queued,
+            time=MB, habits=habits_of(device, cluster.nodes), queued=self.solved[number].stage.queued,
         )  # fmt: skip
 
     def _choices_inside(self, number: int) -> Choices:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import journal
+from .. import journal, nearby
 from ..faults import told
 from ..optimizer import leaf_of
 from ..parameters import ShardParameter, Untouched
@@ -28,7 +28,7 @@ def show_everywhere(parameters: Sequence[ShardParameter], device: torch.device) 
         lost = (~are_finite(gradients)).float() if gradients else torch.zeros((), device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             journal.enter("all_reduce", None, "whether gradients are finite")
-            dist.all_reduce(lost, dist.ReduceOp.MAX)
+            nearby.all_reduce(lost, None, "max").wait()
         if lost.item():
             for gradient in gradients:
                 gradient[(0,) * gradient.ndim] = math.inf
