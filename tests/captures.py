@@ -1,0 +1,70 @@
+"""Captures that are kept: a model that is called in the same way again is captured once in a process.
+
+Neither a rank nor a plan changes what a model computes, and capturing takes longer than the rest of most tests. A
+capture is known by the pickled module (all it holds but the values of parameters and buffers), by the call, and by
+what torch is set to. A module that can't be pickled, or that has opaque parts, is captured every time.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.capture import Captured, capture
+from shardwright.capture.auto import AUTO
+from shardwright.capture.keep import CALLEES
+from shardwright.capture.opaque import opaque_parts
+from shardwright.compile import compiler
+
+MOST = 64
+_made: dict[bytes, Captured] = {}
+
+
+def keep_captures() -> None:
+    """Have compilers of this process capture nothing twice."""
+    compiler.capture = _kept  # type: ignore[assignment]
+
+
+def _kept(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Captured:
+    real = options.pop("real")
+    key = _key(module, args, kwargs, options)
+    if key is None:
+        return capture(module, args, kwargs, real=real, **options)
+    if key not in _made:
+        if len(_made) == MOST:
+            del _made[next(iter(_made))]
+        _made[key] = capture(module, args, kwargs, real=real, **options)
+    return _made[key]
+
+
+def _key(module: nn.Module, *call: Any) -> bytes | None:
+    if AUTO in vars(module) or any(opaque_parts(module)):
+        return None
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    setting = (torch.is_grad_enabled(), autocast, torch.get_default_dtype(), [id(held) for held in CALLEES.values()])
+    written = io.BytesIO()
+    try:
+        _Described(written).dump((module, call, setting))
+    except (pickle.PicklingError, AttributeError, TypeError):  # what pickle says of lambdas, local classes, locks
+        return None
+    return written.getvalue()
+
+
+class _Described(pickle.Pickler):
+    """Tensors without values are written down by what they are like, and by whether two are one."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.seen: dict[int, int] = {}
+
+    def persistent_id(self, held: Any) -> Any:
+        if not isinstance(held, Tensor) or not held.is_meta:
+            return None
+        number = self.seen.setdefault(id(held), len(self.seen))
+        kind = type(held).__name__
+        return number, kind, tuple(held.shape), held.stride(), str(held.dtype), held.requires_grad
