@@ -1,12 +1,13 @@
 """Captures that are kept: a model that is called in the same way again is captured once in a process.
 
 Neither a rank nor a plan changes what a model computes, and capturing takes longer than the rest of most tests. A
-capture is known by the pickled module (all it holds but the values of parameters and buffers), by the call, and by
-what torch is set to. A module that can't be pickled, or that has opaque parts, is captured every time.
+capture is known by the pickled module (all it holds but the values of parameters and buffers), by the shapes of the
+call, and by what torch is set to. A module that can't be pickled, or that has opaque parts, is captured every time.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 from collections.abc import Mapping, Sequence
@@ -14,25 +15,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shardwright.capture import Captured, capture
 from shardwright.capture.auto import AUTO
 from shardwright.capture.keep import CALLEES
 from shardwright.capture.opaque import opaque_parts
-from shardwright.compile import compiler
 
 MOST = 64
+CALLERS = ("compile.compiler", "parallelize", "verify.original", "verify.parity", "verify.program")
 _made: dict[bytes, Captured] = {}
 
 
 def keep_captures() -> None:
-    """Have compilers of this process capture nothing twice."""
-    compiler.capture = _kept  # type: ignore[assignment]
+    """Have nothing captured twice in this process."""
+    for name in CALLERS:
+        caller: Any = importlib.import_module(f"shardwright.{name}")
+        caller.capture = _kept
 
 
-def _kept(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Captured:
-    real = options.pop("real")
-    key = _key(module, args, kwargs, options)
+def _kept(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, real: Any, **options: Any) -> Captured:
+    key = _key(module, tuple(args), dict(kwargs), options)
     if key is None:
         return capture(module, args, kwargs, real=real, **options)
     if key not in _made:
@@ -49,10 +52,14 @@ def _key(module: nn.Module, *call: Any) -> bytes | None:
     setting = (torch.is_grad_enabled(), autocast, torch.get_default_dtype(), [id(held) for held in CALLEES.values()])
     written = io.BytesIO()
     try:
-        _Described(written).dump((module, call, setting))
+        _Described(written).dump((module, pytree.tree_map_only(Tensor, _like, call), setting))
     except (pickle.PicklingError, AttributeError, TypeError):  # what pickle says of lambdas, local classes, locks
         return None
     return written.getvalue()
+
+
+def _like(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor).__name__, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad
 
 
 class _Described(pickle.Pickler):
@@ -63,8 +70,6 @@ class _Described(pickle.Pickler):
         self.seen: dict[int, int] = {}
 
     def persistent_id(self, held: Any) -> Any:
-        if not isinstance(held, Tensor) or not held.is_meta:
+        if not isinstance(held, Tensor):
             return None
-        number = self.seen.setdefault(id(held), len(self.seen))
-        kind = type(held).__name__
-        return number, kind, tuple(held.shape), held.stride(), str(held.dtype), held.requires_grad
+        return self.seen.setdefault(id(held), len(self.seen)), _like(held), None if held.is_meta else held.tolist()
