@@ -87,11 +87,14 @@ def test_experts_that_get_no_token():
     assert report.passed, str(report)
 
 
-def test_on_real_processes():
-    model = mixtral()
-    model.config.output_router_logits = False  # transformers forgets how to record them when a model is pickled
-    report = sw.verify(model, "ep=2", example=example(), method="processes", steps=1, timeout=120)
-    assert report.passed, str(report)
+def on_this_rank(rank: int) -> tuple[bool, str]:
+    report = sw.verify(mixtral(), "ep=2", example=example(), method="world", steps=1, timeout=120)
+    return report.passed, str(report)
+
+
+def test_on_real_processes(pools):
+    for passed, said in pools[2].run(on_this_rank, timeout=120):
+        assert passed, said
 
 
 def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():
