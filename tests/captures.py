@@ -31,17 +31,20 @@ def keep_captures() -> None:
     """Have nothing captured twice in this process."""
     for name in CALLERS:
         caller: Any = importlib.import_module(f"shardwright.{name}")
-        caller.capture = _kept
+        caller.capture = captured
 
 
-def _kept(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, real: Any, **options: Any) -> Captured:
-    key = _key(module, tuple(args), dict(kwargs), options)
+def captured(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, entry: str, promote: bool = False, real: Any
+) -> Captured:
+    """What `capture` gives, or gave."""
+    key = _key(module, tuple(args), dict(kwargs), entry, promote)
     if key is None:
-        return capture(module, args, kwargs, real=real, **options)
+        return capture(module, args, kwargs, entry=entry, promote=promote, real=real)
     if key not in _made:
         if len(_made) == MOST:
             del _made[next(iter(_made))]
-        _made[key] = capture(module, args, kwargs, real=real, **options)
+        _made[key] = capture(module, args, kwargs, entry=entry, promote=promote, real=real)
     return _made[key]
 
 

@@ -81,6 +81,8 @@ def serve(options: list[str]) -> None:
     """The life of a worker: units come in by stdin, exit codes go out by stdout, all that is printed to stderr."""
     import pytest
 
+    import tests.preload  # noqa: F401
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     units = os.fdopen(os.dup(0))
