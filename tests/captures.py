@@ -10,21 +10,23 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwright.capture import Captured, capture
+from shardwright.capture import Captured, capture, capture_pair
 from shardwright.capture.auto import AUTO
 from shardwright.capture.keep import CALLEES
 from shardwright.capture.opaque import opaque_parts
+from shardwright.ir import Graph
+from shardwright.verify import original
 
 MOST = 64
-CALLERS = ("compile.compiler", "parallelize", "verify.original", "verify.parity", "verify.program")
-_made: dict[bytes, Captured] = {}
+CALLERS = ("compile.compiler", "parallelize", "verify.parity", "verify.program")
+_made: dict[bytes | None, Captured] = {}
 
 
 def keep_captures() -> None:
@@ -32,6 +34,7 @@ def keep_captures() -> None:
     for name in CALLERS:
         caller: Any = importlib.import_module(f"shardwright.{name}")
         caller.capture = captured
+    original.capture_pair = captured_pair  # type: ignore[attr-defined]
 
 
 def captured(
@@ -39,13 +42,31 @@ def captured(
 ) -> Captured:
     """What `capture` gives, or gave."""
     key = _key(module, tuple(args), dict(kwargs), entry, promote)
-    if key is None:
-        return capture(module, args, kwargs, entry=entry, promote=promote, real=real)
-    if key not in _made:
-        if len(_made) == MOST:
+    held = _made.get(key)
+    return held or _keep(key, capture(module, args, kwargs, entry=entry, promote=promote, real=real))
+
+
+def captured_pair(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Any,
+    promote: Callable[[Graph], bool],
+) -> tuple[Captured, Captured | None]:  # fmt: skip
+    """What `capture_pair` gives, or gave."""
+    keys = [_key(module, args, kwargs, entry, wanted) for wanted in (False, True)]
+    plain, wide = (_made.get(key) for key in keys)
+    if plain is None or (wide is None and promote(plain.graph)):
+        plain, wide = capture_pair(module, args, kwargs, entry=entry, real=real, promote=promote)
+        _keep(keys[0], plain)
+        if wide is not None:
+            _keep(keys[1], wide)
+    return plain, wide if promote(plain.graph) else None
+
+
+def _keep(key: bytes | None, made: Captured) -> Captured:
+    if key is not None:
+        if len(_made) >= MOST:
             del _made[next(iter(_made))]
-        _made[key] = capture(module, args, kwargs, entry=entry, promote=promote, real=real)
-    return _made[key]
+        _made[key] = made
+    return made
 
 
 def _key(module: nn.Module, *call: Any) -> bytes | None:
