@@ -24,7 +24,7 @@ PLANS = {
 }
 DTYPES = {2: torch.float32, 4: torch.float64}  # the other way round takes as long again, and shows the same
 LAYERS = {torch.float32: 2, torch.float64: 1}  # four ranks on two cores wait for each other at every layer
-STEPS = {torch.float32: 300, torch.float64: 120}
+STEPS = {torch.float32: 200, torch.float64: 120}
 
 
 def build(dtype: torch.dtype) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
