@@ -65,6 +65,10 @@ class Moves:
         self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
         self.device = slowest_device(cluster, self.placed.devices)
         self._tables: dict[tuple[str, float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._numbers: dict[Place, int] = {}
+        self._places: list[Place] = []
+        self._placed: dict[tuple[Layout, bool], tuple[int, ...]] = {}
+        self._held_fast: dict[tuple[Layout, str, str], bool] = {}
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {
             (axis,): cluster.spans(self.placed, (axis,)) for axis in mesh.names
@@ -91,16 +95,15 @@ class Moves:
         """[start, goal, resource]: what each conversion of a value of so many bytes (whole) uses."""
         axes = self.mesh.names
         found = np.zeros((len(starts), len(goals), COUNT))
-        places: list[list[Place]] = [[] for _ in axes]
-        at_start = np.zeros((len(axes), len(starts)), dtype=np.intp)
-        at_goal = np.zeros((len(axes), len(goals)), dtype=np.intp)
-        for number, axis in enumerate(axes):
-            known: dict[Place, int] = {}
-            for target, layouts in ((at_start, starts), (at_goal, goals)):
-                for index, layout in enumerate(layouts):
-                    target[number, index] = known.setdefault(_forget(place_on(layout, axis), gradient), len(known))
-            places[number] = list(known)
-        tables = [self._steps(number, places, bytes, gradient) for number in range(len(axes))]
+        every = np.array([self._places_of(layout, gradient) for layout in (*starts, *goals)], dtype=np.intp)
+        places: list[list[Place]] = []
+        at_start, at_goal, tables = [], [], []
+        for number in range(len(axes)):
+            held, at = np.unique(every[:, number], return_inverse=True)
+            places.append([self._places[place] for place in held])
+            at_start.append(at[: len(starts)])
+            at_goal.append(at[len(starts) :])
+            tables.append(self._steps(number, places[-1], bytes, gradient))
         cut = [np.array([place[0] == "S" for place in held], dtype=np.intp) for held in places]
         best = np.full((len(starts), len(goals)), np.inf)
         for order in permutations(range(len(axes))):
@@ -120,11 +123,20 @@ class Moves:
         self._lift(found, starts, goals, at_start, at_goal, tables, places)
         return found
 
-    def _steps(self, number: int, places: list[list[Place]], bytes: float, gradient: bool) -> np.ndarray:
+    def _places_of(self, layout: Layout, gradient: bool) -> tuple[int, ...]:
+        """The number of a layout's place on each axis."""
+        key = (layout, gradient)
+        if key not in self._placed:
+            found = [_forget(place_on(layout, axis), gradient) for axis in self.mesh.names]
+            self._places += [place for place in dict.fromkeys(found) if place not in self._numbers]
+            self._numbers |= {place: at for at, place in enumerate(self._places) if place not in self._numbers}
+            self._placed[key] = tuple(self._numbers[place] for place in found)
+        return self._placed[key]
+
+    def _steps(self, number: int, held: list[Place], bytes: float, gradient: bool) -> np.ndarray:
         """[from, to, which of the other axes cut the value, (compute, compute back, send, send back)]."""
         axis = self.mesh.axes[number]
         others = [other for at, other in enumerate(self.mesh.axes) if at != number]
-        held = places[number]
         index = np.array([LETTERS.index(_letter(place)) for place in held])
         dims = np.array([place[1] for place in held])
         split = (index == LETTERS.index("S"))[:, None] & (index == LETTERS.index("S"))[None, :]
@@ -170,8 +182,8 @@ class Moves:
         found: np.ndarray,
         starts: Sequence[Layout],
         goals: Sequence[Layout],
-        at_start: np.ndarray,
-        at_goal: np.ndarray,
+        at_start: Sequence[np.ndarray],
+        at_goal: Sequence[np.ndarray],
         tables: list[np.ndarray],
         places: list[list[Place]],
     ) -> None:
@@ -193,9 +205,12 @@ class Moves:
         """Which layouts have two cuts of one dim that can't change places."""
 
         def is_stuck(layout: Layout) -> bool:
-            one, other = layout.cut_of(major), layout.cut_of(minor)
-            together = one is not None and other is not None and one[0] == other[0]
-            return together and reordered(layout, major, self.mesh.sizes) is None
+            key = (layout, major, minor)
+            if key not in self._held_fast:
+                one, other = layout.cut_of(major), layout.cut_of(minor)
+                together = one is not None and other is not None and one[0] == other[0]
+                self._held_fast[key] = together and reordered(layout, major, self.mesh.sizes) is None
+            return self._held_fast[key]
 
         return np.array([is_stuck(layout) for layout in layouts], dtype=bool)
 

@@ -27,7 +27,7 @@ from ...errors import PlanError
 from .order import Borders, Scope, split_variables
 from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
 
-CHUNK = 2**22  # cells of a temporary array: 32 MB
+CHUNK = 2**18  # cells of a temporary array: 2 MB, which stays in the cache
 MOST_CELLS = 2**24  # of a table that is kept: 128 MB
 MOST_DIMS = 60  # of a table: numpy has no more than 64
 MOST_WORK = 2**31  # cells that all steps together look at for one solve: some seconds
@@ -150,12 +150,13 @@ _KNOWN: WeakKeyDictionary[Problem, Elimination] = WeakKeyDictionary()  # an answ
 
 def eliminate(problem: Problem) -> Elimination:
     """The steps of this problem, or TooWide."""
-    if problem not in _KNOWN:
+    first = problem.first or problem
+    if first not in _KNOWN:
         try:
-            _KNOWN[problem] = _by_layers(problem)
+            _KNOWN[first] = _by_layers(first)
         except TooWide:
-            _KNOWN[problem] = _at_large(problem)
-    return _KNOWN[problem]
+            _KNOWN[first] = _at_large(first)
+    return _KNOWN[first]
 
 
 class _Steps:
