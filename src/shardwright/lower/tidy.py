@@ -6,30 +6,29 @@ from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
+from ..layout import join_cuts
 from ..plan.pipeline import MB
 from .local import COUNTED
 from .program import Program
 
-FUSABLE = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
+SUMS = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
+JOINS = ("comm.gather", "comm.gather_sum", "comm.pad")
+CUTS = ("comm.take", "comm.take_pad", "comm.reduce_scatter")
 
 
 def fuse(program: Program) -> Program:
-    """Two reductions in a row over two axes become one over their product."""
+    """Two converters of one kind in a row, over two axes, become one over their product."""
     users, needed = program.users(), program.needed()
     made: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
-        if op.target in FUSABLE:
-            first = made.get(op.inputs[0])
-            if (
-                first is not None
-                and (first.target, first.argument("op")) == (op.target, op.argument("op"))
-                and len(users[op.inputs[0]]) == 1
-                and op.inputs[0] not in needed
-            ):
-                both = (*first.argument("axes"), *op.argument("axes"))
-                axes = tuple(axis for axis in program.mesh.names if axis in both)
-                op = replace(op, inputs=first.inputs).with_arguments(axes=axes)
+        if op.target in (*SUMS, *JOINS, *CUTS):
+            source = op.inputs[0]
+            first = made.get(source)
+            alone = len(users[source]) == 1 and source not in needed
+            both = _fused(first, op, program) if first is not None and alone else None
+            if first is not None and both is not None:
+                op = both
                 gone.add(first.outputs[0])
             made[op.outputs[0]] = op
     body = []
@@ -37,6 +36,22 @@ def fuse(program: Program) -> Program:
         if op.outputs[0] not in gone:
             body.append(made.get(op.outputs[0], op))
     return program.with_(body=tuple(body))
+
+
+def _fused(first: Op, second: Op, program: Program) -> Op | None:
+    """Two converters as one, if they are of one kind, and what they cut or join is one cut of one dim."""
+    if first.target != second.target or any(first.argument(key) != second.argument(key) for key in ("op", "dim")):
+        return None
+    one = replace(second, inputs=first.inputs)
+    both = (*first.argument("axes"), *second.argument("axes"))
+    if second.target in SUMS:
+        return one.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in both))
+    if MB in both or first.region != second.region:
+        return None
+    (name,) = first.inputs if second.target in JOINS else second.outputs
+    cuts = program.layouts[name].cuts[second.argument("dim")][-len(both) :]
+    joined = join_cuts(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(both) else None
+    return None if joined is None else one.with_arguments(axes=tuple(cut.axis for cut in cuts), cut=joined)
 
 
 SHARES = ("comm.take", "comm.take_pad")
