@@ -289,10 +289,10 @@ class Layout:
 
 
 def join_cuts(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> Cut | None:
-    """Cuts of a dim, one after the other, as one cut over the product of their axes; None where no single cut does that.
+    """Cuts of a dim, one after the other, as one over the product of their axes; None where no single cut does that.
 
-    It can where each goes on cutting the runs that those before it leave, evenly: `(h e)` cut on h by 2 and again by 2
-    is h cut by 4, but h by 2 and then e by 2 leaves every head in pieces.
+    One does where each goes on cutting the runs that those before it leave, evenly: `(h e)` cut on h by 2 and again by
+    2 is h cut by 4, but h by 2 and then e by 2 leaves every head in pieces.
     """
     first, *others = cuts
     parts = sizes[first.axis]

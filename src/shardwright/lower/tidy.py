@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..ir import Op
@@ -17,40 +18,40 @@ CUTS = ("comm.take", "comm.take_pad", "comm.reduce_scatter")
 
 
 def fuse(program: Program) -> Program:
-    """Two converters of one kind in a row, over two axes, become one over their product."""
+    """Converters of one kind in a row, over several axes, become one over their product."""
     users, needed = program.users(), program.needed()
     made: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
         if op.target in (*SUMS, *JOINS, *CUTS):
-            source = op.inputs[0]
-            first = made.get(source)
-            alone = len(users[source]) == 1 and source not in needed
-            both = _fused(first, op, program) if first is not None and alone else None
-            if first is not None and both is not None:
-                op = both
-                gone.add(first.outputs[0])
-            made[op.outputs[0]] = op
-    body = []
-    for op in program.body:
-        if op.outputs[0] not in gone:
-            body.append(made.get(op.outputs[0], op))
+            row = [op]
+            while (before := made.get(row[0].inputs[0])) is not None and before.target == op.target:
+                if len(users[before.outputs[0]]) > 1 or before.outputs[0] in needed:
+                    break
+                row.insert(0, before)
+            one = None
+            while len(row) > 1 and (one := _fused(row, program)) is None:
+                row.pop(0)
+            gone.update(held.outputs[0] for held in row[:-1])
+            made[op.outputs[0]] = one or op
+    body = [made.get(op.outputs[0], op) for op in program.body if op.outputs[0] not in gone]
     return program.with_(body=tuple(body))
 
 
-def _fused(first: Op, second: Op, program: Program) -> Op | None:
-    """Two converters as one, if they are of one kind, and what they cut or join is one cut of one dim."""
-    if first.target != second.target or any(first.argument(key) != second.argument(key) for key in ("op", "dim")):
+def _fused(row: Sequence[Op], program: Program) -> Op | None:
+    """Converters of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
+    first, last = row[0], row[-1]
+    if any(op.argument(key) != last.argument(key) for op in row for key in ("op", "dim")):
         return None
-    one = replace(second, inputs=first.inputs)
-    both = (*first.argument("axes"), *second.argument("axes"))
-    if second.target in SUMS:
-        return one.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in both))
-    if MB in both or first.region != second.region:
+    one = replace(last, inputs=first.inputs)
+    axes = tuple(axis for op in row for axis in op.argument("axes"))
+    if last.target in SUMS:
+        return one.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in axes))
+    if MB in axes or any(op.region != last.region for op in row):
         return None
-    (name,) = first.inputs if second.target in JOINS else second.outputs
-    cuts = program.layouts[name].cuts[second.argument("dim")][-len(both) :]
-    joined = join_cuts(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(both) else None
+    (name,) = first.inputs if last.target in JOINS else last.outputs
+    cuts = program.layouts[name].cuts[last.argument("dim")][-len(axes) :]
+    joined = join_cuts(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(axes) else None
     return None if joined is None else one.with_arguments(axes=tuple(cut.axis for cut in cuts), cut=joined)
 
 

@@ -60,39 +60,51 @@ def _refined(facts: Analysis, axis: Axis, policy: Policy) -> tuple[tuple[int, ..
     sizes = facts.atoms.size
     if not any(_holds(sizes[atom], axis.size) for atom in facts.owned):
         return (axis.size,), ""  # nothing can be shared at all, which is for the policy to say
-    for outer in _divisors(axis.size)[-2:0:-1]:
+    best: tuple[float, int, int] | None = None  # arithmetic, the outer axis, an atom that it shares
+    for outer in _divisors(axis.size)[1:-1]:
         if not any(_stuck(sizes[atom], outer, axis.size) for atom in facts.owned):
             continue
         draft = _tried(facts, axis, (outer,), policy)
-        total = sum(flops(draft.signature(op)) for op in draft.ops)
-        stuck = {a: ops for a, ops in families(draft, _last(draft)).items() if _stuck(sizes[a], outer, axis.size)}
+        held = families(draft, _last(draft)).items()
+        stuck = {a: ops for a, ops in held if _stuck(sizes[a], outer, axis.size) and _is_closed(draft, ops)}
         work = sum(flops(draft.signature(op)) for ops in stuck.values() for op in ops)
-        if work >= WORTH * total > 0:
-            parts = _inner_sizes(facts, axis, outer, policy)
-            return parts, _said(facts, axis, parts, next(iter(stuck)))
-    return (axis.size,), ""
+        if work >= WORTH * sum(flops(draft.signature(op)) for op in draft.ops) > 0:
+            best = max(best or (0.0, 0, 0), (work, outer, next(iter(stuck))))
+    if best is None:
+        return (axis.size,), ""
+    _, outer, atom = best
+    parts = _inner_sizes(facts, axis, outer, policy)
+    return parts, _said(facts, axis, parts, atom)
 
 
 def _inner_sizes(facts: Analysis, axis: Axis, outer: int, policy: Policy) -> tuple[int, ...]:
-    """An axis from its outer part on: each further part is the one with which devices do the least arithmetic."""
-    parts, left = (outer,), axis.size // outer
-    while left > 1:
-        work = {part: _work(facts, axis, (*parts, part), policy) for part in reversed(_divisors(left)[1:])}
-        best = min(work, key=lambda part: (round(work[part], 6), -part))
-        parts, left = (*parts, best), left // best
-    return parts
+    """An axis from its outer part on, as few parts as do with which devices have the least arithmetic."""
+    ways = sorted(((outer, *rest) for rest in _products(axis.size // outer)), key=len)
+    work = {parts: _arithmetic(_tried(facts, axis, parts, policy)) for parts in ways}
+    return min(ways, key=lambda parts: float(f"{work[parts]:.6g}"))
 
 
-def _work(facts: Analysis, axis: Axis, parts: tuple[int, ...], policy: Policy) -> float:
-    """The arithmetic of a device with an axis of these parts, of what the axis shares."""
-    draft = _tried(facts, axis, parts, policy)
-    inner = _last(draft)
-    outer = draft.mesh.axes[-2]
-    draft.choices = {name: {a: r for a, r in held.items() if a != inner.name} for name, held in draft.choices.items()}
-    return sum(
-        sum(flops(draft.signature(op)) for op in ops) * _best(draft, inner, outer, atom, ops)[0]
-        for atom, ops in families(draft, outer).items()
-    )
+def _arithmetic(draft: Draft) -> float:
+    """The arithmetic of the device that has the most."""
+    total = 0.0
+    for op in draft.ops:
+        work, left = flops(draft.signature(op)), dict[int, int]()
+        for axis in draft.mesh.axes:
+            role = draft.role_on(op, axis)
+            if role is not None:
+                size = left.get(role.atom, role.size)
+                left[role.atom] = share(size, axis.size, 0)[1]
+                work *= left[role.atom] / size
+        total += work
+    return total
+
+
+def _products(number: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of factors in order."""
+    if number == 1:
+        yield ()
+    for part in _divisors(number)[1:]:
+        yield from ((part, *rest) for rest in _products(number // part))
 
 
 def _tried(facts: Analysis, axis: Axis, parts: Sequence[int], policy: Policy) -> Draft:
@@ -103,6 +115,13 @@ def _tried(facts: Analysis, axis: Axis, parts: Sequence[int], policy: Policy) ->
     for outer, inner in pairwise(axes):
         share_further(draft, inner, outer)
     return draft
+
+
+def _is_closed(draft: Draft, ops: Sequence[Op]) -> bool:
+    """Whether nothing that a family cuts is gathered for other ops: a family that is not can do as well otherwise."""
+    axis, names = _last(draft), {op.name for op in ops}
+    cut = (n for op in ops for n in op.outputs if draft.output_layout(op, n).cut_of(axis.name) is not None)
+    return all(user.name in names for name in cut for user, _ in draft.graph.users[name])
 
 
 def _last(draft: Draft) -> Axis:
@@ -127,8 +146,8 @@ def _said(facts: Analysis, axis: Axis, parts: Sequence[int], atom: int) -> str:
     key = next(p.key for p in graph.parameters if any(atom in facts.atoms.splittable(d) for d in facts.dims[p.value]))
     said = " x ".join(f"{part.name}={part.size}" for part in subaxes(axis, parts))
     return (
-        f"{axis.name}={axis.size} is {said}: {axis.size} devices can't share the {size} parts of {key}, {parts[0]} can; "
-        "what can be split further is, the rest is the same along the inner axis"
+        f"{axis.name}={axis.size} is {said}: {axis.size} devices can't share the {size} parts of {key} and others, and "
+        f"{parts[0]} can; what can be split further is, the rest is the same along the inner axis"
     )
 
 
@@ -172,7 +191,8 @@ def _closed(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op],
     picks: Picks = {}
     for op in ops:
         role = draft.role_on(op, outer) if same else draft.role_among(op, axis, (atom,))
-        if role is not None and _fits(draft, op, axis, role, even=not (same and atom in draft.facts.owned)):
+        even = not same or atom not in draft.facts.owned or _has_algorithm(draft, op, role)
+        if role is not None and _fits(draft, op, axis, role, even=even):
             picks[op.name] = role
     if same:
         return picks if len(picks) == len(ops) else {}
@@ -183,6 +203,12 @@ def _closed(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op],
         dropped = len(kept) < len(picks)
         picks = kept
     return picks
+
+
+def _has_algorithm(draft: Draft, op: Op, role: Role | None) -> bool:
+    """Whether an op is split by an algorithm, which knows even parts of two axes only."""
+    rule = draft.signature(op).rule
+    return rule is not None and role is not None and role.label in rule.algorithms
 
 
 def _fits(draft: Draft, op: Op, axis: Axis, role: Role, *, even: bool) -> bool:
@@ -200,10 +226,9 @@ def _sends(draft: Draft, axis: Axis, outer: Axis, op: Op, role: Role, picks: Pic
     """Whether a result would be gathered or summed over the inner axis where the outer axis does no such thing."""
     _, outputs = draft.signature(op).layouts({**draft.choices[op.name], axis.name: role.name}, draft.mesh)
     for name, layout in zip(op.outputs, outputs, strict=True):
-        if isinstance(layout.placement(axis.name), Partial):
-            if not isinstance(layout.placement(outer.name), Partial):
-                return True
-        elif layout.cut_of(axis.name) is not None:
-            if name in sinks or any(user.name not in picks for user, _ in draft.graph.users[name]):
-                return True
+        inner = layout.placement(axis.name)
+        if isinstance(inner, Partial) and not isinstance(layout.placement(outer.name), Partial):
+            return True
+        if inner is None and (name in sinks or any(user.name not in picks for user, _ in draft.graph.users[name])):
+            return True
     return False
