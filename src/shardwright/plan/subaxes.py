@@ -13,6 +13,7 @@ around it: it takes nothing that would need a conversion which the outer axis do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -27,6 +28,8 @@ from .strings import Request, subaxes
 
 WORTH = 0.05
 """The part of a model's arithmetic that makes it worth to refine an axis."""
+NEAR = 1.02
+"""Arithmetic that is so near to the least is as good, with fewer parts."""
 
 Policy = Callable[[Draft, Axis], None]
 Picks = dict[str, Role]
@@ -60,28 +63,42 @@ def _refined(facts: Analysis, axis: Axis, policy: Policy) -> tuple[tuple[int, ..
     sizes = facts.atoms.size
     if not any(_holds(sizes[atom], axis.size) for atom in facts.owned):
         return (axis.size,), ""  # nothing can be shared at all, which is for the policy to say
-    best: tuple[float, int, int] | None = None  # arithmetic, the outer axis, an atom that it shares
-    for outer in _divisors(axis.size)[1:-1]:
-        if not any(_stuck(sizes[atom], outer, axis.size) for atom in facts.owned):
-            continue
+    wanted = [atom for atom in facts.owned if not _holds(sizes[atom], axis.size) and _is_closed(facts, atom)]
+    best = (0.0, axis.size, 0)  # arithmetic, the outer axis, an atom that it serves
+    for outer in {math.gcd(sizes[atom], axis.size) for atom in wanted} - {1}:
         draft = _tried(facts, axis, (outer,), policy)
-        held = families(draft, _last(draft)).items()
-        stuck = {a: ops for a, ops in held if _stuck(sizes[a], outer, axis.size) and _is_closed(draft, ops)}
-        work = sum(flops(draft.signature(op)) for ops in stuck.values() for op in ops)
+        held = families(draft, draft.mesh.axes[0])
+        fit = [atom for atom in held if atom in wanted and math.gcd(sizes[atom], axis.size) == outer]
+        served = [atom for atom in fit if _is_closed(facts, atom, held[atom])]
+        work = sum(flops(draft.signature(op)) for atom in served for op in held[atom])
         if work >= WORTH * sum(flops(draft.signature(op)) for op in draft.ops) > 0:
-            best = max(best or (0.0, 0, 0), (work, outer, next(iter(stuck))))
-    if best is None:
-        return (axis.size,), ""
+            best = max(best, (work, outer, served[0]))
     _, outer, atom = best
+    if outer == axis.size:
+        return (axis.size,), ""
     parts = _inner_sizes(facts, axis, outer, policy)
     return parts, _said(facts, axis, parts, atom)
 
 
 def _inner_sizes(facts: Analysis, axis: Axis, outer: int, policy: Policy) -> tuple[int, ...]:
-    """An axis from its outer part on, as few parts as do with which devices have the least arithmetic."""
+    """An axis from its outer part on, in as few parts as do with which devices have the least arithmetic."""
     ways = sorted(((outer, *rest) for rest in _products(axis.size // outer)), key=len)
+    if len(ways) == 1:
+        return ways[0]
     work = {parts: _arithmetic(_tried(facts, axis, parts, policy)) for parts in ways}
-    return min(ways, key=lambda parts: float(f"{work[parts]:.6g}"))
+    least = min(work.values())
+    return next(parts for parts in ways if work[parts] <= NEAR * least)
+
+
+def _is_closed(facts: Analysis, atom: int, ops: Sequence[Op] | None = None) -> bool:
+    """Whether nothing is gathered for other ops if those that have an atom, or some of them, are split on it."""
+    roles = {op.name: role for op, role in facts.by_atom.get(atom, ()) if ops is None or op in ops}
+    for name, role in roles.items():
+        for bound in facts.signatures[name].outputs:
+            users = facts.graph.users[bound.value] if bound.dim_of(role.label) is not None else ()
+            if any(user.name not in roles for user, _ in users):
+                return False
+    return True
 
 
 def _arithmetic(draft: Draft) -> float:
@@ -117,24 +134,8 @@ def _tried(facts: Analysis, axis: Axis, parts: Sequence[int], policy: Policy) ->
     return draft
 
 
-def _is_closed(draft: Draft, ops: Sequence[Op]) -> bool:
-    """Whether nothing that a family cuts is gathered for other ops: a family that is not can do as well otherwise."""
-    axis, names = _last(draft), {op.name for op in ops}
-    cut = (n for op in ops for n in op.outputs if draft.output_layout(op, n).cut_of(axis.name) is not None)
-    return all(user.name in names for name in cut for user, _ in draft.graph.users[name])
-
-
-def _last(draft: Draft) -> Axis:
-    return draft.mesh.axes[-1]
-
-
 def _holds(size: int, parts: int) -> bool:
     return share(size, parts, parts - 1)[1] > 0
-
-
-def _stuck(size: int, outer: int, parts: int) -> bool:
-    """Whether an outer axis shares something evenly that the whole axis can't."""
-    return size % outer == 0 and not _holds(size, parts)
 
 
 def _divisors(number: int) -> list[int]:
