@@ -104,8 +104,9 @@ def subaxes(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
 def outer_of(axis: str, mesh: Mesh) -> Axis | None:
     """The axis that an axis is an inner part beside: tp0 of tp1."""
     named = SUBAXIS.fullmatch(axis)
-    outer = f"{named[1]}{int(named[2]) - 1}" if named is not None else ""
-    return mesh.axis(outer) if outer in mesh.names else None
+    if named is None or int(named[2]) == 0 or f"{named[1]}0" not in mesh.names:
+        return None
+    return mesh.axis(f"{named[1]}{int(named[2]) - 1}")
 
 
 def axis_name(policy: str, taken: Iterable[str]) -> str:
