@@ -6,16 +6,14 @@ Batch norm takes its statistics over the global batch, whatever the plan, so tha
 single device trains: at the end rank 0 does so, and compares losses and running means.
 """
 
-import argparse
 from collections.abc import Iterable
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from pictures import CLASSES, pictures
+from pictures import CLASSES, batches, parse, show
 from shardwright.runtime.world import start
 
 
@@ -62,34 +60,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[
 
 def main(argv: list[str] | None = None) -> tuple[list[tuple[float, float]], float]:
     """Returns on rank 0 the losses in parallel and on one device, and how far running means are apart."""
-    args = parse(argv)
+    args = parse(argv, __doc__, plan="dp=2")
     world = start()
-
-    def batches() -> Iterable[tuple[Tensor, Tensor]]:
-        return islice(pictures(batch=args.batch, size=16, seed=args.seed, device=world.device), args.steps)
-
     model, optimizer = sw.parallelize(*build(args.seed, world.device), plan=args.plan, directory=args.code)
-    losses = train(model, optimizer, batches())
+    losses = train(model, optimizer, batches(args, world.device))
     means = model.full_state_dict()["norm.running_mean"]
     if world.rank != 0:
         return [], 0.0
     single, single_optimizer = build(args.seed, world.device)
-    pairs = list(zip(losses, train(single, single_optimizer, batches()), strict=True))
-    for step, (parallel, alone) in enumerate(pairs):
-        print(f"step {step + 1:3d}  loss {parallel:.5f}  on one device {alone:.5f}")
+    pairs = list(zip(losses, train(single, single_optimizer, batches(args, world.device)), strict=True))
+    show(pairs)
     apart = float((means - single.state_dict()["norm.running_mean"]).abs().max())
     print(f"running means differ by {apart:.1e}")
     return pairs, apart
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", default="dp=2", help="for example dp=2, tp=2, zero3=2, auto")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--code", default=".shardwright", help="where generated code goes")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

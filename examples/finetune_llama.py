@@ -22,9 +22,7 @@ import shardwright as sw
 from shardwright.checkpoint import load_weights, save_weights
 from shardwright.huggingface import empty_model
 from shardwright.runtime.world import start
-from text import Characters
-
-DATA = Path(__file__).parent / "data" / "paradise_lost.txt"
+from text import DATA, Characters
 
 
 class Lora(nn.Linear):

@@ -7,7 +7,6 @@ The checkpoint of the run is a folder that a run under another plan can go on fr
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpt import GPT, GPTConfig
 from shardwright.lightning import ShardwrightStrategy
-from text import Characters
-
-DATA = Path(__file__).parent / "data" / "paradise_lost.txt"
+from text import DATA, Characters
 
 
 class LitGPT(LightningModule):

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+DATA = Path(__file__).parent / "data" / "paradise_lost.txt"
+
 
 class Characters:
     def __init__(self, path: Path) -> None:

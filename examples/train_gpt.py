@@ -11,7 +11,6 @@ import argparse
 import os
 from collections.abc import Callable, Iterable
 from itertools import islice
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -22,9 +21,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from gpt import GPT, GPTConfig
-from text import Characters
+from text import DATA, Characters
 
-DATA = Path(__file__).parent / "data" / "paradise_lost.txt"
 WARM_UP = 20
 Optimizer = torch.optim.Optimizer
 Batch = tuple[Tensor, Tensor]

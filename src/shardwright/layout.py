@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -224,8 +224,10 @@ class Layout:
 
     cuts: tuple[tuple[Cut, ...], ...]
     rest: tuple[tuple[str, Placement], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)  # asked often
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.cuts, self.rest)))
         names = [cut.axis for dim in self.cuts for cut in dim] + [name for name, _ in self.rest]
         if len(set(names)) != len(names):
             raise LayoutError(f"an axis is used twice in one layout: {', '.join(names)}")
@@ -234,11 +236,17 @@ class Layout:
         ):
             raise LayoutError("the rest of a layout is sorted and lists no WHOLE axis; build it with make_layout")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return make_layout, (self.cuts, dict(self.rest))  # another process has other hashes
+
     def placement(self, axis: str) -> Placement | None:
         """The placement on an axis, or None where the axis cuts a dim."""
         if self.cut_of(axis) is not None:
             return None
-        return dict(self.rest).get(axis, WHOLE)
+        return next((held for name, held in self.rest if name == axis), WHOLE)
 
     def cut_of(self, axis: str) -> tuple[int, Cut] | None:
         """The dim that an axis cuts, with the cut."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ from .cluster import quantity
 from .compile import Compiler, Outputs, skeleton_of
 from .cost import Training
 from .errors import InputError
-from .ir import Graph
 from .parts import Parts, replace_parts
 from .plan import Plan
 from .plan.auto import Progress, Wishes
@@ -201,15 +201,16 @@ def planned(
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
     microbatches: int | None = None,
-) -> tuple[Plan, Graph]:  # fmt: skip
-    """A plan as `plan` makes it, and the graph that it is for.
+) -> tuple[Plan, Captured]:  # fmt: skip
+    """A plan as `plan` makes it, and the call that it is for.
 
     size    for how many devices of the cluster, if not for all
     stop    says when to end the search with the best so far
     """
     exact = read_precision(precision)
     captured = captured_graph(model, example, entry=entry, opaque=opaque, precision=exact)
-    graph = only_scalars(captured.graph) if outputs == "scalars" else captured.graph
+    if outputs == "scalars":
+        captured = replace(captured, graph=only_scalars(captured.graph))
     count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
     setting = Setting(
         cluster=cluster_for(cluster, count),
@@ -224,7 +225,8 @@ def planned(
         progress=progress,
     )
     asked = Batching(microbatches=microbatches)
-    return make_plan(graph, analyse(graph, probing(captured.functions)), plan, count, setting, asked), graph
+    facts = analyse(captured.graph, probing(captured.functions))
+    return make_plan(captured.graph, facts, plan, count, setting, asked), captured
 
 
 def captured_graph(

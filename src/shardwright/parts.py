@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .capture import find_opaque
-from .compile import Compiler, Optimizers, replicas_of
+from .compile import Compiler, replicas_of
 from .errors import InputError, raise_all
 from .layout import FANNED, make_layout
 from .planning import PlanLike
@@ -26,6 +26,7 @@ from .runtime.gradients import GradientSync
 from .runtime.holding import Held, wanted_groups
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
+from .runtime.optimizer import Optimizers
 from .runtime.random import seed_of
 from .runtime.world import Groups, World
 

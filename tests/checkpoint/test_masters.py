@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import shardwright as sw
 from shardwright.ema import EMA
+from tests.models.nets import RATE, Exact
+from tests.models.nets import SIGNS as X
 
 PLANS = ("zero1=2", "zero3=2", "tp=2", "pp=2")
-RATE = 2.0**-16
-
-
-class Exact(nn.Module):
-    """Whole numbers, so that bfloat16 rounds nothing, and steps that show in float32 only."""
-
-    def __init__(self):
-        super().__init__()
-        made = torch.Generator().manual_seed(3)
-        signs = [torch.randint(0, 2, (4, 4), generator=made) * 2.0 - 1 for _ in range(2)]
-        self.up, self.down = (nn.Parameter(sign) for sign in signs)
-
-    def forward(self, x):
-        return ((x @ self.up).relu() @ self.down).float().sum()
-
-
-X = torch.tensor([[1.0, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, -1, 0, 0]])
 
 
 def made(plan, folder, precision="bf16"):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +63,19 @@ def test_the_efficiency_of_the_dtype_is_taken_before_that_of_any():
 def test_an_unknown_dtype_says_which_there_are():
     with pytest.raises(ClusterError, match=r"plain has no flops for 'float3', only for float32"):
         PLAIN.peak("float3")
+
+
+@given(devices, sizes, st.integers(1, 64), st.sampled_from(KINDS))
+def test_a_part_of_an_op_takes_its_part_of_the_time_or_more(device, size, parts, kind):
+    assert device.scales
+    whole, part = (device.op_time(held, held, kind, "float32") for held in (size, size / parts))
+    assert part >= whole / parts * (1 - 1e-9)
+
+
+def test_a_cache_makes_parts_quicker():
+    quick = Efficiency(kind="copy", curve=Curve(((1e3, 2.0), (1e6, 1.0))))
+    assert not replace(PLAIN, efficiency=(*FLAT[:-1], quick)).scales
+    assert PLAIN.scales
 
 
 @pytest.mark.parametrize(

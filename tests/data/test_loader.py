@@ -212,6 +212,18 @@ def test_what_is_drawn_by_row_is_the_same_after_a_stop_and_with_any_workers():
         loader(Numbers(4), 2, draw_by_row=True)
 
 
+def test_a_sampler_gives_the_order_and_rows_are_drawn_by_row_all_the_same():
+    backwards = range(9, -1, -1)
+    plain, turned = (loader(Noisy(), 5, seed=3, draw_by_row=True, sampler=order) for order in (None, backwards))
+    assert torch.equal(torch.cat(list(turned)), torch.cat(list(plain)).flip(0))
+    with pytest.raises(InputError, match="leave out shuffle=True"):
+        loader(Noisy(), 5, sampler=backwards, shuffle=True)
+    with pytest.raises(InputError, match="let the stream give its own order"):
+        loader(Numbers(4), 2, sampler=backwards)
+    with pytest.raises(InputError, match="needs __len__"):
+        loader(Noisy(), 5, sampler=iter(backwards))
+
+
 # -- any iterable ---------------------------------------------------------------------------------
 
 

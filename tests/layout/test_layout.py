@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from itertools import pairwise, product
 
 import numpy as np
@@ -311,3 +313,11 @@ def test_coordinates_count_the_last_axis_fastest_and_groups_differ_in_the_named_
 def test_a_mesh_that_makes_no_sense_is_refused(wrong, why):
     with pytest.raises(LayoutError, match=why):
         wrong()
+
+
+def test_a_layout_takes_no_hash_along_to_another_process():
+    layout = make_layout([[plain_cut(axis(2), 4)], []], {"dp": FANNED})
+    sent = pickle.dumps(layout)
+    assert b"_hash" not in sent
+    found = pickle.loads(sent)
+    assert found == layout and hash(found) == hash(layout) and copy.deepcopy(layout) == layout

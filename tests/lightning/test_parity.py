@@ -6,6 +6,12 @@ from .jobs import all_sorts, fit
 from .modules import Busy, Net, Numbers, Pair, apart, many, single
 
 
+def same(found, expected):
+    """Parameters and what was logged."""
+    for mine, other in zip(found, expected, strict=True):
+        assert apart(mine, other) < 1e-10
+
+
 @pytest.fixture(scope="module")
 def alone():
     return single(Net)
@@ -13,18 +19,16 @@ def alone():
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "pp=2", "auto"])
 def test_a_run_under_a_plan_is_the_run_of_one_device(pools, alone, plan):
-    for parameters, metrics in pools[2].run(fit, "Net", plan, 2, {}, timeout=120):
-        assert apart(parameters, alone[0]) < 1e-10
-        assert apart(metrics, alone[1]) < 1e-10
+    for found in pools[2].run(fit, "Net", plan, 2, {}, timeout=120):
+        same(found, alone)
 
 
 @pytest.mark.parametrize(("plan", "inputs", "batch"), [("dp=2", "rows", 4), ("tp=2", "rows", 8), ("tp=2", "gather", 4)])
 def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
     """Lightning's sampler shuffles and deals them out; what is logged is of the global batch all the same."""
     expected = single(Net, shuffled=True)
-    for parameters, metrics in pools[2].run(fit, "Net", plan, 2, {"inputs": inputs, "batch": batch}):
-        assert apart(parameters, expected[0]) < 1e-10
-        assert apart(metrics, expected[1]) < 1e-10
+    for found in pools[2].run(fit, "Net", plan, 2, {"inputs": inputs, "batch": batch}):
+        same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -38,25 +42,22 @@ def test_ranks_may_load_rows_of_their_own(pools, plan, inputs, batch):
 def test_gradients_are_accumulated_and_clipped(pools, alone, plan, options):
     expected = single(Net, **options)
     assert apart(expected[0], alone[0]) > 1e-3
-    for parameters, metrics in pools[2].run(fit, "Net", plan, 2, options):
-        assert apart(parameters, expected[0]) < 1e-10
-        assert apart(metrics, expected[1]) < 1e-10
+    for found in pools[2].run(fit, "Net", plan, 2, options):
+        same(found, expected)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
 def test_what_a_step_does_besides_computing_is_done(pools, plan):
     expected = single(Busy)
-    for parameters, metrics in pools[2].run(fit, "Busy", plan, 2, {}):
-        assert apart(parameters, expected[0]) < 1e-10
-        assert apart(metrics, expected[1]) < 1e-10
+    for found in pools[2].run(fit, "Busy", plan, 2, {}):
+        same(found, expected)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_optimizers_that_are_stepped_by_hand(pools, plan):
     expected = single(Pair)
-    for parameters, metrics in pools[2].run(fit, "Pair", plan, 2, {}):
-        assert apart(parameters, expected[0]) < 1e-10
-        assert apart(metrics, expected[1]) < 1e-10
+    for found in pools[2].run(fit, "Pair", plan, 2, {}):
+        same(found, expected)
 
 
 def test_optimizers_that_are_stepped_by_hand_on_rows_of_each_group(pools):
@@ -67,14 +68,12 @@ def test_optimizers_that_are_stepped_by_hand_on_rows_of_each_group(pools):
 
 def test_several_loaders_streams_callbacks_and_loggers(pools):
     expected = many("", 1)
-    for parameters, metrics in pools[2].run(all_sorts, "dp=2"):
-        assert apart(parameters, expected[0]) < 1e-10
-        assert apart(metrics, expected[1]) < 1e-10
+    for found in pools[2].run(all_sorts, "dp=2"):
+        same(found, expected)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_a_step_that_can_not_be_compiled_runs_with_compiled_parts(pools, plan):
     expected = single(Numbers)
-    for parameters, metrics in pools[2].run(fit, "Numbers", plan, 2, {"parts": ["blocks", "head"]}):
-        assert apart(parameters, expected[0]) < 1e-10
-        assert apart(metrics, expected[1]) < 1e-10
+    for found in pools[2].run(fit, "Numbers", plan, 2, {"parts": ["blocks", "head"]}):
+        same(found, expected)

@@ -13,10 +13,12 @@ from shardwright.capture import cast, casting
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
 from shardwright.precision import read_precision
+from tests.models.nets import RATE, Exact
+from tests.models.nets import SIGNS as X
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
-from .looped import gradients, on_ranks, parameters
+from .looped import gradients, on_ranks, parameters, sgd
 from .threaded import world_of
 
 PLANS = ("dp=2", "tp=2", "zero1=2", "zero2=2", "zero3=2", "pp=2")
@@ -31,10 +33,6 @@ def train(model, optimizer, case, steps=2):
         optimizer.step()
         optimizer.zero_grad()
     return seen + parameters(model)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def alone(name, said):
@@ -75,23 +73,6 @@ def test_ranks_round_as_one_device_does(said, plan):
     for found in on_ranks("mlp", plan, train, dtype=torch.float32, precision=said):
         assert apart(found, wanted) < torch.finfo(torch.bfloat16).eps
         assert {held.dtype for held in found[1:5]} == {torch.float32}  # gradients, of masters too
-
-
-class Exact(nn.Module):
-    """Whole numbers, so that nothing is rounded in bfloat16 as long as the weights stay what they are."""
-
-    def __init__(self):
-        super().__init__()
-        held = torch.Generator().manual_seed(3)
-        signs = [torch.randint(0, 2, (4, 4), generator=held) * 2.0 - 1 for _ in range(2)]
-        self.up, self.down = (nn.Parameter(sign) for sign in signs)
-
-    def forward(self, x):
-        return ((x @ self.up).relu() @ self.down).float().sum()
-
-
-X = torch.tensor([[1.0, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, -1, 0, 0]])
-RATE = 2.0**-16  # three steps of it don't show in bfloat16
 
 
 def exact_loop(model, optimizer):

@@ -140,3 +140,21 @@ def test_a_penalty_on_weights_counts_once(plan):
         return gradients(model)
 
     both("gpt", plan, loop)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "zero3=2,tp=2", "pp=2,dp=2"])
+def test_a_penalty_on_norms_of_weights(plan):
+    """One by one and stacked, of several orders; biases of the layer norms are zeros, whose norm has no gradient."""
+
+    def loop(model, optimizer, case):
+        loss = model(*case.args, **case.kwargs)
+        held = dict(model.named_parameters())
+        weights = [p for key, p in held.items() if "weight" in key]
+        if "pp" not in plan:
+            loss = loss + sum(0.1 * p.norm() for p in held.values()) + torch.linalg.vector_norm(weights[-1], 1)
+        loss = loss + torch.stack([p.norm() for p in weights]).square().sum()
+        loss = loss + torch.stack([torch.norm(p, torch.inf) for p in weights]).sum()
+        loss.backward()
+        return [loss.detach().clone(), *gradients(model)]
+
+    both("gpt", plan, loop)

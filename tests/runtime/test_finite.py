@@ -42,13 +42,15 @@ def batch(bad):
     return x, z
 
 
-def look(kind, plan, folder, bad=True):
+def look(kind, plan, folder, bad=True, **options):
     """On each rank: whether it was fine, where it went wrong, the first gradient; and that nothing changed."""
     torch.manual_seed(0)
     net, given = Net(kind), batch(bad)
 
     def run(rank):
-        model = sw.parallelize(copy.deepcopy(net), plan=plan, example=given, directory=folder)
+        own = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        model, _ = sw.parallelize(own, optimizer, plan=plan, example=given, directory=folder, **options)
         loss = model(*given)
         loss.backward()
         fine = agree_finite(model, loss, gradients=True)
@@ -85,9 +87,11 @@ def test_an_op_of_a_stage_and_the_first_parameter_of_all_stages(tmp_path):
     assert gradient.startswith("the gradient of up.weight is not finite on rank 0, and of 3 more")
 
 
-@pytest.mark.parametrize("plan", ["single", "dp=2", "zero3=2"])
-def test_an_op_of_backward_and_the_first_parameter(plan, tmp_path):
-    for fine, found, gradient, _ in look("root", plan, tmp_path):
+@pytest.mark.parametrize(
+    ("plan", "precision"), [("single", None), ("dp=2", None), ("zero3=2", None), ("zero1=2", None), ("dp=2", "bf16")]
+)
+def test_an_op_of_backward_and_the_first_parameter(plan, precision, tmp_path):
+    for fine, found, gradient, _ in look("root", plan, tmp_path, precision=precision):
         assert not fine
         assert found.startswith("backward of ")
         assert "sqrt" in found and "which comes from test_finite.py:" in found

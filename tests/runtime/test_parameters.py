@@ -147,6 +147,19 @@ def test_every_way_to_ask_for_a_norm(measure):
             assert square == pytest.approx(float(gradient.norm() ** 2 + 1), rel=1e-12)
 
 
+def test_norms_of_several_orders_in_one_stack():
+    full = whole_gradients()
+    orders = (1.0, 2.0, torch.inf, 2.0, 3.0)
+    expected = torch.stack([gradient.norm(order) for gradient, order in zip(full.values(), orders, strict=True)])
+
+    def body(rank):
+        made, _ = parameters(3, full)
+        return torch.stack([p.grad.norm(order) for p, order in zip(made, orders, strict=True)])
+
+    for found in run_ranks(4, body):
+        assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+
+
 def test_reading_the_gradient_twice_gives_one_object():
     def body(rank):
         made, _ = parameters(0, whole_gradients())

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import sys
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 import shardwright as sw
 from shardwright.errors import InputError
 from shardwright.train import Callback, Checkpoints, EarlyStopping, LearningRateMonitor, LoaderOptions
+from shardwright.verify import program
 
 from .runs import by_hand, close, losses, net, parameters, rows, trainer
 
@@ -209,11 +212,14 @@ def test_a_stream_goes_on_where_it_was(tmp_path):
     assert losses(second) == {step: losses(whole)[step] for step in (3, 4, 5)}
 
 
-def test_early_stopping_ends_a_run_that_no_longer_gets_better(tmp_path):
-    class Worse(Callback):
-        def before_log_val(self, trainer, metrics):
-            metrics["val_loss"] = float(trainer.progress.step)
+class Worse(Callback):
+    """Every validation is worse than the one before."""
 
+    def before_log_val(self, trainer, metrics):
+        metrics["val_loss"] = float(trainer.progress.step)
+
+
+def test_early_stopping_ends_a_run_that_no_longer_gets_better(tmp_path):
     stopping = EarlyStopping(patience=2)
     made = trainer(tmp_path, max_steps=20, val_data=rows(4), val_every=1, callbacks=[Worse(), stopping])
     made.fit()
@@ -253,10 +259,6 @@ def test_a_schedule_by_epochs_and_one_by_validation(tmp_path):
     made.fit()
     assert [round(value, 6) for value in losses(made, "lr").values()] == [0.01] * 3 + [0.001] * 3 + [0.0001] * 3
 
-    class Worse(Callback):
-        def before_log_val(self, trainer, metrics):
-            metrics["val_loss"] = float(trainer.progress.step)
-
     plateau = trainer(
         tmp_path / "b", max_steps=4, val_data=rows(4), val_every=1, callbacks=[Worse()],
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
@@ -284,6 +286,20 @@ def test_compiled_alone_a_run_writes_plan_and_code_for_ranks_that_are_not_here(t
     assert json.loads((tmp_path / "run/plan.json").read_text())["mesh"] == {"dp": 2, "tp": 2}
     assert "self.tp" in next((tmp_path / "run/generated").rglob("train_*.py")).read_text()
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_compiled_alone_a_model_is_captured_once(tmp_path):
+    door = sys.modules["shardwright.parallelize"]  # the package has a function of that name
+    with mock.patch.object(door, "capture", wraps=door.capture) as once, mock.patch.object(program, "capture") as never:
+        trainer(tmp_path, max_steps=1, plan="dp=2").compile()
+    assert once.call_count == 1 and not never.called
+
+
+def test_compiled_alone_a_run_is_refused_for_what_it_would_be_refused_for(tmp_path):
+    with pytest.raises(InputError, match=r"'\*\.weigth' fits no parameter"):
+        trainer(tmp_path, max_steps=1, plan="dp=2", parameter_groups=[{"match": "*.weigth", "lr": 0.1}]).compile()
+    with pytest.raises(InputError, match='microbatch_semantics="local" is compiled by the ranks'):
+        trainer(tmp_path, max_steps=1, plan="pp=2", microbatches=2, microbatch_semantics="local").compile()
 
 
 def test_the_original_is_let_go_when_it_is_compiled(tmp_path):

@@ -10,6 +10,7 @@ from shardwright.errors import InputError, ParityError, PlanError
 from shardwright.parallelize import plan as make_plan
 from shardwright.runtime import comm, linears
 from shardwright.verify import verify
+from tests.models.nets import RATE, SIGNS, Exact
 from tests.models.zoo import ZOO
 
 
@@ -49,6 +50,36 @@ def test_float32_has_a_wider_limit():
 
     assert report.passed, str(report)
     assert report.tolerance == 1e-5
+
+
+@pytest.mark.parametrize(("precision", "plan"), [("bf16", "zero1=2"), ("bf16-mixed", "dp=2"), ("fp16-mixed", "tp=2")])
+def test_a_precision_rounds_alike_on_both_sides(precision, plan):
+    module, args, kwargs = ZOO["gpt"](dtype=torch.float32)
+    report = verify(module, plan, example=(args, kwargs), precision=precision, entries=("train", "eval"))
+
+    assert report.passed, str(report)
+    assert report.tolerance == 2 * torch.finfo(torch.float16 if "fp16" in precision else torch.bfloat16).eps
+    assert precision in report.title
+    assert not verify(module, plan, example=(args, kwargs), precision=precision, tolerance=1e-6).passed
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "zero2=2", "tp=2", "pp=2"])
+def test_masters_of_both_sides_are_the_same_to_the_last_bit(plan):
+    """Steps so small that they show in float32 masters only."""
+    report = verify(
+        Exact(), plan, example=(SIGNS,), precision="bf16", tolerance=1e-12, microbatches=2 if "pp" in plan else None,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=RATE),
+    )  # fmt: skip
+
+    assert report.passed, str(report)
+    assert any(row.kind == "parameter" for row in report.rows)
+
+
+def test_a_plan_for_a_precision_is_verified_in_it():
+    module, args, kwargs = ZOO["mlp"](dtype=torch.float32)
+    plan = make_plan(module, example=(args, kwargs), plan="tp=2", precision="bf16-mixed")
+
+    assert verify(module, plan, example=(args, kwargs), precision="bf16-mixed").passed
 
 
 def test_adamw_and_own_optimizers():

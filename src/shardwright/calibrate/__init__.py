@@ -11,7 +11,6 @@ import os
 import socket
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ..cluster import Cluster, Group, Node
 from ..cluster.catalogue import USUAL, inside, usual_network
 from ..cluster.cluster import USUAL_OVERLAP
+from ..runtime import roll_call
 from ..runtime.world import World, start
 from ..verify.ranks import run_processes
 from .collectives import count_per_node, fit, kinds_in, measure_collectives, measure_meeting, measure_overlap, meshes
@@ -58,7 +58,7 @@ def _rank(rank: int, effort: Effort) -> Cluster:
 def measure(effort: Effort) -> Cluster:
     """Measure the ranks that there are, all of them together; every rank gets the result."""
     world = start()
-    per_node = count_per_node(_from_all(socket.gethostname(), world))
+    per_node = count_per_node(roll_call.objects(socket.gethostname(), "names of nodes"))
     shapes = list(meshes(world.size, per_node))
     with _progress(world.rank == 0) as progress:
         total = len(series_of(effort)) + sum(len(kinds_in(ranks)) for ranks, _ in shapes)
@@ -67,8 +67,8 @@ def measure(effort: Effort) -> Cluster:
         def advance(what: str) -> None:
             progress.update(task, description=what, advance=1)
 
-        series = slowest(_from_all(measure_ops(world.device, effort, advance), world))
-        edge = max(_from_all(measure_edge(world.device, series, effort), world))
+        series = slowest(roll_call.objects(measure_ops(world.device, effort, advance), "times of ops"))
+        edge = max(roll_call.objects(measure_edge(world.device, series, effort), "times of edges"))
         measured = measure_collectives(world, per_node, effort, advance)
         overlap, meeting = USUAL_OVERLAP, 0.0
         if world.size > 1:  # both are small differences of large numbers
@@ -99,15 +99,6 @@ def _about(world: World, per_node: int) -> str:
         f"measured by shardwright calibrate: torch {torch.__version__}, {world.size // per_node} x {per_node} "
         f"{world.device.type}{backend}, {torch.get_num_threads()} threads a rank"
     )
-
-
-def _from_all(mine: Any, world: World) -> list[Any]:
-    """What every rank has, in rank order."""
-    if world.size == 1:
-        return [mine]
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def _progress(shown: bool) -> Progress:

@@ -7,11 +7,10 @@ parameter with several keys (tied weights) is kept under the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..errors import InputError, raise_all
 from ..runtime.model import Holding, ParallelModel
@@ -128,10 +127,3 @@ def _prefix(path: str) -> str:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def several(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Optimizers as a list."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

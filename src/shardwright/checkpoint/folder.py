@@ -21,13 +21,14 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import CheckpointError, InputError
+from ..runtime.optimizer import Optimizers
 from ..runtime.world import here
 from . import disk
 from .loading import Loaded, load
 from .manifest import MANIFEST, Manifest, read_manifest
 from .meeting import meet
 from .saving import Saving, begin
-from .training import Optimizers, Schedulers, training
+from .training import Schedulers, training
 
 LATEST = "latest"
 

@@ -15,13 +15,14 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError
+from ..runtime.optimizer import Optimizers
 from . import disk
 from .census import Census
 from .index import Index, read_index
 from .manifest import MANIFEST, Manifest, damage, faults_of, read_manifest
 from .meeting import Meeting, meet
 from .saving import STATE
-from .training import Optimizers, Said, Schedulers, read_values, training
+from .training import Said, Schedulers, read_values, training
 
 PARTS = ("optimizers", "schedulers", "extra", "data", "tied", "random", "plans", "versions")
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, ShardwrightError
 from ..runtime.faults import told
+from ..runtime.world import cpu_group
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)  # a rank may have much more to write than another
@@ -98,7 +99,5 @@ def meet() -> Meeting:
     if world is None:
         return _alone
     if world not in _meetings:
-        real = any(name in str(dist.get_backend_config()) for name in ("gloo", "nccl"))
-        group = dist.new_group(backend="gloo", timeout=PATIENCE) if real else world
-        _meetings[world] = Meeting(group)
+        _meetings[world] = Meeting(cpu_group(PATIENCE))
     return _meetings[world]

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..errors import CheckpointError
+from ..runtime.optimizer import Optimizers
 from . import disk
 from .census import Census
 from .disk import Digest
@@ -35,7 +36,7 @@ from .index import INDEX, Chunk, Entry, Index
 from .manifest import MANIFEST, Manifest
 from .meeting import Meeting, meet
 from .tensorfile import Spec, TensorWriter, in_order
-from .training import Optimizers, Said, Schedulers, joined, training
+from .training import Said, Schedulers, joined, training
 
 STATE = "state.json"
 

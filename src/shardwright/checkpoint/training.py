@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, InputError, raise_all
 from ..runtime.model import ParallelModel
+from ..runtime.optimizer import Optimizers, several
 from ..runtime.random import Randomness
 from ..runtime.state import PieceTensor, piece_like
 from . import optimizers
-from .census import Census, several
+from .census import Census
 from .encoding import decode, encode, keys_of
 from .fit import fit
 from .index import Index, read_into
 from .randomness import generators, set_generators
 
-Optimizers = Optimizer | Sequence[Optimizer] | None
 Schedulers = Any  # a scheduler, several, or None: torch has no type for all of them
 
 Said = dict[str, Any]

@@ -113,7 +113,8 @@ def make_parser() -> ArgumentParser:
 
     verified = ArgumentParser(description="Run the original and the compiled program on one batch and compare them.")
     _model_arguments(verified)
-    verified.add_argument("--dtype", choices=["float64", "float32"], default="float64", help="in what to compare")
+    verified.add_argument("--dtype", choices=["float64", "float32"], help="in what to compare; float64 if not given")
+    verified.add_argument("--precision", choices=list(NAMED), help="train in it, both of them; else as written")
     verified.add_argument("--steps", type=int, default=3, help="optimizer steps to compare")
     verified.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the optimizer")
     verified.add_argument("--tolerance", type=float, help="1e-10 in float64 and 1e-5 in float32, if not given")
@@ -178,13 +179,13 @@ def run_plan(asked: Namespace, console: Console) -> int:
         raise InputError(f"--accumulate {asked.accumulate} makes no sense; 1 is an update after every backward")
     size = _devices(asked)
     with Watching() as watching:
-        made, graph = planned(
+        made, found = planned(
             module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
             optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
             outputs=outputs, opaque=asked.opaque, seconds=asked.seconds, constraints=asked.constraints,
             progress=watching, stop=watching.stopped, microbatches=asked.microbatches,
         )  # fmt: skip
-    console.print(explain(made, graph) if asked.full else explain(made))
+    console.print(explain(made, found.graph) if asked.full else explain(made))
     if asked.outputs is None and outputs == "scalars":
         console.print(ONLY_SCALARS, highlight=False)
     if asked.output is not None:
@@ -245,14 +246,17 @@ def _batching(asked: Namespace) -> Batching:
 def run_verify(asked: Namespace, console: Console) -> int:
     module, example = load_model(asked.model, asked.batch, asked.seq)
     size = asked.devices if asked.plan == "auto" else None
+    dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
+    if asked.trace and asked.precision is not None:
+        raise InputError("--trace compares ops in float64 or float32; leave out --precision")
     report = verify(
-        module, asked.plan, example=example, dtype=getattr(torch, asked.dtype), steps=asked.steps,
+        module, asked.plan, example=example, dtype=dtype, precision=asked.precision, steps=asked.steps,
         optimizer=asked.optimizer, tolerance=asked.tolerance, size=size, method="threads",
         entries=("train", "eval") if asked.eval else ("train",), opaque=asked.opaque, microbatches=asked.microbatches,
     )  # fmt: skip
     console.print(report)
     if not report.passed and asked.trace:
-        found = first_difference(module, asked.plan, example=example, dtype=getattr(torch, asked.dtype), size=size)
+        found = first_difference(module, asked.plan, example=example, dtype=dtype or torch.float64, size=size)
         console.print("the first difference: " if found else "", end="")
         console.print(str(found) if found else AGREES, highlight=False, markup=False)
     return 0 if report.passed else 1

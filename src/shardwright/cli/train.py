@@ -79,7 +79,7 @@ def run_asked(asked: Namespace, parser: ArgumentParser) -> int:
             raise error.__cause__ from None
         raise
     trainer.config = text
-    {"fit": trainer.fit, "validate": trainer.validate, "compile": trainer.compile, "profile": trainer.profile}[mode]()
+    getattr(trainer, mode)()
     return 0
 
 

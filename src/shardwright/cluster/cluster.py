@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
+
 from ..errors import ClusterError
 from ..layout import Mesh
 from .collective import Collective, Measured, Span, collective_time
@@ -150,13 +152,8 @@ class Cluster:
 def rank_groups(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
     """The ranks that differ only in these axes. `Mesh.groups` in one walk, for meshes of thousands."""
     chosen = {mesh.axis(name).name for name in axes}
-    found: dict[int, list[int]] = {}
-    for place, rank in enumerate(mesh.devices):
-        key, rest, stride = 0, place, 1
-        for axis in reversed(mesh.axes):
-            rest, at = divmod(rest, axis.size)
-            if axis.name not in chosen:
-                key += at * stride
-            stride *= axis.size
-        found.setdefault(key, []).append(rank)
-    return list(found.values())
+    inside = [at for at, axis in enumerate(mesh.axes) if axis.name in chosen]
+    size = math.prod(mesh.axes[at].size for at in inside)
+    grid = np.array(mesh.devices).reshape([axis.size for axis in mesh.axes])
+    found: list[list[int]] = np.moveaxis(grid, inside, range(-len(inside), 0)).reshape(-1, size).tolist()
+    return found

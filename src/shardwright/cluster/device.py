@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, get_args
 
 from ..errors import ClusterError
@@ -98,6 +99,11 @@ class Device:
         if dtype in self._peaks:
             return self._peaks[dtype]
         raise ClusterError(f"{self.name} has no flops for {dtype!r}, only for {', '.join(dict(self.flops))}")
+
+    @property
+    def scales(self) -> bool:
+        """Whether a part of an op never takes less than that part of its time: nothing is better at small sizes."""
+        return all(low <= high for item in self.efficiency for (_, low), (_, high) in pairwise(item.curve.points))
 
     def fraction(self, kind: Kind, size: float, dtype: str = "") -> float:
         """The fraction of the peak at a size; of this dtype if it is known, else of any, else of the first known."""

@@ -1,6 +1,8 @@
 """From a call to a program that runs: capture, plan, lower, emit, load, for one entry at a time."""
 
-from .compiler import Compiler, Optimizers, Outputs, compile_graph, replicas_of, skeleton_of
+from .compiler import Compiler, Outputs, compile_graph, count_replicas, replicas_of, skeleton_of
 from .files import write
 
-__all__ = ["Compiler", "Optimizers", "Outputs", "compile_graph", "replicas_of", "skeleton_of", "write"]
+__all__ = [
+    "Compiler", "Outputs", "compile_graph", "count_replicas", "replicas_of", "skeleton_of", "write",
+]  # fmt: skip

@@ -49,7 +49,7 @@ from ..probe import probing
 from ..rules import Analysis, analyse
 from ..runtime.inputs import Mode, rows_of
 from ..runtime.model import Entry, ParallelModel
-from ..runtime.optimizer import adopt
+from ..runtime.optimizer import Optimizers, adopt, several
 from ..runtime.pipeline import Loop, Running
 from ..runtime.pipeline.loop import Backward
 from ..runtime.random import Randomness
@@ -61,7 +61,6 @@ from .pipeline import assemble
 from .seats import Seat, check_held, find_seats, with_masters
 
 Outputs = Literal["all", "scalars"]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -104,6 +103,12 @@ def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
     text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
     request = read_request(text, world.size)
     return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
+
+
+def count_replicas(wish: PlanLike, world: World) -> int:
+    """How many data-parallel groups a plan will have."""
+    mesh, axes = replicas_of(wish, world)
+    return math.prod(mesh.sizes[name] for name in axes)
 
 
 class Compiler:
@@ -170,7 +175,7 @@ class Compiler:
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
-        scale = self._replicas() if model.passing == "rows" else 1
+        scale = count_replicas(self.wish, self.world) if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -213,11 +218,6 @@ class Compiler:
                 tensor.copy_(state[key])
         return made
 
-    def _replicas(self) -> int:
-        """How many data-parallel groups there will be; "rows" mode needs to know before it captures."""
-        mesh, axes = replicas_of(self.wish, self.world)
-        return math.prod(mesh.sizes[name] for name in axes)
-
     def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
         def make() -> Plan:
             if known is None:
@@ -255,7 +255,7 @@ class Compiler:
         model.hold(holding)
         self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
         replaced = holder.replaced(holding.parameters, seats)
-        for optimizer in _several(self.optimizer):
+        for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
         self.module = None  # from here on the pieces are the truth
 
@@ -288,7 +288,7 @@ class Compiler:
 
         pipeline = assemble(lowered, made, captured, holding, self.world, make)
         joined = {held.value for held in lowered.exits if held.how == "cat"}
-        if self.mode == "rows" and joined and self._replicas() > 1:
+        if self.mode == "rows" and joined and count_replicas(self.wish, self.world) > 1:
             raise InputError(
                 f'with inputs="rows" a pipeline of several data-parallel groups gives back numbers only, and the model '
                 f"returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
@@ -337,12 +337,6 @@ class Compiler:
         if call.path not in self.bodies:
             self.bodies[call.path] = Body(copy.deepcopy(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
-
-
-def _several(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
-    if optimizer is None:
-        return ()
-    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:

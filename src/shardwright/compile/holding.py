@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..layout import Mesh
 from ..plan.rows import replica_axes
+from ..runtime import roll_call
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter, storage_layout
 from ..runtime.model import Holding
@@ -73,12 +74,9 @@ class Holder:
         lost = [key for key, held in self.module.named_buffers() if held.is_meta]
         if lost:
             raise InputError(f"the buffers {', '.join(lost)} are on meta; parameters may be, buffers need values")
-        if dist.is_initialized() and self.world.size > 1:
-            count = sum(held.is_meta for held in self.module.parameters())
-            most = torch.tensor([count, -count], device=self.world.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            if int(most[0]) != -int(most[1]):
-                raise InputError("some ranks have parameters on meta and others have them with values; make all alike")
+        count = sum(held.is_meta for held in self.module.parameters())
+        if len(set(roll_call.numbers(count, "how many parameters are on meta"))) > 1:
+            raise InputError("some ranks have parameters on meta and others have them with values; make all alike")
 
     def replaced(
         self, pieces: Mapping[str, ShardParameter], seats: Sequence[Seat]

@@ -71,6 +71,10 @@ class Moves:
         self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
         self.device = slowest_device(cluster, self.placed.devices)
         self._tables: dict[tuple[tuple[str, ...], float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._numbers: dict[Place, int] = {}
+        self._places: list[Place] = []
+        self._placed: dict[tuple[Layout, bool], tuple[int, ...]] = {}
+        self._held_fast: dict[tuple[Layout, str, str], bool] = {}
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {
             (axis,): cluster.spans(self.placed, (axis,)) for axis in mesh.names
@@ -97,7 +101,8 @@ class Moves:
         """[start, goal, resource]: what each conversion of a value of so many bytes (whole) uses."""
         found = np.zeros((len(starts), len(goals), COUNT))
         best = np.full((len(starts), len(goals)), np.inf)
-        pairs = _Pairs(self.mesh.names, starts, goals, gradient)
+        every = np.array([self._places_of(layout, gradient) for layout in (*starts, *goals)], dtype=np.intp)
+        pairs = _Pairs(every, len(starts), self._places)
         single = [(number,) for number in range(len(self.mesh.axes))]
         joint = {unit: alike for unit in pairs.several() if (alike := pairs.alike(unit)).any()}
         tables = {unit: self._steps(unit, pairs.places, bytes, gradient) for unit in (*single, *joint)}
@@ -114,6 +119,16 @@ class Moves:
                 found[..., 0:4] = np.where(better[..., None], total, found[..., 0:4])
         self._lift(found, starts, goals, pairs, tables)
         return found
+
+    def _places_of(self, layout: Layout, gradient: bool) -> tuple[int, ...]:
+        """The number of a layout's place on each axis."""
+        key = (layout, gradient)
+        if key not in self._placed:
+            found = [_forget(place_on(layout, axis), gradient) for axis in self.mesh.names]
+            self._places += [place for place in dict.fromkeys(found) if place not in self._numbers]
+            self._numbers |= {place: at for at, place in enumerate(self._places) if place not in self._numbers}
+            self._placed[key] = tuple(self._numbers[place] for place in found)
+        return self._placed[key]
 
     def _steps(self, unit: Unit, places: list[list[Place]], bytes: float, gradient: bool) -> np.ndarray:
         """[from, to, which of the other axes cut the value, (compute, compute back, send, send back)]."""
@@ -187,9 +202,12 @@ class Moves:
         """Which layouts have two cuts of one dim that can't change places."""
 
         def is_stuck(layout: Layout) -> bool:
-            one, other = layout.cut_of(major), layout.cut_of(minor)
-            together = one is not None and other is not None and one[0] == other[0]
-            return together and reordered(layout, major, self.mesh.sizes) is None
+            key = (layout, major, minor)
+            if key not in self._held_fast:
+                one, other = layout.cut_of(major), layout.cut_of(minor)
+                together = one is not None and other is not None and one[0] == other[0]
+                self._held_fast[key] = together and reordered(layout, major, self.mesh.sizes) is None
+            return self._held_fast[key]
 
         return np.array([is_stuck(layout) for layout in layouts], dtype=bool)
 
@@ -197,17 +215,17 @@ class Moves:
 class _Pairs:
     """All pairs of some layouts to start from and some to get to: how each lies on every axis, by number."""
 
-    def __init__(self, axes: Sequence[str], starts: Sequence[Layout], goals: Sequence[Layout], gradient: bool) -> None:
-        self.axes, self.shape = range(len(axes)), (len(starts), len(goals))
+    def __init__(self, every: np.ndarray, starts: int, known: Sequence[Place]) -> None:
+        """`every` has the number of the place on each axis, among those known, for all starts and then all goals."""
+        self.axes, self.shape = range(every.shape[1]), (starts, every.shape[0] - starts)
         self.places: list[list[Place]] = []
-        self.at_start = np.zeros((len(axes), len(starts)), dtype=np.intp)
-        self.at_goal = np.zeros((len(axes), len(goals)), dtype=np.intp)
-        for number, axis in enumerate(axes):
-            known: dict[Place, int] = {}
-            for target, layouts in ((self.at_start, starts), (self.at_goal, goals)):
-                for index, layout in enumerate(layouts):
-                    target[number, index] = known.setdefault(_forget(place_on(layout, axis), gradient), len(known))
-            self.places.append(list(known))
+        self.at_start: list[np.ndarray] = []
+        self.at_goal: list[np.ndarray] = []
+        for axis in self.axes:
+            held, at = np.unique(every[:, axis], return_inverse=True)
+            self.places.append([known[place] for place in held])
+            self.at_start.append(at[:starts])
+            self.at_goal.append(at[starts:])
         self.letters = [np.array([_letter(place) for place in held]) for held in self.places]
 
     def at(self, axis: int) -> tuple[np.ndarray, np.ndarray]:

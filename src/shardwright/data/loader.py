@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from ..errors import InputError
 from ..runtime.model import ParallelModel
 from ..runtime.world import here
 from .collate import Collate, Ignore, RowsCollate, ShareCollate, fill
 from .drawn import DrawnByRow
-from .rows import Last, Rows, seed_of
-from .stream import Share, Stream
+from .rows import Last, Rows, Sampled, seed_of
+from .stream import Share, Stream, is_stream
 
 
 class Loader:
@@ -165,7 +165,8 @@ class Loader:
 def loader(
     dataset: Any, batch: int, *, model: nn.Module | None = None, rank: int | None = None,
     ranks: int | None = None, shuffle: bool = False, seed: int = 0, last: Last = "keep", ignore: Ignore | None = None,
-    workers: int = 0, collate: Collate = default_collate, draw_by_row: bool = False, **options: Any,
+    workers: int = 0, collate: Collate = default_collate, draw_by_row: bool = False,
+    sampler: Iterable[int] | None = None, **options: Any,
 ) -> Loader:  # fmt: skip
     """Batches of a dataset, map-style or iterable, for this rank.
 
@@ -180,6 +181,7 @@ def loader(
     draw_by_row
              what the dataset draws for a row comes from seed, epoch and row alone: the same after a stop, and with any
              number of workers and ranks
+    sampler  an order of the rows of its own, instead of `shuffle`; what it draws follows from seed and epoch
     options  for `torch.utils.data.DataLoader`
     """
     if (rank is None) != (ranks is None):
@@ -187,21 +189,32 @@ def loader(
     mine, of = place_of(model) if rank is None or ranks is None else (rank, ranks)
     if last == "keep" and rank is None:
         last = "whole"
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        if shuffle:
-            raise InputError("shuffle=True needs a dataset with numbers for its rows; let the stream shuffle itself")
-        if draw_by_row:
-            raise InputError("draw_by_row=True needs a dataset with numbers for its rows; a stream draws as it likes")
+    if is_stream(dataset):
+        _check_stream(shuffle, draw_by_row, sampler)
         stream = Stream(dataset, batch, rank=mine, ranks=of, last=last)
         join: Any = ShareCollate(collate=collate)
         gives = DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=join, **options)
         return Loader(gives, seed=seed, ignore=ignore, model=model)
     if draw_by_row:
         dataset = DrawnByRow(dataset, seed)
-    rows = Rows(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
+    if sampler is None:
+        rows = Rows(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
+    elif shuffle:
+        raise InputError("a sampler gives the order of rows; leave out shuffle=True")
+    else:
+        rows = Sampled(sampler, batch, rank=mine, ranks=of, seed=seed, last=last)
     bound = RowsCollate(collate=collate, dataset=dataset)
     held = DataLoader(dataset, batch_sampler=rows, num_workers=workers, collate_fn=bound, **options)
     return Loader(held, seed=seed, ignore=ignore, model=model)
+
+
+def _check_stream(shuffle: bool, draw_by_row: bool, sampler: Iterable[int] | None) -> None:
+    if shuffle:
+        raise InputError("shuffle=True needs a dataset with numbers for its rows; let the stream shuffle itself")
+    if draw_by_row:
+        raise InputError("draw_by_row=True needs a dataset with numbers for its rows; a stream draws as it likes")
+    if sampler is not None:
+        raise InputError("a sampler needs a dataset with numbers for its rows; let the stream give its own order")
 
 
 def place_of(model: nn.Module | None) -> tuple[int, int]:

@@ -13,8 +13,7 @@ rows, means the same for any number of them.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,6 +21,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..errors import InputError, raise_all
+from ..runtime.roll_call import number_of
 
 Last = Literal["keep", "drop", "pad", "whole"]
 """What is done with the last batch of an epoch, if it is smaller than the others.
@@ -41,8 +41,7 @@ def share(total: int, rank: int, ranks: int) -> range:
 
 def seed_of(*numbers: int) -> int:
     """One number of several."""
-    text = " ".join(map(str, numbers))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    return number_of(" ".join(map(str, numbers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +150,21 @@ class Rows(Sampler[list[int]]):
         ]
         raise_all(InputError, "the place in the data is that of another order:", faults)
         self.epoch, self.start, self.seed = int(state["epoch"]), int(state["row"]), int(state["seed"])
+
+
+class Sampled(Rows):
+    """Rows in the order of a sampler. What that draws follows from the seed and the epoch, alike on all ranks."""
+
+    def __init__(self, sampler: Iterable[int], batch: int, *, rank: int, ranks: int, last: Last, seed: int) -> None:
+        if not isinstance(sampler, Sized):
+            raise InputError(f"{type(sampler).__name__} does not say how many rows it gives: a sampler needs __len__")
+        super().__init__(len(sampler), batch, rank=rank, ranks=ranks, seed=seed, last=last)
+        self.sampler = sampler
+
+    def order(self) -> torch.Tensor:
+        """The sampler's rows of this epoch."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self.seed, self.epoch))
+            return torch.tensor(list(self.sampler))

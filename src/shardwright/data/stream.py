@@ -88,6 +88,11 @@ class Stream(IterableDataset[Share]):
         return Share(rows=rows, like=held[0], total=total, padding=padding, state=state)
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset has no numbers for its rows."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
 def _take(rows: Iterator[Any], count: int) -> list[Any]:
     held = []
     for row in rows:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from ..runtime.model import ParallelModel
 from ..runtime.optimizer import adopt
 from ..runtime.world import start
 from .effects import is_metric, outermost
-from .steps import StepBook, stepping, without_text
+from .steps import SLOTS, StepBook, stepping, without_text
 
 
 class Compiled(Protocol):
@@ -88,7 +89,7 @@ class CompiledSteps:
         """Have the pieces in the module itself; metrics stay the module's own, and forward is a program too."""
         metrics = outermost(self.module)
         module, model = self.module, self.model
-        for slot in ("_parameters", "_buffers", "_modules"):
+        for slot in SLOTS:
             vars(module)[slot] = getattr(model, slot)
         for path, metric in metrics:
             parent, _, name = path.rpartition(".")
@@ -102,9 +103,7 @@ class CompiledSteps:
             yield
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        same = {held: held for held in self.model.parameters()}
-        for optimizer in optimizers:
-            adopt(optimizer, same)  # type: ignore[arg-type]
+        _adopt(optimizers, self.model.parameters())
 
     def data_place(self) -> tuple[int, int] | None:
         return (self.model.data_rank, self.model.data_size) if self.model.plan is not None else None
@@ -142,9 +141,7 @@ class CompiledParts:
             yield
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        same = {held: held for part in self._compiled() for held in part.parameters()}
-        for optimizer in optimizers:
-            adopt(optimizer, same)  # type: ignore[arg-type]
+        _adopt(optimizers, (held for part in self._compiled() for held in part.parameters()))
 
     def data_place(self) -> tuple[int, int] | None:
         first = next(part for part in self.module.modules() if isinstance(part, ParallelModel))
@@ -152,6 +149,12 @@ class CompiledParts:
 
     def _compiled(self) -> list[ParallelModel]:
         return [part for part in self.module.modules() if isinstance(part, ParallelModel) and part.plan is not None]
+
+
+def _adopt(optimizers: Sequence[Optimizer], pieces: Iterable[nn.Parameter]) -> None:
+    same = {held: held for held in pieces}
+    for optimizer in optimizers:
+        adopt(optimizer, same)  # type: ignore[arg-type]
 
 
 def heavy_parts(module: LightningModule) -> list[str]:
@@ -184,5 +187,11 @@ def _places(module: LightningModule, step: str) -> dict[str, Any]:
     """What a step takes besides its batch, as far as Lightning gives it: None for what is not known."""
     if step == "forward":
         return {}
-    taken = list(inspect.signature(getattr(type(module), step)).parameters)[2:]
+    taken = _taken(getattr(type(module), step))
     return {name: None if name == "batch_idx" else 0 for name in taken if name in ("batch_idx", "dataloader_idx")}
+
+
+@cache
+def _taken(step: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of what a step takes after itself and its batch."""
+    return tuple(inspect.signature(step).parameters)[2:]

@@ -135,14 +135,12 @@ class Book:
 
 def note_log(book: Book, method: str, args: tuple[Any, ...], value: Any, kwargs: Mapping[str, Any]) -> None:
     """A call of self.log, with the name in `args`, or of self.log_dict."""
-    if isinstance(value, Pending):
-        book.note(Log(method, args, kwargs, value), None)
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         for name, held in value.items():
             note_log(book, "log", (name,), held, kwargs)
     elif isinstance(value, Tensor):
         book.note(Log(method, args, kwargs, None), value)
-    elif isinstance(value, Metric | MetricCollection):
+    elif is_metric(value):
         book.note(Log(method, args, kwargs, Named(book.paths[id(value)])), None)
     else:
         book.note(Log(method, args, kwargs, value), None)

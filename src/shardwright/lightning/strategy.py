@@ -9,7 +9,6 @@ on its own and steps run as they are. Checkpoints are folders of `sw.save`.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint import load_weights
-from ..compile import replicas_of
+from ..compile import count_replicas
 from ..errors import InputError
 from ..parts import Parts
 from ..planning import PlanLike
@@ -227,8 +226,7 @@ class ShardwrightStrategy(ParallelStrategy):
             return (0, 1) if inputs == "same" else (self.global_rank, self.world_size)
         known = self.compiled.data_place() if self.compiled is not None else None
         if known is None:  # an example is looked at: how many rows it has is what counts
-            mesh, axes = replicas_of(self._options["plan"], here())
-            known = 0, math.prod(mesh.sizes[name] for name in axes)
+            known = 0, count_replicas(self._options["plan"], here())
         return known
 
     def barrier(self, name: str | None = None) -> None:

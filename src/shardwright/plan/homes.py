@@ -72,6 +72,7 @@ class Storing:
         self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
         self.graph, self.mesh = spaces.facts.graph, spaces.mesh
         self.fixed, self.most = fixed, most or {}
+        self._counts: dict[tuple[tuple[int, ...], Layout], float] = {}
 
     def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
         """`asked` are the layouts that each use may ask for, `unit` the elements that are gathered together."""
@@ -118,7 +119,7 @@ class Storing:
     def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
         value, training = self.graph.values[parameter.value], self.training
         found = np.zeros(COUNT)
-        count, stored = local_elements(value.shape, layout, self.mesh), ITEM_SIZE.get(value.dtype, 4)
+        count, stored = self.count(value.shape, layout), ITEM_SIZE.get(value.dtype, 4)
         share = self.shares(count, held)
         found[Resource.STORED] = share[3] * stored
         if level_of(held) < 3 and training.item(value) != stored:
@@ -131,6 +132,13 @@ class Storing:
             found[Resource.UPDATE] += self._update(share[1] * true)
         return found
 
+    def count(self, shape: tuple[int, ...], layout: Layout) -> float:
+        """How many elements of a parameter a device has."""
+        key = (shape, layout)
+        if key not in self._counts:
+            self._counts[key] = local_elements(shape, layout, self.mesh)
+        return self._counts[key]
+
     def shares(self, count: float, held: Storage) -> dict[int, float]:
         """How many of a parameter's elements are kept of its optimizer state (1), gradient (2), and itself (3)."""
         parts, level = math.prod(self.mesh.sizes[axis] for axis, _ in held), level_of(held)
@@ -139,7 +147,7 @@ class Storing:
     def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[Sent]:
         """The collectives of a parameter in a step."""
         value, training = self.graph.values[parameter.value], self.training
-        count = local_elements(value.shape, layout, self.mesh)
+        count = self.count(value.shape, layout)
         axes, level = tuple(axis for axis, _ in held), level_of(held)
         parts = math.prod(self.mesh.sizes[axis] for axis in axes)
         moving, wire = training.item(value), training.reduced_item(value)

@@ -38,6 +38,7 @@ class Kinds:
             self.of[op.name] = kind
             if kind == len(self.first):
                 self.first.append(op)
+            facts.signatures[op.name].is_like(facts.signatures[self.first[kind].name])
 
     def _key(self, op: Op) -> Hashable:
         signature = self.facts.signatures[op.name]

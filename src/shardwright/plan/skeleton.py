@@ -296,6 +296,11 @@ class Skeleton:
             self._add((variable, self.ops[user.name]), table, name, user.name)
 
     @cached_property
+    def shapes(self) -> tuple[tuple[str, int], ...]:
+        """What decides how many states each variable has."""
+        return tuple((held.what, held.kind) for held in self.variables)
+
+    @cached_property
     def units(self) -> dict[str, float]:
         """For each parameter the elements of all that are gathered with it."""
         units = {parameter.key: layer_of(parameter.key) or parameter.key for parameter in self.graph.parameters}

@@ -41,23 +41,24 @@ class Tables:
         self._prices: dict[tuple[object, ...], np.ndarray] = like._prices if like else {}
         self._leaving: dict[int, Layouts] = like._leaving if like else {}
         self._forms: dict[int, tuple[Layout, ...]] = like._forms if like else {}
-        self._hubs: dict[Layouts, Layouts] = like._hubs if like else {}
+        self._same: dict[Layouts, Layouts] = like._same if like else {}  # each once
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
         self.homes = [self._home(number) for number in range(len(skeleton.home_firsts))]
         self.arrays = [self._fill(table) for table in skeleton.tables]
-        self.factors = tuple(Factor(entry.variables, self.arrays[entry.table]) for entry in skeleton.entries)
+
+    @cached_property
+    def factors(self) -> tuple[Factor, ...]:
+        return tuple(Factor(entry.variables, self.arrays[entry.table]) for entry in self.skeleton.entries)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        counts = {
-            "op": [self.spaces.of(kind).size for kind in range(len(self.skeleton.kinds.first))],
-            "hub": [len(layouts) for layouts in self.hubs],
-            "home": [len(homes.layouts) for homes in self.homes],
-        }
-        return tuple(
-            held.kind if held.what == "layer" else counts[held.what][held.kind] for held in self.skeleton.variables
-        )
+        """How many states each variable has."""
+        counts = {("op", kind): self.spaces.of(kind).size for kind in range(len(self.skeleton.kinds.first))}
+        counts |= {("hub", kind): len(layouts) for kind, layouts in enumerate(self.hubs)}
+        counts |= {("home", kind): len(homes.layouts) for kind, homes in enumerate(self.homes)}
+        counts |= {held: held[1] for held in self.skeleton.shapes if held[0] == "layer"}
+        return tuple(map(counts.__getitem__, self.skeleton.shapes))
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
@@ -75,7 +76,7 @@ class Tables:
 
     def _hub(self, ends: Sequence[End]) -> Layouts:
         found = tuple(dict.fromkeys(layout for end in ends for layout in self._distinct(self.layouts(end))[0]))
-        return self._hubs.setdefault(found, found)
+        return self._same.setdefault(found, found)
 
     def _home(self, number: int) -> Homes:
         parameter = self.skeleton.home_firsts[number]
@@ -142,7 +143,8 @@ class Tables:
         if found is None:
             known: dict[Layout, int] = {}
             index = np.array([known.setdefault(layout, len(known)) for layout in layouts], dtype=np.intp)
-            found = self._unique[id(layouts)] = (tuple(known), index)
+            distinct = tuple(known)
+            found = self._unique[id(layouts)] = (self._same.setdefault(distinct, distinct), index)
         return found
 
     def _use(self, table: UseTable) -> np.ndarray:

@@ -149,6 +149,10 @@ class Signature:
             self.known[key] = self._layouts(picked, mesh)
         return cast("tuple[tuple[Layout, ...], tuple[Layout, ...]]", self.known[key])
 
+    def is_like(self, other: Signature) -> None:
+        """An op that differs from another one in its name alone has its layouts: what one knows, both know."""
+        object.__setattr__(self, "known", other.known)
+
     def _layouts(self, picked: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         values = self.facts.graph.values
         inputs = tuple(self._layout(bound, picked, mesh, True, values[bound.value].gradient) for bound in self.inputs)

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.errors import InputError, NonFiniteError
+from shardwright.errors import NonFiniteError
 
-from . import journal
+from . import journal, roll_call
 from .faults import told
 from .model import ParallelModel
 from .optimizer import leaf_of
-from .parameters import ShardParameter, Untouched
+from .parameters import Untouched
+from .pipeline.nonfinite import are_finite, gradients_of
 from .world import here
 
 LossOf = Callable[[Any], Any]
@@ -71,15 +72,12 @@ def find_nonfinite(
 @torch.no_grad()
 def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = False) -> bool:
     """Whether the loss, and gradients if asked, are finite on all ranks. All ranks must call it."""
+    held = gradients_of(model.parameters()) if gradients else []
     with Untouched():
         device = here().device
         fine = torch.ones((), device=device) if loss is None else torch.isfinite(loss.detach()).all().float().to(device)
-        held = (
-            [g for g in (_gradient(p) for p in model.parameters()) if g is not None and g.numel()] if gradients else []
-        )
         if held:
-            largest = torch.stack([norm.float() for norm in torch._foreach_norm(held, math.inf)])
-            fine = fine * torch.isfinite(largest).all().to(device)
+            fine = fine * are_finite(held).to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             journal.enter("all_reduce", None, "whether all is finite")
             dist.all_reduce(fine, dist.ReduceOp.MIN)
@@ -89,13 +87,9 @@ def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = Fal
 @torch.no_grad()
 def first_gradient(model: nn.Module) -> str | None:
     """The first parameter, in the order of the model, whose gradient is not finite; on which ranks."""
-    mine: list[str] = []
-    with Untouched():
-        for key, parameter in model.named_parameters():
-            gradient = _gradient(parameter)
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                mine.append(key)
-    every = _everyone(mine)
+    gradients = {key: gradients_of([held]) for key, held in model.named_parameters()}
+    mine = [key for key, held in gradients.items() if held and not bool(are_finite(held))]
+    every = roll_call.objects(mine, "gradients that are not finite")
     order = {key: at for at, (key, _) in enumerate(_original(model).named_parameters())}
     bad = sorted({key for held in every for key in held}, key=lambda key: (order.get(key, len(order)), key))
     if not bad:
@@ -259,10 +253,8 @@ def _leaves(model: nn.Module) -> list[Tensor]:
     """All that may have a gradient: parameters, and what an optimizer sees in their place."""
     found: dict[int, Tensor] = {}
     for parameter in model.parameters():
-        found[id(parameter)] = parameter
-        if isinstance(parameter, ShardParameter):
-            leaf = leaf_of(parameter)
-            found[id(leaf)] = leaf
+        for held in (parameter, leaf_of(parameter)):
+            found[id(held)] = held
     return list(found.values())
 
 
@@ -272,34 +264,15 @@ def _original(model: nn.Module) -> nn.Module:
     return found
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return leaf_of(parameter).grad if isinstance(parameter, ShardParameter) else parameter.grad
-
-
 # -- over ranks ----------------------------------------------------------------------------------
 
 
 def _agreed(found: Origin | None) -> str | None:
     """The first of what the ranks found, and who else found the same."""
-    every = _everyone(found)
+    every = roll_call.objects(found, "what ranks found")
     there = [(rank, held) for rank, held in enumerate(every) if held is not None]
     if not there:
         return None
     _, first = min(there, key=lambda item: (item[1].order, item[0]))
     same = [rank for rank, held in there if (held.op, held.line, held.phase) == (first.op, first.line, first.phase)]
     return str(first) if len(every) == 1 else f"{first}, on rank {', '.join(map(str, same))}"
-
-
-def _everyone(mine: Any) -> list[Any]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    every: list[Any] = [None] * dist.get_world_size()
-    journal.enter("all_gather", None, "what ranks found")
-    dist.all_gather_object(every, mine)
-    return every
-
-
-def check_action(action: str) -> None:
-    """Refuse what is neither to raise nor to warn."""
-    if action not in ("raise", "warn"):
-        raise InputError(f'action={action!r} is not known; use "raise" or "warn"')

@@ -67,7 +67,7 @@ NOTHING = "in nothing that a compiled model does"
 
 def explain(said: Mapping[int, Said], size: int, waited: float) -> str:
     """What ranks that wait for each other wait for, and where each is."""
-    found = _parted(said) or _missing(said, size) or _message(said)
+    found = _parted(said) or _missing(said) or _message(said)
     head = f"the ranks have waited for each other for {waited:.0f} s"
     lines = [f"{head}: {found}" if found else f"{head}, {NOTHING}"]
     places: dict[str, list[int]] = {}
@@ -102,7 +102,7 @@ def _parted(said: Mapping[int, Said]) -> str | None:
     return None
 
 
-def _missing(said: Mapping[int, Said], size: int) -> str | None:
+def _missing(said: Mapping[int, Said]) -> str | None:
     """The first collective that some members of a group have entered and others have not."""
     groups: dict[str, dict[int, int]] = {}
     for rank, one in said.items():

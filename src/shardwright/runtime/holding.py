@@ -124,11 +124,6 @@ def kept_layout(held: Held, sizes: Mapping[str, int]) -> Layout:
     return storage_layout(held, sizes) if held.level == 3 else held.layout
 
 
-def true_layout(held: Held, sizes: Mapping[str, int]) -> Layout:
-    """The layout of the tensor that has its true value: the master's, or that of the parameter itself."""
-    return storage_layout(held, sizes) if held.master else kept_layout(held, sizes)
-
-
 def zero_axes(held: Held, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The zero axes that really cut something and have more than one rank."""
     layout = storage_layout(held, sizes)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.errors import InputError, raise_all
 
-from . import journal
+from . import journal, roll_call
 from .faults import watch
 
 Mode = Literal["same", "rows", "gather"]
@@ -38,21 +38,12 @@ def digest(tensors: Sequence[Tensor]) -> int:
     return int.from_bytes(held.digest(), "big")
 
 
-def everyone(number: int, size: int, device: torch.device) -> list[int]:
-    """The number of every rank."""
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    every = torch.empty(size, dtype=torch.int64, device=device)
-    journal.enter("all_gather", None, "a number of every rank")
-    dist.all_gather_single(every, mine)
-    return [int(held) for held in every.tolist()]
-
-
-def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequence[int]], device: torch.device) -> None:
+def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequence[int]]) -> None:
     """Refuse inputs that do not fit their mode. `replicas` lists the ranks of each data-parallel group."""
     if not dist.is_initialized() or not tensors:
         return
     size = dist.get_world_size()
-    found = everyone(digest(tensors), size, device)
+    found = roll_call.numbers(digest(tensors), "a hash of the inputs of every rank")
     if mode == "same" and len(set(found)) > 1:
         odd = next(rank for rank in range(size) if found[rank] != found[0])
         raise InputError(
@@ -74,7 +65,7 @@ def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequenc
             )
 
 
-def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device, about: str = "") -> None:
+def check_shapes(shapes: Sequence[tuple[int, ...]], about: str = "") -> None:
     """All ranks must call with the same shapes. Called by a rank for shapes that are new to it."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
@@ -83,8 +74,8 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], device: torch.device, about:
     if watched is not None:
         said = watched.agree(mine, about)
     else:  # ranks that are threads
-        number = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
-        found = everyone(number, dist.get_world_size(), device)
+        number = roll_call.number_of(mine)
+        found = roll_call.numbers(number, "a hash of the shapes of every rank")
         said = {rank: mine if held == number else "other shapes" for rank, held in enumerate(found)}
     every = {rank: said.get(rank, "shapes that it has passed before") for rank in range(dist.get_world_size())}
     if len(set(every.values())) > 1:

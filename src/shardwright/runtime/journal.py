@@ -128,17 +128,17 @@ def within(place: Place | None) -> Place | None:
 def place_of(frame: FrameType | None) -> Place | None:
     """Where the first frame is that is neither ours nor torch's: a line of generated code, or of the user's."""
     while frame is not None:
-        code = frame.f_code
-        ours = _known.get(code)
+        file = frame.f_code.co_filename
+        ours = _known.get(file)
         if ours is None:
-            ours = _known[code] = code.co_filename.startswith((*_OURS, "<frozen", "<string"))
+            ours = _known[file] = file.startswith((*_OURS, "<frozen", "<string"))
         if not ours:
-            return code, frame.f_lasti
+            return frame.f_code, frame.f_lasti
         frame = frame.f_back
     return None
 
 
-_known: dict[CodeType, bool] = {}
+_known: dict[str, bool] = {}
 
 
 # -- in words, for others ----------------------------------------------------------------------

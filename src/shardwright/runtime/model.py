@@ -348,7 +348,7 @@ class ParallelModel(nn.Module):
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
-            check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)], self._world.device)
+            check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
             self._entries[key] = self._around["compile"](self, args, kwargs)
         return self._entries[key]
 
@@ -366,7 +366,7 @@ class ParallelModel(nn.Module):
             holding = self._ready()
             mesh = holding.groups.mesh
             inner = [name for name in mesh.names if name not in holding.replica_axes]
-            check_mode(self.passing, tensors, mesh.groups(inner), self._world.device)
+            check_mode(self.passing, tensors, mesh.groups(inner))
             self._checked.add(id(entry))
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -374,7 +374,7 @@ class ParallelModel(nn.Module):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if shapes not in self._checked:  # before the gather: unequal rows would not meet
-            check_shapes(shapes, self._world.device, "rows")
+            check_shapes(shapes, "rows")
             self._checked.add(shapes)
         batch = rows_of(tensors)
         whole = [gather_rows(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -50,6 +50,16 @@ PER_TENSOR = frozenset({"Adafactor.step", "Muon.step"})
 EVERYTHING = frozenset({"LBFGS.step"})
 
 
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def several(optimizers: Optimizers) -> list[Optimizer]:
+    """Optimizers as a list."""
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
 def sees(optimizer: Optimizer) -> Sees:
     """What an update looks at, judged by whose `step` runs; a subclass with its own `step` is unknown."""
     declared = getattr(optimizer, "elementwise", None)

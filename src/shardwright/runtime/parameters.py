@@ -2,11 +2,9 @@
 
 `clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A
 `ShardParameter` is a plain leaf tensor, and reading its `.grad` gives a `ShardGradient`;
-the norm of either is a `ShardNorm`, a local number that still has to be added up over the
-axes that cut the piece. When someone looks at it it becomes a plain tensor, and `torch.stack`, which
-`get_total_norm` calls on all norms, settles all of them together, with one small collective for
-each axis that cuts anything. A piece that is the same on several ranks counts once. In a
-pipeline a stack has the norms of all stages (`stages`).
+the norm of either is a `ShardNorm` (`global_norms`), which `get_total_norm` stacks and so makes
+global. A piece that is the same on several ranks counts once. In a pipeline a stack has the
+norms of all stages (`stages`).
 
 ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view
 on the rows that this rank owns. At level 1 `shard.grad` is a view on the parameter's
@@ -25,14 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import RankError
 from shardwright.layout import Layout
 
-from . import journal
-from .faults import told
+from .global_norms import make_norm
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .outside import is_use, used
 from .packing import Slot, make_slot
@@ -80,10 +76,10 @@ class ShardParameter(torch.nn.Parameter):
                 return _read(args[0])
             if func in (_WRITE, _DELETE):
                 return _write(args[0], args[1] if func == _WRITE else None)
-            if is_use(func):
-                args, kwargs = torch.utils._pytree.tree_map_only(ShardParameter, used, (args, kwargs))
             if func in _NORMS:
                 return _NORMS[func](*args, **(kwargs or {}))
+            if is_use(func):
+                args, kwargs = torch.utils._pytree.tree_map_only(ShardParameter, used, (args, kwargs))
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
@@ -197,17 +193,17 @@ def set_raw_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 def _read(parameter: Any) -> Tensor | None:
     if not isinstance(parameter, ShardParameter):
         return cast("Tensor | None", parameter.grad)
-    if parameter.shard is not None and _keeps_share(parameter):
+    if parameter.shard is not None and keeps_share(parameter):
         share = _dressed(parameter.shard, parameter.shard.grad)
         return share if share is not None else parameter.grad
-    if parameter.owner is not None and not _keeps_share(parameter):
+    if parameter.owner is not None and not keeps_share(parameter):
         return _share_of_owner(parameter, parameter.owner)
     return _dressed(parameter, parameter.grad)
 
 
-def _keeps_share(parameter: ShardParameter) -> bool:
+def keeps_share(parameter: Tensor) -> bool:
     """Whether only a share of the gradient is there, as that of the shard."""
-    return parameter.held.level == 2 and parameter.slot is not None
+    return isinstance(parameter, ShardParameter) and parameter.held.level == 2 and parameter.slot is not None
 
 
 def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | None:
@@ -250,7 +246,7 @@ def _index(parameter: ShardParameter) -> int:
 
 def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
     """Setting a gradient; a parameter and its shard are cleared together."""
-    if parameter.owner is not None and not _keeps_share(parameter):
+    if parameter.owner is not None and not keeps_share(parameter):
         if gradient is None or parameter.slot is None:
             parameter.owner.grad = gradient
         else:
@@ -259,7 +255,7 @@ def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
                 raise RankError(f"{parameter.held.name} has no gradient; set the gradient of the model's parameter")
             current.copy_(gradient)
         return
-    other = parameter.shard if _keeps_share(parameter) else None
+    other = parameter.shard if keeps_share(parameter) else None
     other = parameter.owner if parameter.owner is not None else other
     if other is not None and gradient is None:
         other.grad = None
@@ -271,32 +267,10 @@ def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
 # -- norms -------------------------------------------------------------------------------
 
 
-class ShardNorm(Tensor):
-    """The norm of the local piece; becomes the norm of the whole when it is used."""
-
-    axes: tuple[str, ...]
-    groups: Groups
-    order: float
-    stages: Stages | None
-    of: str  # the name of the parameter
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        with Untouched():
-            if func is torch.Tensor.to and not kwargs and args[1:] == (args[0].device,):
-                return args[0]
-            if func is torch.stack and isinstance(args[0], (list, tuple)):
-                return torch.stack(_of_all_stages(args[0], _settle(args[0])), *args[1:], **(kwargs or {}))
-            plain = torch.utils._pytree.tree_map_only(ShardNorm, lambda norm: _settle([norm])[0], (args, kwargs or {}))
-            return func(*plain[0], **plain[1])
-
-
 def _norm_of(x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """`torch.linalg.vector_norm` of a piece: lazily global if it is over everything."""
     if dim is not None or keepdim:
-        return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)
+        return torch.linalg.vector_norm(_for_use(x), order, dim, keepdim, dtype=dtype)
     return _norms([x], order, dtype=dtype)[0]
 
 
@@ -305,7 +279,7 @@ def _old_norm(
 ) -> Any:
     """`torch.norm` and `Tensor.norm`; over everything, the Frobenius norm is the 2-norm."""
     if dim is not None or keepdim or out is not None or p == "nuc":
-        return torch.norm(x, p, dim, keepdim, out, dtype)
+        return torch.norm(_for_use(x), p, dim, keepdim, out, dtype)
     return _norm_of(x, 2 if p in ("fro", None) else p, dtype=dtype)
 
 
@@ -313,14 +287,19 @@ def _new_norm(x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
     """`torch.linalg.norm`, whose order means a matrix norm if it is given for a matrix."""
     if ord is None and dim is None and not keepdim and others.get("out") is None:
         return _norm_of(x, 2, dtype=others.get("dtype"))
-    return torch.linalg.norm(x, ord, dim, keepdim, **others)
+    return torch.linalg.norm(_for_use(x), ord, dim, keepdim, **others)
+
+
+def _for_use(x: Tensor) -> Tensor:
+    """What gradients may come back to: a parameter, as it is used outside of the model."""
+    return used(x) if isinstance(x, ShardParameter) and torch.is_grad_enabled() else x
 
 
 def _norms(tensors: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> list[Tensor]:
     """`torch._foreach_norm`, for pieces and plain tensors mixed."""
     own = [getattr(x, "mine", None) for x in tensors]
-    counted = [x if mine is None else mine for x, mine in zip(tensors, own, strict=True)]
-    found: list[Tensor] = [x.new_zeros((), dtype=dtype) for x in counted]
+    counted = [_for_use(x) if mine is None else mine for x, mine in zip(tensors, own, strict=True)]
+    found = [x if x.numel() else x.sum(dtype=dtype) for x in counted]  # nothing is 0, and has a gradient too
     full = [at for at, x in enumerate(counted) if x.numel()]
     if full:
         for at, norm in zip(full, torch._foreach_norm([counted[at] for at in full], order, dtype), strict=True):
@@ -337,58 +316,7 @@ def _lazy(x: Tensor, norm: Tensor, order: float) -> Tensor:
     axes = cutting_axes(x.spread, groups.mesh)
     if not axes and x.stages is None:
         return norm
-    made = norm.as_subclass(ShardNorm)
-    made.axes, made.groups, made.order = axes, groups, order
-    made.stages, made.of = x.stages, x.held.name
-    return made
-
-
-@told
-def _settle(norms: Sequence[Tensor]) -> list[Tensor]:
-    """Plain global norms, with one collective for each axis that cuts any of them."""
-    lazy = [norm for norm in norms if isinstance(norm, ShardNorm)]
-    if not lazy:
-        return list(norms)
-    order = lazy[0].order
-    most = order in (float("inf"), float("-inf"))
-    local = torch.stack([norm.as_subclass(Tensor).double() for norm in lazy])
-    values = local if most or order == 0 else local.pow(order)
-    for groups in dict.fromkeys(norm.groups for norm in lazy):  # several, where parts of a module were compiled
-        for name in groups.mesh.names:
-            cut = [at for at, norm in enumerate(lazy) if norm.groups is groups and name in norm.axes]
-            if cut:
-                part = _extreme(values[cut], order, groups, name) if most else _summed(values[cut], groups, name)
-                values[cut] = part
-    settled = iter(values if most or order == 0 else values.pow(1.0 / order))
-    return [next(settled).to(norm.dtype) if isinstance(norm, ShardNorm) else norm for norm in norms]
-
-
-def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[Tensor]:
-    """What is stacked: in a pipeline the norms of all parameters of all ranks, then those of other tensors."""
-    known: dict[Stages, dict[str, Tensor]] = {}
-    found: list[Tensor] = []
-    for norm, value in zip(norms, settled, strict=True):
-        if isinstance(norm, ShardNorm) and norm.stages is not None:
-            known.setdefault(norm.stages, {})[norm.of] = value
-        else:
-            found.append(value)
-    return [*(norm for stages, mine in known.items() for norm in stages.norms(mine)), *found]
-
-
-def _summed(values: Tensor, groups: Groups, axis: str) -> Tensor:
-    journal.enter("all_reduce", groups[axis].process_group, "norms")
-    dist.all_reduce(values, group=groups[axis].process_group)
-    return values
-
-
-def _extreme(values: Tensor, order: float, groups: Groups, axis: str) -> Tensor:
-    """Max or min over the axis. A NaN anywhere must win, which a backend's max does not promise."""
-    sign = 1.0 if order > 0 else -1.0
-    lost = values.isnan()
-    both = torch.stack([torch.where(lost, -torch.inf, values * sign), lost.double()])
-    journal.enter("all_reduce", groups[axis].process_group, "norms")
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=groups[axis].process_group)
-    return torch.where(both[1] > 0, torch.nan, both[0] * sign)
+    return make_norm(norm, axes, groups, order, x.stages, x.held.name)
 
 
 _NORMS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -15,13 +15,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import InputError
 
-from . import journal
-from .faults import told
+from . import comm
 from .world import Groups
 
 Kind = Literal["mean", "sum", "token"]
@@ -40,8 +38,11 @@ class Reduction:
         """An output of one of several groups, whose gradient has its weight."""
         if not output.requires_grad:
             return output
-        way = {"mean": lambda: 1.0 / groups, "sum": lambda: 1.0, "token": self._counted}[self.kind]
-        found: Tensor = _Weighed.apply(output, way)  # type: ignore[no-untyped-call]
+        if self.kind == "mean":
+            return comm.scale_gradient(output, 1.0 / groups)
+        if self.kind == "sum":
+            return output
+        found: Tensor = _Weighed.apply(output, self._counted)  # type: ignore[no-untyped-call]
         return found
 
     def set(self, own: int | Tensor, all: Tensor) -> None:
@@ -58,14 +59,11 @@ class Reduction:
         return self._weight
 
 
-@told
 def total(count: int | float | Tensor, groups: Groups, axes: tuple[str, ...], device: torch.device) -> Tensor:
     """The sum of a number over data-parallel groups. All ranks must call it."""
-    found = torch.as_tensor(count, dtype=torch.float64, device=device).detach().clone()
+    found = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     for axis in axes:
-        if groups[axis].process_group is not None:
-            journal.enter("all_reduce", groups[axis].process_group, "a number of data-parallel groups")
-            dist.all_reduce(found, group=groups[axis].process_group)
+        found = comm.all_reduce(found, groups[axis])
     return found
 
 
@@ -73,11 +71,10 @@ class _Weighed(torch.autograd.Function):
     """The same; the weight is asked for when backward comes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Callable[[], Tensor | float]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
         ctx.weight = weight
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        weight = ctx.weight()
-        return gradient * (weight.to(gradient.dtype) if isinstance(weight, Tensor) else weight), None
+        return gradient * ctx.weight().to(gradient.dtype), None

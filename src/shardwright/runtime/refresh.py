@@ -71,7 +71,6 @@ class Refresh:
                     pack.own(row, number, groups[axes].index).copy_(parameter.shard)
                 flat = row.new_empty(pack.parts * pack.width)
                 journal.enter("all_gather", groups[axes].process_group, "updated parameters")
-                journal.enter("all_gather", groups[axes].process_group, "updated parameters")
                 work = dist.all_gather_single(flat, row, group=groups[axes].process_group, async_op=True)
                 waiting.append((parameters, pack, flat, work))
             for parameters, pack, flat, work in waiting:

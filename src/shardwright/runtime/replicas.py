@@ -8,7 +8,6 @@ a hash of its bits that is summed in whole numbers on the device, so that it dep
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from shardwright.errors import DriftError, raise_all
 from shardwright.layout import Piece, piece_of
 
-from . import journal
+from . import journal, roll_call
 from .faults import told
 from .holding import coordinates, kept_layout
 from .model import Holding, ParallelModel
@@ -57,9 +56,9 @@ def drifts(model: nn.Module) -> tuple[Drift, ...]:
     if world.size < 2:
         return ()
     with Untouched():
-        mine = {name: hash_of(tensor) for name, tensor in _pieces(model)}
-    ids = {_number(name): name for name in mine}
-    every = _gathered([[number, mine[name]] for number, name in ids.items()], world.device)
+        hashes = {name: hash_of(tensor) for name, tensor in _pieces(model)}
+    ids = {roll_call.number_of(name): name for name in hashes}
+    every = _gathered([[number, hashes[name]] for number, name in ids.items()], world.device)
     by_piece: dict[int, dict[int, list[int]]] = {}
     for rank, rows in enumerate(every):
         for number, value in rows:
@@ -67,7 +66,8 @@ def drifts(model: nn.Module) -> tuple[Drift, ...]:
     apart = {number: values for number, values in by_piece.items() if len(values) > 1}
     if not apart:
         return ()
-    names = _names({number: ids[number] for number in apart if number in ids})
+    mine = {number: ids[number] for number in apart if number in ids}
+    names = {number: name for held in roll_call.objects(mine, "names of what differs") for number, name in held.items()}
     order = {number: at for at, number in enumerate(number for rows in every for number, _ in rows)}
     return tuple(
         Drift(name=names[number], ranks=tuple(sorted(map(tuple, apart[number].values()), key=lambda r: (-len(r), r))))
@@ -126,17 +126,10 @@ def hash_of(tensor: Tensor) -> int:
     return int(total)
 
 
-def _number(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-
-
 def _gathered(rows: list[list[int]], device: torch.device) -> list[list[list[int]]]:
     """The rows of every rank; ranks may have unequal numbers of them."""
-    size = dist.get_world_size()
-    count = torch.tensor([len(rows)], device=device)
-    journal.enter("all_reduce", None, "how many pieces ranks hold")
-    dist.all_reduce(count, dist.ReduceOp.MAX)
-    most = int(count)
+    counts = roll_call.numbers(len(rows), "how many pieces ranks hold")
+    size, most = len(counts), max(counts)
     mine = torch.full((most, 2), -1, dtype=torch.int64, device=device)
     if rows:
         mine[: len(rows)] = torch.tensor(rows, device=device)
@@ -144,10 +137,3 @@ def _gathered(rows: list[list[int]], device: torch.device) -> list[list[list[int
     journal.enter("all_gather", None, "hashes of what ranks hold")
     dist.all_gather_single(every, mine)
     return [[row for row in held if row[0] >= 0] for held in every.view(size, most, 2).tolist()]
-
-
-def _names(mine: dict[int, str]) -> dict[int, str]:
-    """The names of pieces by their numbers, from the ranks that hold them."""
-    every: list[dict[int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return {number: name for held in every for number, name in (held or {}).items()}

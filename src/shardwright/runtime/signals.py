@@ -22,14 +22,9 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from shardwright.errors import InputError
 
-from . import journal
-from .faults import told
-from .world import here
+from . import roll_call
 
 USUAL = ("SIGTERM", "SIGUSR1")
 PAUSE = 5.0  # seconds in which a second SIGTERM is the same as the first
@@ -80,12 +75,6 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             if self._then is not None:
                 self._then(self.received)
 
-    @told
     def agreed(self) -> bool:
-        """Whether any rank has received one. All ranks must call it, after the same steps: one small all_reduce."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return bool(self.received)
-        asked = torch.tensor([float(bool(self.received))], device=here().device)
-        journal.enter("all_reduce", None, "whether to stop")
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked.item())
+        """Whether any rank has received one. All ranks must call it, after the same steps: one small all_gather."""
+        return any(roll_call.numbers(int(bool(self.received)), "whether to stop"))

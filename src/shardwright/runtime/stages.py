@@ -66,9 +66,12 @@ class Stages:
         mine = [name for name in known if name in self._own]
         if mine:
             at = torch.tensor([self._numbers[name] for name in mine], device=self.device)
-            values[0, at] = torch.stack([known[name].double() for name in mine])
+            values[0, at] = torch.stack([known[name].detach().double() for name in mine])
             values[1, at] = 1.0
         if self._group is not None:
             journal.enter("all_reduce", self._group, ALL_STAGES)
             dist.all_reduce(values, group=self._group)  # each number has one speaker: exact, also for inf and nan
-        return list(values[0, values[1] > 0].to(self.dtype).unbind())
+        found = dict(zip(self._numbers, values[0].to(self.dtype).unbind(), strict=True))
+        there = dict(zip(self._numbers, values[1].tolist(), strict=True))
+        found |= {name: norm.to(self.dtype) for name, norm in known.items() if norm.requires_grad}  # gradients go back
+        return [norm for name, norm in found.items() if there[name]]

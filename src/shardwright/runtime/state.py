@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 from shardwright.errors import InputError, LayoutError, raise_all
 from shardwright.layout import Layout, Mesh, piece_of
 
-from .holding import Held, coordinates, gather, scatter, true_layout
-from .parameters import ShardParameter, Untouched, true_value
+from .holding import Held, coordinates, gather, scatter
+from .parameters import ShardParameter, Untouched, keeps_share, true_value
 from .refresh import renew
 from .world import Groups, here
 
@@ -171,7 +171,8 @@ def state_dict(
     """
     found: dict[str, Tensor] = {}
     for one in held:
-        value = as_state(true_value(parameters[one.name]), one, true_layout(one, groups.mesh.sizes), groups)
+        true = true_value(parameters[one.name])
+        value = as_state(true, one, true.spread, groups)
         found.update(dict.fromkeys(one.keys, value))
     return {**found, **{key: buffer.detach() for key, buffer in buffers.items()}}
 
@@ -191,7 +192,7 @@ def full_state_dict(
     for one in held:
         with Untouched():
             true = true_value(parameters[one.name])
-            whole = gather(true, one, groups, true_layout(one, groups.mesh.sizes)).as_subclass(Tensor)
+            whole = gather(true, one, groups, true.spread).as_subclass(Tensor)
         if keep or len(seats) > 1:
             own[one.name] = whole
     every = [one for _, helds in seats for one in helds] if len(seats) > 1 else held
@@ -254,9 +255,10 @@ def load_state(
     for one in held:
         key = next((key for key in one.keys if key in values), None)
         if key is not None:
-            piece = piece_of_value(values[key], one, true_layout(one, groups.mesh.sizes), groups)
+            true = true_value(parameters[one.name])
+            piece = piece_of_value(values[key], one, true.spread, groups)
             with Untouched():
-                true_value(parameters[one.name]).copy_(piece)
+                true.copy_(piece)
     renew(parameters[one.name] for one in held)
     for key, buffer in buffers.items():
         if key in values:
@@ -330,8 +332,7 @@ def fill_state(optimizer: Optimizer) -> None:
         return
     leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.requires_grad]
     owners: list[Any] = [leaf if getattr(leaf, "owner", None) is None else leaf.owner for leaf in leaves]
-    shared = [isinstance(leaf, ShardParameter) and leaf.held.level == 2 and leaf.slot is not None for leaf in leaves]
-    takers = [leaf if share else owner for leaf, owner, share in zip(leaves, owners, shared, strict=True)]
+    takers = [leaf if keeps_share(leaf) else owner for leaf, owner in zip(leaves, owners, strict=True)]
     with Untouched(), torch.no_grad():
         before = [(held, held.detach().clone()) for held in dict.fromkeys((*owners, *leaves))]
         kept = [taker.grad for taker in takers]

@@ -212,6 +212,21 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     return _process_group(tuple(ranks), apart=False)
 
 
+def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """A group of all ranks that talks between CPUs, beside the others; None where there is one rank.
+
+    It waits as long as the others do, or for `timeout`. Made by all ranks together. Ranks that are threads have one
+    group for all.
+    """
+    whole = dist.group.WORLD if dist.is_initialized() else None
+    if whole is None or dist.get_world_size() == 1:
+        return None
+    if not any(name in str(dist.get_backend_config()) for name in ("gloo", "nccl")):
+        return whole
+    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout or timeout_of(whole))
+    return made
+
+
 def pair_groups(pairs: Iterable[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], dist.ProcessGroup]:
     """For each ordered pair of ranks, the group in which the first sends to the second. Made by all ranks together.
 

@@ -177,10 +177,10 @@ class Return:
             flags = [1.0] * len(self.pairs) if full else row.narrow(0, self.pack.used, len(self.pairs)).tolist()
             for number, (held, parameter) in enumerate(self.pairs):
                 if flags[number] > 0:
-                    share = self.pack.own(row, number, self.group.index).to(held.true_dtype)
+                    share = self.pack.own(row, number, self.group.index)
                     leaf = leaf_of(parameter)
                     old = raw_gradient(leaf)
-                    set_raw_gradient(leaf, share if old is None else old.add_(share))
+                    set_raw_gradient(leaf, share.to(held.true_dtype) if old is None else old.add_(share))
         self.sent.clear()
 
     def drop(self) -> None:

@@ -12,18 +12,16 @@ import torch
 import torch.distributed as dist
 
 from ..runtime.faults import told
+from ..runtime.world import cpu_group
 
 
 class Agreement:
     """Numbers of which every rank learns the largest. All ranks make it, and call its methods together."""
 
     def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None
+        self._group = cpu_group()
         self._sent: torch.Tensor | None = None
         self._work: Any = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            real = any(name in str(dist.get_backend_config()) for name in ("gloo", "nccl"))
-            self._group = dist.new_group(backend="gloo") if real else dist.group.WORLD
 
     def ask(self, number: float) -> None:
         """Say this rank's number, and go on."""

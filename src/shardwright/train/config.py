@@ -48,8 +48,8 @@ class Config:
 def read_config(path: Path) -> Config:
     """Read a file of settings."""
     try:
-        node = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
-        values = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {error}") from error
     except UnicodeDecodeError as error:

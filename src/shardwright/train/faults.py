@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DriftError, InputError
-from ..runtime.finite import agree_finite, check_action, explain_nonfinite
+from ..runtime.finite import agree_finite, explain_nonfinite
 from ..runtime.replicas import check_replicas
 from ..runtime.signals import USUAL, StopSignals
 from .batches import arguments, loss_of
@@ -28,9 +28,7 @@ class NonFinite(Callback):
 
     def __init__(self, action: Action = "raise", every: int = 1, gradients: bool = False) -> None:
         """Look at every n-th step, and raise or warn."""
-        check_action(action)
-        if every < 1:
-            raise InputError(f"every={every}: a number of steps, 1 or more")
+        _check(action, every)
         self.action, self.every, self.gradients = action, every, gradients
 
     def on_batch_end(self, trainer: Trainer, batch: Any, output: Any, number: int) -> None:
@@ -46,9 +44,7 @@ class CheckReplicas(Callback):
     """Compares what ranks hold alike, by hashes, every n steps."""
 
     def __init__(self, every: int = 100, action: Action = "raise") -> None:
-        check_action(action)
-        if every < 1:
-            raise InputError(f"every={every}: a number of steps, 1 or more")
+        _check(action, every)
         self.every, self.action = every, action
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: dict[str, float], outputs: list[Any]) -> None:
@@ -73,6 +69,13 @@ class StopOnSignal(Callback):
     def on_finish(self, trainer: Trainer) -> None:
         if self._held is not None:
             self._held.close()
+
+
+def _check(action: str, every: int) -> None:
+    if action not in ("raise", "warn"):
+        raise InputError(f'action={action!r} is not known; use "raise" or "warn"')
+    if every < 1:
+        raise InputError(f"every={every}: a number of steps, 1 or more")
 
 
 def _act(action: Action, error: Exception) -> None:

@@ -6,18 +6,17 @@ A dataset (map-style, iterable, or a list of rows) becomes batches of `rows` row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from ..data import Last, Loader, Rows, loader
-from ..data.collate import RowsCollate
+from ..data import Loader, loader
 from ..data.loader import place_of
-from ..data.rows import seed_of
+from ..data.stream import is_stream
 from ..errors import InputError
 from ..runtime.model import ParallelModel
 from .batches import rows_in
@@ -47,11 +46,6 @@ class Source:
     shuffle: bool | None
     sampler: MakeSampler | None = None
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the data gives batches already."""
-        return isinstance(self.data, DataLoader | Loader)
-
     def batches(self, model: ParallelModel) -> Loader:
         """Batches for this rank of a model that is compiled."""
         return self._batches(*place_of(model), model)
@@ -63,21 +57,12 @@ class Source:
             return Loader(self.data, seed=self.seed, model=model)
         assert self.rows is not None
         held = self.options
-        collate = held.collate or default_collate
         whose: dict[str, Any] = {} if model is not None else {"rank": rank, "ranks": ranks}
-        if self.sampler is not None:
-            last: Last = "whole" if held.last == "keep" else held.last
-            order = Sampled(self.sampler(self.data), self.rows, rank=rank, ranks=ranks, last=last, seed=self.seed)
-            bound = RowsCollate(collate=collate, dataset=self.data)
-            made = DataLoader(
-                self.data, batch_sampler=order, num_workers=held.workers, collate_fn=bound, **self._more()
-            )
-            return Loader(made, ignore=held.ignore, model=model)
-        streams = isinstance(self.data, IterableDataset) or not hasattr(self.data, "__getitem__")
+        shuffle = self.sampler is None and not is_stream(self.data) if self.shuffle is None else self.shuffle
         return loader(
-            self.data, self.rows, model=model, seed=self.seed, last=held.last, ignore=held.ignore,
-            shuffle=not streams if self.shuffle is None else self.shuffle, workers=held.workers, collate=collate,
-            draw_by_row=held.draw_by_row, **whose, **self._more(),
+            self.data, self.rows, model=model, seed=self.seed, last=held.last, ignore=held.ignore, shuffle=shuffle,
+            workers=held.workers, collate=held.collate or default_collate, draw_by_row=held.draw_by_row,
+            sampler=None if self.sampler is None else self.sampler(self.data), **whose, **self._more(),
         )  # fmt: skip
 
     def _more(self) -> dict[str, Any]:
@@ -100,24 +85,6 @@ class Source:
         if found is None:
             raise InputError("the training data is empty: it gives no batch")
         return found
-
-
-class Sampled(Rows):
-    """Rows in the order of a sampler. What that draws follows from the seed and the epoch, alike on all ranks."""
-
-    def __init__(self, sampler: Iterable[int], batch: int, *, rank: int, ranks: int, last: Last, seed: int) -> None:
-        if not isinstance(sampler, Sized):
-            raise InputError(f"{type(sampler).__name__} does not say how many rows it gives: a sampler needs __len__")
-        super().__init__(len(sampler), batch, rank=rank, ranks=ranks, seed=seed, last=last)
-        self.sampler = sampler
-
-    def order(self) -> torch.Tensor:
-        """The sampler's rows of this epoch."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(self.seed, self.epoch))
-            return torch.tensor(list(self.sampler))
 
 
 def parts_of(batches: Loader, model: ParallelModel) -> Iterator[Part]:

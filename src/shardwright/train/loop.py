@@ -193,8 +193,7 @@ class Loop:
             return [1.0] * len(parts)
         if len(parts) == 1:
             return [1.0]
-        counts = self.counts(parts)
-        return [count / (math.fsum(counts) or 1.0) for count in counts]
+        return _shares(self.counts(parts))
 
     def counts(self, parts: Sequence[Part]) -> list[float]:
         """The rows of each batch, or its labels that count, over all ranks."""
@@ -292,8 +291,12 @@ class Loop:
             counts += self.counts([part])
         if not found:
             raise InputError("the validation data is empty: it gives no batch")
-        total = math.fsum(counts) or 1.0
-        return weighted(found, [count / total for count in counts])
+        return weighted(found, _shares(counts))
+
+
+def _shares(counts: Sequence[float]) -> list[float]:
+    total = math.fsum(counts) or 1.0
+    return [count / total for count in counts]
 
 
 def _let_go(output: Any) -> Any:

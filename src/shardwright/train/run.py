@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from ..checkpoint import checkpoint_at, checkpoints_in
+from ..checkpoint import CheckpointFolder, checkpoint_at, checkpoints_in
 from ..checkpoint.disk import replace_text
 from ..errors import CheckpointError, InputError
 
@@ -38,9 +38,9 @@ class RunFolder:
 
     def check_fresh(self) -> None:
         """Refuse to begin a run where there is one."""
-        if not (self.path / CONFIG).exists() and not checkpoints_in(self.checkpoints):
-            return
         held = list(checkpoints_in(self.checkpoints).values())
+        if not (self.path / CONFIG).exists() and not held:
+            return
         step = f" (step {held[-1].step})" if held else ""
         ended = self.path / FINISHED
         said = f"a run that has ended: {ended.read_text().strip()}" if ended.exists() else f"a run{step}"
@@ -50,8 +50,6 @@ class RunFolder:
     def find(self, resume: Resume, metric: str, mode: Literal["min", "max"]) -> Path | None:
         """The checkpoint to go on from; None if it is "last" or "best" and there is none yet."""
         if resume in ("last", "best"):
-            from ..checkpoint import CheckpointFolder
-
             folder = CheckpointFolder(self.checkpoints, metric=metric, mode=mode)
             return folder.find("latest" if resume == "last" else "best")
         path = Path(resume)

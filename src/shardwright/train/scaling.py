@@ -37,9 +37,10 @@ class LossScale:
         """Scale the gradients down. Whether they are finite on all ranks, so that the update is to be done."""
         gradients = [leaf.grad for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
         with torch._C.DisableTorchFunctionSubclass():  # the own pieces: ranks agree below, once
+            largest: list[Tensor] = []
             for held in _alike(gradients):
                 torch._foreach_mul_(held, 1.0 / self.scale)
-            largest = [one.double() for held in _alike(gradients) for one in torch._foreach_norm(held, math.inf)]
+                largest += [one.double() for one in torch._foreach_norm(held, math.inf)]
         broken = bool(largest) and not bool(torch.stack(largest).isfinite().all())
         return agreement.largest(float(broken)) == 0.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster import find as find_cluster
-from ..compile import replicas_of, write
+from ..compile import count_replicas, write
 from ..errors import ClusterError, InputError, PlanError
-from ..parallelize import captured_graph, cluster_size, parallelize, planned
+from ..parallelize import cluster_size, parallelize, planned
 from ..plan import Plan
-from ..planning import Batching, cluster_here, only_scalars, training_of
+from ..planning import Batching, cluster_here, training_of
 from ..precision import read_precision
-from ..runtime.world import World
 from ..verify.parity import ranks_of
 from ..verify.program import compile_program
 from .batches import arguments, moved, rows_in
@@ -68,7 +66,7 @@ def compile_model(trainer: Trainer) -> Compiled:
     module, world = module_of(trainer), trainer.world
     optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
     dtype = arithmetic(module, trainer.precision)
-    shares = _shares(trainer, world)
+    shares = count_replicas(trainer.plan, world) if trainer.inputs == "rows" else 1  # groups with rows of their own
     batch = moved(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
@@ -81,14 +79,6 @@ def compile_model(trainer: Trainer) -> Compiled:
     return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares, dtype=dtype)
 
 
-def _shares(trainer: Trainer, world: World) -> int:
-    """How many groups will load rows of their own."""
-    if trainer.inputs != "rows":
-        return 1
-    mesh, axes = replicas_of(trainer.plan, world)
-    return math.prod(mesh.sizes[name] for name in axes)
-
-
 def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
     """For how many devices a plan is; None if that is left to the run."""
     if plan != "auto":
@@ -98,22 +88,22 @@ def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
 
 def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[Path, ...]]:
     """The plan and the code for so many devices, with no process for each."""
-    if trainer.inputs == "rows":
-        raise InputError(f'inputs="rows" is compiled by the ranks that run it; start {devices} processes with torchrun')
+    for name, only_there in (("inputs", "rows"), ("microbatch_semantics", "local")):
+        if getattr(trainer, name) == only_there:
+            raise InputError(
+                f'{name}="{only_there}" is compiled by the ranks that run it; start {devices} processes with torchrun'
+            )
     module = module_of(trainer)
-    optimizer = trainer.make_optimizer(module.parameters())
+    optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
     args, kwargs = arguments(trainer.source.example(1))
     kind = training_of(optimizer)
-    plan, _ = planned(
+    plan, captured = planned(
         module, example=(args, kwargs), plan=trainer.plan, size=devices,
         cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
         optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
         inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
     )  # fmt: skip
-    captured = captured_graph(module, (args, kwargs), opaque=trainer.opaque, precision=trainer.precision)
-    if trainer.outputs == "scalars":
-        captured = dataclasses.replace(captured, graph=only_scalars(captured.graph))
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
     made = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
     pairs = zip(made.texts, made.programs, strict=True)

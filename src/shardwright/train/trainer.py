@@ -9,7 +9,8 @@ rest to `Loop`. The same from a file: `shardwright train config.yaml` (`config.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,16 +191,12 @@ class Trainer:
 
     def fit(self) -> Progress:
         """Train to the end; how far it came."""
-        try:
-            self._set_up(*self._found())
+        with self._running(write=True):
             how = Loop(self).run()
             self.wait()
             if self.world.rank == 0:
                 self.run.end(how)
             self.say(f"the run is in {self.run.path}")
-        finally:
-            self.fire("on_finish")
-            self._finish_logs()
         return self.progress
 
     def profile(self) -> None:
@@ -207,25 +204,17 @@ class Trainer:
         held = next((one for one in self.callbacks if isinstance(one, Profiler)), None) or Profiler(Profile())
         if held not in self.callbacks:
             self.callbacks.append(held)
-        try:
-            self._set_up(*self._found(write=False))
+        with self._running(write=False):
             self.val_source = self.max_epochs = None
             self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
             Loop(self).run()
-        finally:
-            self.fire("on_finish")
-            self._finish_logs()
 
     def validate(self) -> Metrics:
         """Look at the validation data once, with the weights of `resume` or `weights` if given."""
         if self.val_source is None:
             raise InputError("there is nothing to validate on: give val_data")
-        try:
-            self._set_up(*self._found(write=False))
+        with self._running(write=False):
             return Loop(self).validate()
-        finally:
-            self.fire("on_finish")
-            self._finish_logs()
 
     def compile(self) -> Plan:
         """Plan the run and write its code and its plan, and no more. One process is enough for any plan."""
@@ -304,6 +293,16 @@ class Trainer:
 
     # -- setting up ------------------------------------------------------------------------------
 
+    @contextmanager
+    def _running(self, write: bool) -> Iterator[None]:
+        """The trainer is set up, and its callbacks and logs end with what is done in it. `write` fills its folder."""
+        try:
+            self._set_up(self._found(write), write)
+            yield
+        finally:
+            self.fire("on_finish")
+            self._finish_logs()
+
     def _compile(self) -> None:
         """Compile, and make all that a step needs. The original is let go: the pieces are the truth."""
         if self._compiled:
@@ -331,7 +330,7 @@ class Trainer:
         last = self.progress.step + (self.max_epochs - self.batches.epoch) * epoch - done
         return last if self.max_steps is None else min(last, self.max_steps)
 
-    def _found(self, write: bool = True) -> tuple[Path | None, bool]:
+    def _found(self, write: bool) -> Path | None:
         """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
         self.world, meeting, kept = start(), meet(), self.checkpoints or Checkpoints()
 
@@ -344,7 +343,7 @@ class Trainer:
                 self.run.check_fresh()
             return None
 
-        return meeting.deal([meeting.together(find)] * meeting.size), write
+        return meeting.deal([meeting.together(find)] * meeting.size)
 
     def _set_up(self, path: Path | None, write: bool) -> None:
         """Compile, load what the run begins with, and open its folder and its logs."""

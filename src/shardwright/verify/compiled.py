@@ -64,7 +64,7 @@ class Compiled:
         world = start()
         compiler = SharingCompiler(
             module, self.optimizer, world, order.plan, "same", order.directory, task.seed,
-            promote=task.promote, exact_random=True, batching=order.batching,
+            promote=task.promote, exact_random=True, batching=order.batching, precision=task.precision,
         )  # fmt: skip
         compiler.captures = order.captures
         self.model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)

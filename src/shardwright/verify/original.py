@@ -24,14 +24,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..capture import Captured, Function, capture, run
+from ..capture import Captured, Function, capture, cast, casting, run
 from ..capture.interpret import overload_of
 from ..capture.part import forwards
 from ..compile import skeleton_of
 from ..errors import InputError
 from ..ir import Graph, Op
+from ..precision import Precision
 from ..rules import DROPOUTS, is_drawn_whole
 from ..rules.chance import is_random_target
 from ..rules.kept import OPAQUE
@@ -57,7 +59,7 @@ class Original:
         captures: dict[tuple[Entry, bool], Captured] | None = None,
     ) -> None:
         self.task = task
-        self.module = copy.deepcopy(task.module)
+        self.module, self.narrow = _cast(copy.deepcopy(task.module), task.precision)
         if "train" in task.entries and not self.module.training:
             self.module.train()
         self.promote = task.promote if promote is None else promote
@@ -80,7 +82,9 @@ class Original:
             skeleton = skeleton_of(self.module)
             if entry == "eval":
                 skeleton.eval()
-            held = capture(skeleton, self.task.args, self.task.kwargs, entry=entry, promote=promote, real=self._real)
+            given = self.task.args, self.task.kwargs
+            with casting(cast(skeleton, self.task.precision), self.task.precision):
+                held = capture(skeleton, *given, entry=entry, promote=promote, real=self._real)
             self.captures[entry, promote] = held
         return self.captures[entry, promote]
 
@@ -101,14 +105,28 @@ class Original:
             KeyedDraws(self.random, names) if names else nullcontext(),
             drawn_alike(self.module, captured, self.random, mode),
         ):
-            return self.module(*self.task.args, **self.task.kwargs)
+            return self._call()
+
+    def _call(self) -> Any:
+        """The model itself, in its precision. What is narrow in it is made of the float32 masters, as on the ranks."""
+        device = next((held.device.type for held in self.module.parameters()), "cpu")
+        with casting(self.module, self.task.precision, device):
+            if not self.narrow:
+                return self.module(*self.task.args, **self.task.kwargs)
+            return functional_call(self.module, self._narrowed(), self.task.args, self.task.kwargs)
+
+    def _narrowed(self) -> dict[str, Tensor]:
+        named = dict(self.module.named_parameters())
+        return {name: named[name].to(dtype) for name, dtype in self.narrow.items()}
 
     def _run_graph(self, entry: Entry) -> Any:
         captured = self.captured(entry)
         graph, functions = with_masks(captured, self.random)
         tensors = captured.flatten(self.task.args, self.task.kwargs)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        narrow, first = self._narrowed(), first_names(self.module)
+        named = self.module.named_parameters(remove_duplicate=False)
+        parameters = {key: narrow.get(first[key], held) for key, held in named}
         before = {key: buffer.clone() for key, buffer in buffers.items()}  # backward reads what forward read
         outputs, updates, _ = run(replace(captured, graph=graph), tensors, parameters, before, functions)
         with torch.no_grad():
@@ -128,6 +146,17 @@ class Original:
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         first = first_names(self.module)
         return ((name, p) for name, p in self.module.named_parameters(remove_duplicate=False) if first[name] == name)
+
+
+def _cast(module: nn.Module, precision: Precision) -> tuple[nn.Module, dict[str, torch.dtype]]:
+    """A module cast to a precision, and what is computed with of parameters that stay as they are, as masters."""
+    wide = {name: held.data for name, held in module.named_parameters()}
+    cast(module, precision)
+    narrow: dict[str, torch.dtype] = {}
+    for name, held in module.named_parameters():
+        if precision.master and held.requires_grad and held.dtype.itemsize < wide[name].dtype.itemsize:
+            narrow[name], held.data = held.dtype, wide[name]
+    return module, narrow
 
 
 def check_original(side: Original) -> tuple[list[Row], str]:

@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import AUTO, Captured, capture, find_opaque
+from ..capture import AUTO, Captured, capture, cast, casting, find_opaque
 from ..compile import skeleton_of
 from ..errors import InputError, PlanError
 from ..ir import Graph
 from ..plan import Plan, read_request
 from ..planning import Batching, PlanLike
+from ..precision import NARROW, Precision, PrecisionLike, name_of, read_precision
 from ..runtime.world import here, start
 from . import ranks, rebind
 from .compiled import Compiled, Order
@@ -52,7 +53,8 @@ def verify(
     example: Any,
     optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd",
     loss: Loss | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
+    precision: PrecisionLike = None,
     steps: int = 3,
     entries: Sequence[Entry] = ("train",),
     tolerance: float | None = None,
@@ -69,6 +71,9 @@ def verify(
     example    arguments of a call, at the global batch: a tuple, a dict, or (args, kwargs).
     optimizer  "sgd", "adamw", or a function of a list of parameters.
     loss       a function of what the model returns; by default its loss, or a mix of its outputs.
+    dtype      of the comparison: float64, or float32 where there is a precision.
+    precision  as for parallelize; the original is then cast alike, and both agree to twice the step (eps) of
+               the narrowest dtype.
     entries    "train" compares outputs, gradients, buffers, and parameters after `steps` steps;
                "eval" compares what the model returns in evaluation mode.
     method     "world" inside torchrun; "threads" or "processes" start the ranks here. By default
@@ -84,10 +89,13 @@ def verify(
     if method == "world":
         start(timeout)
     device = here().device if method == "world" else torch.device("cpu")
-    task = make_task(model, example, dtype, device, optimizer, loss, steps, tuple(sorted(entries, reverse=True)), seed)
+    exact = read_precision(precision)
+    base = dtype or (torch.float64 if precision is None else torch.float32)
+    order = tuple(sorted(entries, reverse=True))
+    task = make_task(model, example, base, device, optimizer, loss, steps, order, seed, exact)
     find_opaque(task.module, opaque)
     wish = plan_for(model, example, plan, task)
-    limit = TOLERANCE.get(task.dtype, 1e-2) if tolerance is None else tolerance
+    limit = _limit(task) if tolerance is None else tolerance
     count = here().size if method == "world" else size or ranks_of(plan)
     if method == "world":
         _share(task.module)
@@ -129,7 +137,8 @@ def hold(
         else:
             every = ranks.run(method, count, _on_rank, order, reference.run, limit, timeout=timeout)
             rows = worst_of(every)
-    title = f"{type(task.module).__name__} under {said} on {count} ranks, {str(task.dtype).removeprefix('torch.')}"
+    kind = name_of(task.precision) or str(task.dtype).removeprefix("torch.")
+    title = f"{type(task.module).__name__} under {said} on {count} ranks, {kind}"
     notes = (reference.said,) if reference.said else ()
     return Report(title=title, rows=(*rows, *reference.checks), tolerance=limit, notes=notes)
 
@@ -137,7 +146,7 @@ def hold(
 def make_task(
     model: nn.Module, example: Any, dtype: torch.dtype, device: torch.device,
     optimizer: MakeOptimizer | str = "sgd", loss: Loss | None = None, steps: int = 3,
-    entries: tuple[Entry, ...] = ("train",), seed: int = 0,
+    entries: tuple[Entry, ...] = ("train",), seed: int = 0, precision: Precision | None = None,
 ) -> Task:  # fmt: skip
     """A copy of the model and its arguments in the dtype of the comparison."""
     if not entries or not set(entries) <= {"train", "eval"}:
@@ -159,8 +168,16 @@ def make_task(
     return Task(
         module=copy.deepcopy(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,
-        steps=steps, entries=entries, seed=seed,
+        steps=steps, entries=entries, seed=seed, precision=precision or Precision(),
     )  # fmt: skip
+
+
+def _limit(task: Task) -> float:
+    """How far apart things may be: twice the step of the narrowest dtype that a precision has."""
+    said = task.precision
+    names = {said.compute, said.parameters, said.sync, said.buffers, said.inputs, *dict(said.overrides).values()}
+    narrow = [torch.finfo(getattr(torch, name)).eps for name in NARROW if name in names]
+    return 2 * max(narrow) if narrow else TOLERANCE.get(task.dtype, 1e-2)
 
 
 def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> PlanLike:
@@ -170,10 +187,12 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> Plan
         return plan
     args, kwargs = arguments_of(example)
     entry = "train" if "train" in task.entries else "eval"
-    skeleton = find_opaque(skeleton_of(model), "auto" if AUTO in vars(task.module) else "marked")
+    skeleton = cast(skeleton_of(model), task.precision)
+    find_opaque(skeleton, "auto" if AUTO in vars(task.module) else "marked")
     if skeleton.training != (entry == "train"):
         skeleton.train(entry == "train")
-    old = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs)).graph
+    with casting(skeleton, task.precision):
+        old = capture(skeleton, args, kwargs, entry=entry, real=lambda: (model, args, kwargs)).graph
     known = rebind.read(plan, old)  # type: ignore[arg-type]
 
     def again(new: Graph, world: int) -> Plan:

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from ..capture import Captured, capture, cast, casting
+from ..capture import Captured, capture
 from ..compile import skeleton_of
 from ..emit import emit
 from ..lower import Program, lower, lower_pipeline
 from ..plan import Plan
 from ..planning import Batching, PlanLike, make_plan
-from ..precision import PrecisionLike, read_precision
 from ..probe import probing
 from ..rules import analyse
 
@@ -52,18 +51,15 @@ def compile_program(
     *,
     promote: bool = False,
     batching: Batching | None = None,
-    precision: PrecisionLike = None,
     captured: Captured | None = None,
 ) -> Compilation:
     """The program of one call for `size` ranks. Nothing runs, and parameters may be on meta.
 
-    captured   what the call computes in this precision, if that is known already
+    captured   what the call computes, if that is known already
     """
-    entry, exact = "train" if module.training else "eval", read_precision(precision)
     if captured is None:
-        real, skeleton = (module, args, kwargs), cast(skeleton_of(module), exact)
-        with casting(skeleton, exact):
-            captured = capture(skeleton, args, kwargs, entry=entry, promote=promote, real=lambda: real)
+        real, entry = (module, args, kwargs), "train" if module.training else "eval"
+        captured = capture(skeleton_of(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
     facts = analyse(captured.graph, probing(captured.functions))
     found = make_plan(captured.graph, facts, plan, size, batching=batching)
     if found.is_pipeline:

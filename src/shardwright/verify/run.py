@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError
+from ..precision import Precision
 
 Entry = Literal["train", "eval"]
 Tensors = dict[str, Tensor | None]
@@ -35,6 +36,7 @@ class Task:
     steps: int
     entries: tuple[Entry, ...]
     seed: int = 0
+    precision: Precision = field(default_factory=Precision)
 
     @property
     def dtype(self) -> torch.dtype:

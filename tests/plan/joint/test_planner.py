@@ -12,6 +12,7 @@ from shardwright.errors import PlanError
 from shardwright.plan.auto import Wishes
 from shardwright.plan.joint import find as find_joint
 from shardwright.plan.joint import note_of, predicted
+from shardwright.plan.joint.candidates import bound_of
 from shardwright.plan.joint.search import Search
 from shardwright.plan.joint.setup import Asked, Setup
 from shardwright.plan.limits import Limits
@@ -68,10 +69,20 @@ def test_every_number_of_stages_is_looked_at(size):
 
 def test_bounds_are_below_what_they_bound():
     search = Search(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
-    for candidate in search.candidates:
-        trial = search.tried(candidate)
+    uneven = 0
+    for rough in search.candidates:
+        sure = search.candidates.sure(rough)
+        assert rough.bound <= sure.bound
+        trial = search.tried(sure)
         if trial is not None:
-            assert candidate.bound <= trial.seconds * (1 + 1e-9)
+            assert sure.bound <= trial.seconds * (1 + 1e-9)
+            uneven += len({len(seat.devices) for seat in sure.seats}) > 1
+    assert uneven
+
+
+def test_a_batch_in_one_piece_passes_stages_of_any_size_one_after_the_other():
+    assert bound_of([2.0, 4.0], 1, "1f1b") == 2.0  # the whole batch on the faster seat: nothing is quicker
+    assert bound_of([4.0, 4.0], 4, "1f1b") == pytest.approx(2.0 * 4 + 2.0)  # two stages, and one waits once
 
 
 def test_a_model_that_fits_on_good_links_gets_no_pipeline():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...schedule import kind_named
 from .blocks import Blocks
@@ -23,12 +23,13 @@ MOST_COUNTS = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Candidate:
-    """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds."""
+    """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds, which is rough until `sure`."""
 
     bound: float
     seats: tuple[Seat, ...]
     microbatches: int
     schedule: str
+    sure: bool = False
 
 
 class Candidates:
@@ -51,12 +52,16 @@ class Candidates:
                 return
 
     def _on(self, seats: tuple[Seat, ...]) -> Iterator[Candidate]:
-        equal = len({len(seat.devices) for seat in seats}) == 1 and len(self.setup.cluster.devices) == 1
         for microbatches in self.counts(seats):
-            quick = self.fronts.quick(seats, microbatches)
+            alone = [self.fronts.rough(seat, microbatches) for seat in seats]
             for schedule in self._schedules(len(seats), microbatches):
-                rest = fill_of(schedule) * (len(seats) - 1) if equal else 0.0
-                yield Candidate(quick * (microbatches + rest), seats, microbatches, schedule)
+                yield Candidate(bound_of(alone, microbatches, schedule), seats, microbatches, schedule)
+
+    def sure(self, candidate: Candidate) -> Candidate:
+        """The same with a bound of its own size of microbatches."""
+        alone = [self.fronts.quick(seat, candidate.microbatches) for seat in candidate.seats]
+        bound = bound_of(alone, candidate.microbatches, candidate.schedule)
+        return replace(candidate, bound=max(bound, candidate.bound), sure=True)
 
     def _has_axes(self, seat: Seat) -> bool:
         """Whether a seat has the axes that people name, in their sizes."""
@@ -99,3 +104,14 @@ class Candidates:
 def fill_of(schedule: str) -> float:
     """How much of the other stages' time a microbatch waits for, at best."""
     return SCHEDULES.get(schedule, 1.0)
+
+
+def bound_of(alone: Sequence[float], microbatches: int, schedule: str) -> float:
+    """Seconds of a step at least, from those that a microbatch takes on each seat alone.
+
+    All seats are busy with their shares; and a part of one microbatch passes from seat to seat while others wait.
+    """
+    if math.inf in alone:
+        return math.inf
+    together, fill = 1.0 / sum(1.0 / seconds for seconds in alone), fill_of(schedule)
+    return together * (microbatches - fill) + min(alone) * fill

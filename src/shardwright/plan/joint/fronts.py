@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 
 from ..tables import Tables
 from .blocks import Blocks, Where
@@ -56,17 +56,22 @@ class Fronts:
 
         return Front(plain, again, self.where, self._solver, microbatches)
 
-    def quick(self, seats: Sequence[Seat], microbatches: int) -> float:
-        """Seconds of a microbatch on a seat, if all were equally busy: what is done once a step is left out."""
-        speed = 0.0
-        for seat in seats:
-            device = self.cluster.device(seat.devices[0])
-            key = (device, seat.data * self.setup.parts(microbatches), seat.inner)
-            if key not in self._quick:
-                front = self.of(seat, microbatches)
-                self._quick[key] = math.inf if front is None else front.least
-            speed += 1.0 / self._quick[key]
-        return 1.0 / speed if speed else math.inf
+    def quick(self, seat: Seat, microbatches: int) -> float:
+        """Seconds of a microbatch if all blocks were on this seat, at least; what is done once a step is left out."""
+        key = (self.cluster.device(seat.devices[0]), seat.data * self.setup.parts(microbatches), seat.inner)
+        if key not in self._quick:
+            front = self.of(seat, microbatches)
+            self._quick[key] = math.inf if front is None else front.least
+        return self._quick[key]
+
+    def rough(self, seat: Seat, microbatches: int) -> float:
+        """The same from below, as a part of what the whole batch takes at once; exact where that says nothing."""
+        device = self.cluster.device(seat.devices[0])
+        parts = seat.data * self.setup.parts(microbatches)
+        if (device, parts, seat.inner) in self._quick or not device.scales:
+            return self.quick(seat, microbatches)
+        whole = self.quick(replace(seat, devices=seat.devices[: seat.inner], data=1), 1)
+        return whole / parts if whole < math.inf else self.quick(seat, microbatches)
 
     def sums(self, front: Front, way: Way, width: int) -> Sums:
         key = (id(way), width)

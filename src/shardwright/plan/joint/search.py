@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -78,15 +79,21 @@ class Search:
         return min(best, self.setup.upper) * (1.0 - self.setup.slack)
 
     def run(self) -> Piped:
-        candidates = sorted(self.candidates, key=lambda held: held.bound)
-        looked, stopped, bound = 0, False, math.inf
-        for candidate in candidates:
-            if candidate.bound >= self.upper:
-                bound = candidate.bound
+        waiting = [(held.bound, number, held) for number, held in enumerate(self.candidates)]
+        heapify(waiting)
+        count, looked, stopped, bound = len(waiting), 0, False, math.inf
+        while waiting:
+            lowest, number, candidate = heappop(waiting)
+            if lowest >= self.upper:
+                bound = lowest
                 break
             if self.setup.stop():
                 stopped = True
                 break
+            if not candidate.sure:
+                candidate = self.candidates.sure(candidate)
+                heappush(waiting, (candidate.bound, number, candidate))
+                continue
             looked += 1
             trial = self.tried(candidate)
             if trial is not None:
@@ -101,7 +108,7 @@ class Search:
             blocks=self.blocks,
             bound=min(bound, self.best.seconds if self.best is not None else math.inf),
             looked=looked,
-            left=len(candidates) - looked,
+            left=count - looked,
             stopped=stopped,
         )
 

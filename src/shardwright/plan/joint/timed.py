@@ -18,7 +18,7 @@ import numpy as np
 
 from ...cluster import Cluster
 from ...conversion import SENDS
-from ...cost import Training, local_elements
+from ...cost import Training
 from ...cost.moves import LETTERS, STEPS, Moves
 from ...cost.resources import Resource
 from ...errors import PlanError
@@ -103,7 +103,7 @@ class TimedStoring(Storing):
         found[Resource.KEPT] = 0.0
         if self.spaces.backward and parameter.trainable:
             value = self.graph.values[parameter.value]
-            count = local_elements(value.shape, layout, self.mesh)
+            count = self.count(value.shape, layout)
             aside = (self.shares(count, held)[3] if level_of(held) == 3 else count) * ITEM_SIZE.get(value.dtype, 4)
             found[Resource.STORED] += aside
             if self.microbatches > 1:

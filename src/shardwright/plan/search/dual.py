@@ -112,11 +112,11 @@ class Dual:
         for _ in range(MOST_STEPS):
             if self.closed:
                 return
-            wide = self.ceiling - self.bound
+            high, wide = self.ceiling, self.ceiling - self.bound
             yield self.solve(self.best + share * (y - self.best))
             self.ceiling, y = self.highest()
-            gained = self.ceiling - self.bound < 0.7 * wide
-            share = 0.5 if gained else 1.0  # halfway is calmer, all the way is sure to cut
+            fell = high - self.ceiling > 0.3 * wide
+            share = 0.5 if fell else 1.0  # halfway is calmer, all the way is sure to cut, or to meet the ceiling
 
     @property
     def closed(self) -> bool:

@@ -27,7 +27,7 @@ from ...errors import PlanError
 from .order import Borders, Scope, split_variables
 from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
 
-CHUNK = 2**22  # cells of a temporary array: 32 MB
+CHUNK = 2**18  # cells of a temporary array: 2 MB, which stays in the cache
 MOST_CELLS = 2**24  # of a table that is kept: 128 MB
 MOST_DIMS = 60  # of a table: numpy has no more than 64
 MOST_WORK = 2**31  # cells that all steps together look at for one solve: some seconds

@@ -7,7 +7,7 @@ one is not finite. Ranks of a pipeline have different gradients, and must all sk
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,9 @@ from ..parameters import ShardParameter, Untouched
 @torch.no_grad()
 def show_everywhere(parameters: Sequence[ShardParameter], device: torch.device) -> None:
     """Put an infinity into every gradient if any rank has one that is not finite. All ranks must call it."""
-    gradients = [gradient for p in parameters if (gradient := _gradient(p)) is not None and gradient.numel()]
+    gradients = gradients_of(parameters)
     with Untouched():
-        lost = torch.zeros((), device=device)
-        if gradients:
-            largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
-            lost = (~torch.isfinite(largest).all()).float()
+        lost = (~are_finite(gradients)).float() if gradients else torch.zeros((), device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             journal.enter("all_reduce", None, "whether gradients are finite")
             dist.all_reduce(lost, dist.ReduceOp.MAX)
@@ -37,6 +34,13 @@ def show_everywhere(parameters: Sequence[ShardParameter], device: torch.device) 
                 gradient[(0,) * gradient.ndim] = math.inf
 
 
-def _gradient(parameter: ShardParameter) -> Tensor | None:
-    """The gradient that the optimizer sees: of the share of a parameter under ZeRO."""
-    return leaf_of(parameter).grad
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that an optimizer sees, those that have values: under ZeRO, of shares of parameters."""
+    return [held for p in parameters if (held := leaf_of(p).grad) is not None and held.numel()]
+
+
+def are_finite(gradients: list[Tensor]) -> Tensor:
+    """Whether all own pieces of some gradients are finite."""
+    with Untouched():
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
+        return torch.isfinite(largest).all()

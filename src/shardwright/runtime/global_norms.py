@@ -1,0 +1,136 @@
+"""The norm of a piece, which becomes the norm of the whole tensor when somebody looks at it.
+
+A `ShardNorm` is a local number that still has to be added up over the axes that cut the piece. Norms that are
+stacked are settled together, with one small collective for each axis. A penalty made of a norm has a gradient:
+
+    N = (sum of l^p)^(1/p)      dN/dl = (l / N)^(p - 1), nothing where l is 0
+    N = max of l                dN/dl = 1 shared by the ranks that have it
+
+where l is the norm of a rank's own piece, whose gradient torch knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import journal
+from .faults import told
+from .stages import Stages
+from .world import Group, Groups
+
+
+class ShardNorm(Tensor):
+    """The norm of the local piece; becomes the norm of the whole when it is used."""
+
+    axes: tuple[str, ...]
+    groups: Groups
+    order: float
+    stages: Stages | None
+    of: str  # the name of the parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.to and not kwargs and args[1:] == (args[0].device,):
+                return args[0]
+            if func is torch.stack and isinstance(args[0], (list, tuple)):
+                return torch.stack(_of_all_stages(args[0], _settle(args[0])), *args[1:], **(kwargs or {}))
+            plain = torch.utils._pytree.tree_map_only(ShardNorm, lambda norm: _settle([norm])[0], (args, kwargs or {}))
+            return func(*plain[0], **plain[1])
+
+
+def make_norm(
+    local: Tensor, axes: tuple[str, ...], groups: Groups, order: float, stages: Stages | None, of: str
+) -> Tensor:
+    """The norm of a piece of the parameter `of`, cut over `axes`."""
+    made = local.as_subclass(ShardNorm)
+    made.axes, made.groups, made.order = axes, groups, order
+    made.stages, made.of = stages, of
+    return made
+
+
+@told
+def _settle(norms: Sequence[Tensor]) -> list[Tensor]:
+    """Plain global norms, with one collective for each axis that cuts any of them."""
+    lazy = [norm for norm in norms if isinstance(norm, ShardNorm)]
+    if not lazy:
+        return list(norms)
+    settled: dict[int, Tensor] = {}
+    for order in dict.fromkeys(norm.order for norm in lazy):
+        same = [norm for norm in lazy if norm.order == order]
+        local = torch.stack([norm.as_subclass(Tensor).double() for norm in same])
+        total: Tensor = _Total.apply(local, same)  # type: ignore[no-untyped-call]
+        settled.update(zip(map(id, same), total, strict=True))
+    return [settled[id(norm)].to(norm.dtype) if isinstance(norm, ShardNorm) else norm for norm in norms]
+
+
+class _Total(torch.autograd.Function):
+    """Norms of pieces to norms of whole tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, lazy: Sequence[ShardNorm]) -> Tensor:
+        order = lazy[0].order
+        if order in (float("inf"), float("-inf")):
+            total = _over_axes(local, lazy, lambda x, group: _extreme(x, order, group))
+            if ctx.needs_input_grad[0]:
+                equal = (local == total).double()
+                ctx.save_for_backward(equal / _over_axes(equal, lazy, _summed))
+        elif order == 0:
+            total = _over_axes(local, lazy, _summed)
+            ctx.save_for_backward(torch.ones_like(local))
+        else:
+            total = _over_axes(local.pow(order), lazy, _summed).pow(1.0 / order)
+            ctx.save_for_backward(torch.where(local == 0, 0.0, (local / total).pow(order - 1)))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+def _over_axes(values: Tensor, lazy: Sequence[ShardNorm], reduce: Callable[[Tensor, Group], Tensor]) -> Tensor:
+    """Values of pieces, reduced over the axes that cut each: one collective for an axis."""
+    values = values.clone()
+    for groups in dict.fromkeys(norm.groups for norm in lazy):  # several, where parts of a module were compiled
+        for name in groups.mesh.names:
+            cut = [at for at, norm in enumerate(lazy) if norm.groups is groups and name in norm.axes]
+            if cut:
+                values[cut] = reduce(values[cut], groups[name])
+    return values
+
+
+def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[Tensor]:
+    """What is stacked: in a pipeline the norms of all parameters of all ranks, then those of other tensors."""
+    known: dict[Stages, dict[str, Tensor]] = {}
+    found: list[Tensor] = []
+    for norm, value in zip(norms, settled, strict=True):
+        if isinstance(norm, ShardNorm) and norm.stages is not None:
+            known.setdefault(norm.stages, {})[norm.of] = value
+        else:
+            found.append(value)
+    return [*(norm for stages, mine in known.items() for norm in stages.norms(mine)), *found]
+
+
+def _summed(values: Tensor, group: Group) -> Tensor:
+    journal.enter("all_reduce", group.process_group, "norms")
+    dist.all_reduce(values, group=group.process_group)
+    return values
+
+
+def _extreme(values: Tensor, order: float, group: Group) -> Tensor:
+    """Max or min over the axis. A NaN anywhere must win, which a backend's max does not promise."""
+    sign = 1.0 if order > 0 else -1.0
+    lost = values.isnan()
+    both = torch.stack([torch.where(lost, -torch.inf, values * sign), lost.double()])
+    journal.enter("all_reduce", group.process_group, "norms")
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
+    return torch.where(both[1] > 0, torch.nan, both[0] * sign)
