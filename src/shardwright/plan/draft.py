@@ -8,8 +8,8 @@
     draft.note(text)                 something the user should know
 
 A policy decides about the ops it cares about. `finish` then settles the rest: partial
-sums pass through linear ops where that saves a reduction, and ops that depend on
-parameters only hand gradients back in parts where everybody downstream does.
+sums pass through linear ops where that saves a reduction, and ops that run whole hand
+gradients back in parts where everybody downstream does and no sum is made for it.
 """
 
 from __future__ import annotations

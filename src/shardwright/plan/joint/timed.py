@@ -113,9 +113,12 @@ class TimedStoring(Storing):
 
 
 def over_time(facts: Analysis, name: str) -> dict[str, str]:
-    """What each op does on an axis that splits the batch over devices or time: its role, or what passes sums on."""
+    """What each op does on an axis that splits the batch over devices or time: its role, or what passes sums on.
+
+    Nothing, if there is no batch: one row can only go through the stages.
+    """
     axis = Axis(name=name, size=2)
-    draft = Draft(facts.graph, Mesh(axes=(axis,)), facts)
+    draft = Draft(facts.graph, Mesh(axes=(axis,)), facts, lenient=True)
     dp(draft, axis)
     choices = draft.finish("").choices(facts.graph.entry)
     return {op.name: choices.get(op.name, {}).get(name, "") for op in facts.live}
