@@ -42,6 +42,9 @@ STEPS = {
 LETTERS = "SWFPM"
 """Split, whole, fanned, partial sum, partial maximum or minimum."""
 
+SUMS = np.array([a + b in ("PW", "PF", "WF") for a in LETTERS for b in LETTERS])
+"""Whether a step from one letter to another makes a sum, forward, backward or both."""
+
 
 def place_on(layout: Layout, axis: str) -> Place:
     """How a layout lies on one axis."""
@@ -226,7 +229,11 @@ class _Pairs:
             self.places.append([known[place] for place in held])
             self.at_start.append(at[:starts])
             self.at_goal.append(at[starts:])
-        self.letters = [np.array([_letter(place) for place in held]) for held in self.places]
+        letters = [np.array([LETTERS.index(_letter(place)) for place in held]) for held in self.places]
+        self.codes = [
+            letters[axis][a] * len(LETTERS) + letters[axis][b] for axis in self.axes for a, b in (self.at(axis),)
+        ]
+        self.cut = [[(letters[axis][at] == 0).astype(np.intp) for at in self.at(axis)] for axis in self.axes]
 
     def at(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """From which place to which every pair goes on an axis."""
@@ -241,20 +248,16 @@ class _Pairs:
 
     def alike(self, unit: Unit) -> np.ndarray:
         """Which pairs have the same sum to make over all axes of a unit, forward, backward or both."""
-        found = np.ones(self.shape, dtype=bool)
-        for axis in unit:
-            start, goal = (self.letters[axis][at] for at in self.at(axis))
-            first, last = (self.letters[unit[0]][at] for at in self.at(unit[0]))
-            sums = ((start == "P") & ((goal == "W") | (goal == "F"))) | ((start == "W") & (goal == "F"))
-            found &= sums & (start == first) & (goal == last)
+        found: np.ndarray = SUMS[self.codes[unit[0]]]
+        for axis in unit[1:]:
+            found = found & (self.codes[axis] == self.codes[unit[0]])
         return found
 
     def mask(self, unit: Unit, before: Collection[int]) -> np.ndarray:
         """Which of the other axes cut the value when a unit has its turn after others, as bits."""
         mask = np.zeros(self.shape, dtype=np.intp)
         for bit, axis in enumerate(axis for axis in self.axes if axis not in unit):
-            start, goal = (self.letters[axis][at] == "S" for at in self.at(axis))
-            mask = mask + ((goal if axis in before else start).astype(np.intp) << bit)
+            mask = mask + (self.cut[axis][axis in before] << bit)
         return mask
 
 
