@@ -1,5 +1,6 @@
 """What a compiled program on one device keeps for backward: as predicted, and as autograd saves it."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def saved(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], directory: Path) -> int:
     """The bytes of the storages that autograd saves and that were not there before."""
     model = sw.parallelize(module, example=(args, kwargs), plan="single", directory=directory)
+    gc.collect()  # what is let go of later leaves its address to what is saved
     there = alive()
     found: dict[int, torch.UntypedStorage] = {}
 
