@@ -7,6 +7,7 @@ takes its place. Units that fork the process they run in get a new one.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -90,6 +91,8 @@ def serve(options: list[str]) -> None:
         code = pytest.main(["-p", "no:cacheprovider", str(ROOT / unit.strip()), *options])
         os.environ.clear()
         os.environ.update(before)
+        gc.collect()
+        gc.freeze()  # what a unit has imported stays: no collection has to walk it
         sys.stdout.flush()
         sys.stderr.flush()
         answers.write(json.dumps(int(code)) + "\n")

@@ -296,6 +296,25 @@ class Layout:
         return f"[{', '.join(dims)}]" + (f" ({', '.join(rest)})" if rest else "")
 
 
+def join_cuts(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> Cut | None:
+    """Cuts of a dim, one after the other, as one over the product of their axes; None where no single cut does that.
+
+    One does where each goes on cutting the runs that those before it leave, evenly: `(h e)` cut on h by 2 and again by
+    2 is h cut by 4, but h by 2 and then e by 2 leaves every head in pieces.
+    """
+    first, *others = cuts
+    parts = sizes[first.axis]
+    blocks = [Block(b.outer, parts, b.size // parts * b.inner) for b in first.blocks]
+    if not all(cut.even(sizes[cut.axis]) and cut.repeat == first.repeat for cut in cuts):
+        return None
+    for cut in others:
+        if [(b.outer, b.size * b.inner) for b in cut.blocks] != [(b.outer, b.inner) for b in blocks]:
+            return None
+        parts *= sizes[cut.axis]
+        blocks = [Block(b.outer, parts, b.inner // sizes[cut.axis]) for b in blocks]
+    return Cut(axis="_".join(cut.axis for cut in cuts), blocks=tuple(blocks), repeat=first.repeat)
+
+
 def make_layout(cuts: Iterable[Iterable[Cut]], rest: Mapping[str, Placement] | None = None) -> Layout:
     """A layout from loose parts."""
     kept = sorted((name, held) for name, held in (rest or {}).items() if held != WHOLE)

@@ -149,7 +149,7 @@ def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting
         cluster = setting.cluster if setting else cluster_of(world)
         more = extend(plan, facts, cluster, setting.training if setting else Training())
     else:
-        more = draw(graph, read_request(plan.policy, world), facts, plan.cluster, lenient=True)
+        more = draw(graph, read_request(plan.policy, world).like(plan.mesh), facts, plan.cluster, lenient=True)
     wished = next(iter(plan.entries.values()))[0].recompute
     again = tuple(path for path in wished if not faults_of(graph, path))
     return replace(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from shardwright.capture import capture
+from shardwright.capture import capture, capture_pair
 from shardwright.capture.finish import assignment
 
 from ..models.zoo import ZOO
@@ -99,3 +99,11 @@ def test_assignment():
     assert assignment("if x == y:") == ()
     assert assignment("self.x = f(y)") == ()
     assert assignment("f(a=1)") == ()
+
+
+def test_a_pair_is_what_two_captures_give():
+    module, args, kwargs = ZOO["hf_llama"](dtype=torch.float64)
+    plain, wide = capture_pair(module, args, kwargs, entry="train", real=None, promote=lambda graph: True)
+    assert plain.graph == capture(module, args, kwargs).graph
+    assert wide.graph == capture(module, args, kwargs, promote=True).graph
+    assert plain.graph != wide.graph

@@ -1,4 +1,4 @@
-"""Saved under each plan, loaded under each: the next three steps are those without the stop."""
+"""Saved under each plan, loaded under each: the next steps are those without the stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shardwright as sw
 from .runs import OPTIMIZERS, assert_same, forget, made, steps, values
 
 RANKS = {"plain": 1, "single": 1, "dp=2": 2, "tp=2": 2, "zero3=2": 2, "pp=2": 2, "pp=2,tp=2": 4}
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 3, 2
 
 _kept = {}  # the runs of this process: to compile them once is enough
 
@@ -23,12 +23,18 @@ def save_all(rank, plan, folder):
         sw.save(f"{folder}/{kind}/{plan}", run[0], run[1], schedulers=run[2], step=BEFORE, data={"row": 12})
 
 
+def sources(plan, kind):
+    """The checkpoints that are loaded under a plan; of others than AdamW a few, since what they keep is cut alike."""
+    plans = list(RANKS)
+    return plans if kind == "adamw" else dict.fromkeys(("plain", plan, plans[plans.index(plan) - 1]))
+
+
 def load_all(rank, plan, folder):
     """What goes on from each checkpoint: the losses and the parameters then."""
     found = {}
     for kind in OPTIMIZERS:
         run = _kept[plan, kind]
-        for saved in RANKS:
+        for saved in sources(plan, kind):
             forget(run)
             loaded = sw.load(f"{folder}/{kind}/{saved}", run[0], run[1], schedulers=run[2])
             assert (loaded.step, loaded.data) == (BEFORE, {"row": 12})
@@ -63,7 +69,7 @@ def wanted():
 @pytest.mark.parametrize("plan", RANKS)
 def test_the_next_steps_are_those_without_the_stop(pools, saved, wanted, plan):
     for mine in run_on(pools, plan, load_all, saved):
-        assert len(mine) == len(RANKS) * len(OPTIMIZERS)
+        assert {kind for kind, _ in mine} == set(OPTIMIZERS)
         for (kind, source), (losses, parameters) in mine.items():
             assert losses == pytest.approx(wanted[kind][0], rel=1e-9), (kind, source)
             assert_same(parameters, wanted[kind][1])

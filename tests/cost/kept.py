@@ -8,7 +8,6 @@ from bench.memory import alive
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.capture import capture
 from shardwright.compile import skeleton_of
 from shardwright.cost import Training
 from shardwright.cost.fusing import fuse
@@ -18,11 +17,12 @@ from shardwright.cost.training import ON_CPU
 from shardwright.layout import Mesh
 from shardwright.probe import probing
 from shardwright.rules import Analysis, analyse
+from tests.captures import captured
 from tests.models.zoo import loss_of
 
 
 def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Analysis:
-    found = capture(skeleton_of(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    found = captured(skeleton_of(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
     return analyse(found.graph, probing(found.functions))
 
 

@@ -21,6 +21,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
         ("gpt", "tp=2"),
         ("gpt", "dp=2,tp=2"),
         ("gqa_fused", "tp=2"),
+        ("gqa_fused", "tp=4"),
         ("gpt", "zero3=2"),
         ("resnet", "dp=2"),
         ("gpt", "zero3=2,recompute"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from itertools import pairwise, product
 
@@ -23,6 +24,7 @@ from shardwright.layout import (
     Layout,
     Mesh,
     Partial,
+    join_cuts,
     make_cut,
     make_layout,
     piece_of,
@@ -123,6 +125,38 @@ def test_sections_of_different_width_are_each_cut():
 
 
 # Order on one dim.
+
+
+@few
+@given(st.lists(st.integers(2, 3), min_size=2, max_size=3), st.lists(st.integers(1, 3), min_size=2, max_size=2), small)
+def test_cuts_that_go_on_where_others_stop_are_one_cut_over_all_their_axes(sizes, sides, unit):
+    axes = [Axis(name=f"a{at}", size=size) for at, size in enumerate(sizes)]
+    mesh, (outer, inner) = Mesh(axes=tuple(axes)), sides
+    left = math.prod(sizes) * unit
+    cuts = []
+    for axis in axes:
+        cuts.append(make_cut(axis, [Block(outer, left, inner)]))
+        left //= axis.size
+    shape = (cuts[0].elements,)
+
+    joined = join_cuts(cuts, mesh.sizes)
+
+    assert joined is not None
+    layout = Layout(cuts=(tuple(cuts),))
+    for rank in range(mesh.size):
+        assert piece_of(layout, shape, mesh.sizes, mesh.coordinates(rank)).spans[0] == tuple(
+            joined.spans(mesh.size, rank)
+        )
+
+
+def test_cuts_of_two_factors_or_of_uneven_shares_are_not_one_cut():
+    a, b = Axis(name="a", size=2), Axis(name="b", size=2)
+    sizes = {"a": 2, "b": 2}
+
+    assert join_cuts([make_cut(a, [Block(1, 4, 8)]), make_cut(b, [Block(2, 8, 1)])], sizes) is None, "h, then e"
+    assert join_cuts([make_cut(a, [Block(1, 6, 8)]), make_cut(b, [Block(1, 3, 8)])], sizes) is None, "2, 1, 2, 1"
+    fused = [Block(1, 4, 8), Block(1, 2, 8)]
+    assert join_cuts([make_cut(a, fused), make_cut(b, [Block(1, 8, 3)])], sizes) is None, "sections, then none"
 
 
 def test_storage_axes_are_minor_to_compute_axes():

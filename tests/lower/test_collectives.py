@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwright.layout import Block
 from shardwright.lower import Program, converter_of, lower
 from shardwright.lower.overlap import awaited_later, count_early
 from shardwright.lower.tidy import fold_mean
@@ -37,6 +38,39 @@ def converters(program: Program, inside: str = "") -> Counter:
 )
 def test_tensor_parallel_blocks_sum_twice_forward_and_twice_backward_and_gather_nothing(name, block):
     assert converters(program_of("tp=2", name), block) == {"fan_in": 2, "fan_out": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "text", "inside"),
+    [
+        ("hf_llama", "model.layers.1", "tp=4", {}),  # two heads of keys
+        ("gqa_fused", "blocks.1", "tp=4", {"take_pad": 3}),  # q, k and v come whole in a group; nothing is sent
+        ("gpt", "blocks.1", "tp=8", {"take_pad": 1}),  # four heads, each of a pair
+    ],
+)
+def test_an_axis_that_is_two_sums_over_both_at_once_and_no_more_than_one_axis(name, block, text, inside):
+    program = program_of(text, name)
+
+    assert converters(program, block) == {"fan_in": 2, "fan_out": 2, **inside}
+    sums = [op.argument("axes") for op in program.body if converter_of(op) in ("fan_in", "fan_out")]
+    assert set(sums) == {("tp0", "tp1")}
+
+
+def test_a_sequence_that_two_axes_cut_is_gathered_and_scattered_over_both_at_once():
+    program = program_of("sp=4", "hf_llama")
+
+    assert converters(program, "model.layers.1") == {"gather_sum": 2, "reduce_scatter": 2}
+    talks = [op for op in program.body if converter_of(op) is not None]
+    assert {op.argument("axes") for op in talks} == {("tp0", "tp1")}
+
+
+def test_classes_and_tables_that_two_axes_cut_are_those_of_one_axis():
+    program = program_of("tp=4", "gqa_fused")
+    (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
+    (table,) = (op for op in program.body if op.target == "runtime.embedding_rows")
+
+    assert loss.argument("classes") == table.argument("axes") == ("tp0", "tp1")
+    assert loss.argument("cut").blocks == table.argument("cut").blocks == (Block(1, 4, 16),)
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_gpt2"])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.parallelize import parallelize
+from tests.launched import Ended, variables
 
 NAP = 14.0  # seconds, longer than ranks of the tests of hangs wait
 ROOT = Path(__file__).parents[2]
@@ -87,27 +88,21 @@ def _made(policy: str, directory: str) -> Any:
     return parallelize(module, optimizer, plan=policy, example=(torch.randn(4, 4),), directory=directory)
 
 
-def launch(
-    size: int, plan: dict[str, Any], policy: str, directory: Path, timeout: float
-) -> list[tuple[int, str, float]]:
-    """(exit code, what it wrote, seconds after the first that ended) of every rank, as scripts of their own."""
+def launch(size: int, plan: dict[str, Any], policy: str, directory: Path, timeout: float) -> list[Ended]:
+    """How every rank ended, as scripts of their own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = []
     for rank in range(size):
-        variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1,
-            "PYTHONPATH": ROOT,
-        }  # fmt: skip
-        environment = {**os.environ, **{key: str(value) for key, value in variables.items()}}
+        environment = {**os.environ, **variables(rank, size, store.port), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.parity.failing", json.dumps(plan), policy, str(directory / "generated")]
         out = (directory / f"rank{rank}.txt").open("w")
         running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out))
         out.close()
     ended = _wait(running, timeout)
     first = min(ended.values(), default=0.0)
+    texts = [(directory / f"rank{rank}.txt").read_text() for rank in range(size)]
     return [
-        (process.returncode, (directory / f"rank{rank}.txt").read_text(), ended.get(rank, float("inf")) - first)
+        Ended(code=process.returncode, text=texts[rank], seconds=ended.get(rank, float("inf")) - first)
         for rank, process in enumerate(running)
     ]
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.captures import keep_captures
 from tests.runtime.ranks import RankFailed
 
 START = 120.0  # seconds that processes may take to start, on a busy machine
@@ -118,6 +119,7 @@ def _serve(connection: Connection, rank: int, size: int, port: int, timeout: flo
     """The life of a process: join, then one job after another until the pool goes away."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    keep_captures()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     wait_for = timedelta(seconds=timeout)

@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from functools import cache
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import shardwright as sw
 
 from ..models.deciding import Chooses, Net, Recurrent, Repeats
 from ..runtime.ranks import run_ranks
+from ..verified import referred, verified
 
 # torch's own cond says it of every model that calls it on what is no leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -18,15 +20,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 PARTS = {"cond": Chooses, "scan": Recurrent, "while_loop": Repeats}
 
 
+@cache
+def original(part):
+    return referred(Net(PARTS[part]()), torch.randn(6, 4), entries=("train", "eval"))
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,tp=2", "zero3=2"])
 @pytest.mark.parametrize("part", PARTS)
 def test_the_same_as_on_one_device(part, plan):
-    report = sw.verify(Net(PARTS[part]()), plan, example=torch.randn(6, 4), method="threads", entries=("train", "eval"))
+    report = verified(original(part), plan)
     assert report, str(report)
 
 
 def test_the_branches_are_methods_that_layers_share(tmp_path):
-    sw.verify(Net(Chooses(), layers=3), "zero3=2", example=torch.randn(6, 4), method="threads", directory=tmp_path)
+    sw.verify(
+        Net(Chooses(), layers=3), "zero3=2", example=torch.randn(6, 4), method="threads", directory=tmp_path, steps=1
+    )
     text = next(tmp_path.glob("*/train*.py")).read_text()
     assert text.count("def cond_else_1(self, ") == 1
     assert text.count("def cond") == 4

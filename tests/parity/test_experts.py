@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen
 import shardwright as sw
 from shardwright.errors import CaptureError
 from shardwright.verify.program import compile_program
+from tests.verified import referred, verified
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -48,10 +51,15 @@ def starved() -> nn.Module:
     return model
 
 
+@cache
+def original(make):
+    return referred(make(), example(), steps=2)
+
+
 @pytest.mark.parametrize("plan", ["ep=2", "dp=2", "tp=2", "dp=2,ep=2", "ep=2,tp=2", "zero3=2,ep=2"])
 @pytest.mark.parametrize("make", [mixtral, qwen])
 def test_experts_are_exact_under(make, plan):
-    report = sw.verify(make(), plan, example=example(), method="threads", steps=2)
+    report = verified(original(make), plan)
     assert report.passed, str(report)
 
 
@@ -79,11 +87,14 @@ def test_experts_that_get_no_token():
     assert report.passed, str(report)
 
 
-def test_on_real_processes():
-    model = mixtral()
-    model.config.output_router_logits = False  # transformers forgets how to record them when a model is pickled
-    report = sw.verify(model, "ep=2", example=example(), method="processes", steps=1, timeout=120)
-    assert report.passed, str(report)
+def on_this_rank(rank: int) -> tuple[bool, str]:
+    report = sw.verify(mixtral(), "ep=2", example=example(), method="world", steps=1, timeout=120)
+    return report.passed, str(report)
+
+
+def test_on_real_processes(pools):
+    for passed, said in pools[2].run(on_this_rank, timeout=120):
+        assert passed, said
 
 
 def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():

@@ -5,8 +5,10 @@ import time
 import pytest
 
 from shardwright.errors import RankError
+from tests.launched import launch
 
-from .failing import launch, train
+from . import failing
+from .failing import train
 
 SOON = 30.0  # seconds from the failure to the end of all, on a busy machine
 LIMIT = 150.0  # with start-up
@@ -73,12 +75,19 @@ def test_all_of_four_name_the_one_that_was_killed(pools, tmp_path):
         assert "rank 2 was lost" in str(answers[rank][0])
 
 
-@pytest.mark.parametrize("policy", ["tp=2", "pp=2"])
-def test_scripts_of_their_own_end_with_the_error_even_if_the_failed_one_lives_on(tmp_path, policy):
-    other, failed = launch(2, {"rank": 1, "forward": "raise", "stay": 15}, policy, tmp_path, LIMIT)
-    assert other[0] == 1
-    assert "RankError: rank 1 raised ValueError: the data went bad in forward" in other[1]
-    assert failed[0] == 1
-    assert failed[2] - other[2] > 5  # it was not the end of the other that told
-    assert "ValueError: the data went bad in forward" in failed[1]
-    assert "RankError" not in failed[1]
+def check_ends(other, failed):
+    assert other.code == 1
+    assert "RankError: rank 1 raised ValueError: the data went bad in forward" in other.text
+    assert failed.code == 1
+    assert failed.seconds - other.seconds > 3  # it was not the end of the other that told
+    assert "ValueError: the data went bad in forward" in failed.text
+    assert "RankError" not in failed.text
+
+
+def test_scripts_of_their_own_end_with_the_error_even_if_the_failed_one_lives_on(tmp_path):
+    check_ends(*failing.launch(2, {"rank": 1, "forward": "raise", "stay": 12}, "tp=2", tmp_path, LIMIT))
+
+
+def test_so_do_stages(tmp_path):
+    plan = {"rank": 1, "forward": "raise", "stay": 12}
+    check_ends(*launch(2, failing.train, 0, plan, "pp=2", str(tmp_path / "code"), folder=tmp_path, timeout=LIMIT))

@@ -27,6 +27,20 @@ def test_trains_as_on_one_device(tmp_path, model, plan):
         assert faults == []
 
 
+REFINED = {"hf_llama": "zero3=2,tp=4", "gqa_fused": "dp=2,sp=4", "gpt": "tp=8", "gpt_odd_vocab": "tp=6"}
+
+
+@pytest.mark.parametrize(("model", "plan"), REFINED.items())
+def test_an_axis_that_is_two_trains_as_on_one_device(tmp_path, model, plan):
+    held, wanted = single.captured(model, "float64"), single.reference(model, "float64", "adamw")
+
+    def run(rank):
+        return single.faults_of(single.compiled(model, "float64", plan, "adamw", str(tmp_path), held), wanted, 1e-10)
+
+    for faults in run_ranks(world_of(plan), run, timeout=120):
+        assert faults == []
+
+
 def test_the_measure_sees_a_gradient_that_is_a_little_off():
     right, wrong = single.reference("mlp", "float64", "sgd"), single.reference.__wrapped__("mlp", "float64", "sgd")
     assert single.faults_of(right, wrong, 1e-10) == []

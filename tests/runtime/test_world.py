@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -16,6 +15,7 @@ from shardwright.errors import LayoutError, RankError
 from shardwright.layout import Axis, Mesh
 from shardwright.runtime import world
 from shardwright.runtime.world import Groups
+from tests.launched import launch
 from tests.runtime.ranks import run_processes, run_ranks
 
 
@@ -139,24 +139,18 @@ def test_a_subgroup_waits_as_long_as_its_parent() -> None:
     assert run_processes(4, subgroup_timeout, timeout=41)[0] == timedelta(seconds=41)
 
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist
-from shardwright.runtime import world
-assert not dist.is_initialized()
-here = world.start(timeout=30)
-again = world.start()
-assert here == again and here.size == 2 and here.device == torch.device("cpu")
-x = torch.tensor(here.rank)
-dist.all_reduce(x)
-assert x.item() == 1
-dist.destroy_process_group()
-"""
+def joins_twice() -> None:
+    assert not dist.is_initialized()
+    here = world.start(timeout=30)
+    again = world.start()
+    assert here == again
+    assert (here.size, here.device) == (2, torch.device("cpu"))
+    x = torch.tensor(here.rank)
+    dist.all_reduce(x)
+    assert x.item() == 1
+    dist.destroy_process_group()
 
 
 def test_start_joins_the_ranks_of_torchrun(tmp_path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=90, env=environment)
-    assert done.returncode == 0, done.stderr
+    for rank in launch(2, joins_twice, folder=tmp_path):
+        assert rank.code == 0, rank.text

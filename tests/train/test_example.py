@@ -1,14 +1,13 @@
-"""examples/train_gpt.yaml, as it stands but small, on two ranks; once really started by torchrun."""
+"""examples/train_gpt.yaml, as it stands but small, on two ranks."""
 
 import csv
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from shardwright.cli import main
+from tests.launched import launch
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -57,12 +56,12 @@ def test_the_example_trains_on_two_ranks_as_on_one(plan, alone, tmp_path, pools)
     assert {path.name for path in (folder / "checkpoints").glob("step-*")} == {"step-000002", "step-000004"}
 
 
-def test_the_example_is_started_by_torchrun(alone, tmp_path):
+def start(words):
+    sys.exit(main(["train", *words]))
+
+
+def test_the_example_joins_the_ranks_of_torchrun(alone, tmp_path):
     words = [*SMALL, "--plan", "dp=2", "--inputs", "rows", "--directory", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
-    command += ["-m", "shardwright.cli", "train", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    for rank in launch(2, start, words, folder=tmp_path, timeout=200):
+        assert rank.code == 0, rank.text
     same(tmp_path / "run", alone)

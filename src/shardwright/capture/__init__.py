@@ -1,6 +1,6 @@
 """`nn.Module` to `ir.Graph`: what is computed, at global shape, with nothing dropped silently."""
 
-from .assemble import capture
+from .assemble import capture, capture_pair
 from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .casting import cast, casting
@@ -21,6 +21,7 @@ __all__ = [
     "OpaquePart",
     "Real",
     "capture",
+    "capture_pair",
     "cast",
     "casting",
     "experts",

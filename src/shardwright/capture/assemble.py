@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from .real import Real
 from .signature import input_paths, output_paths
 from .trace import Trace, trace, without_collection
 
+Made = TypeVar("Made")
+
 
 @without_collection()
 def capture(
@@ -48,21 +50,46 @@ def capture(
     opaque submodule returns may have to be looked at in a run, of `real` or else of this call.
     If the module was given to `find_opaque`, submodules that can't be captured become opaque.
     """
+    module, args, kwargs = getattr(module, "_orig_mod", module), tuple(args), dict(kwargs or {})
+
+    def make() -> Captured:
+        traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
+        return _assembled(traced, module, args, kwargs, entry, promote, name)
+
+    return _widened(module, make)
+
+
+@without_collection()
+def capture_pair(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Real,
+    promote: Callable[[Graph], bool],
+) -> tuple[Captured, Captured | None]:  # fmt: skip
+    """What `capture` gives without `promote` and, if that is wanted for this graph, with it: of one trace."""
     module = getattr(module, "_orig_mod", module)
-    args, kwargs = tuple(args), dict(kwargs or {})
+
+    def make() -> tuple[Captured, Captured | None]:
+        traced = trace(module, args, kwargs, real)
+        plain = _assembled(traced, module, args, kwargs, entry, False, None)
+        wanted = promote(plain.graph)
+        return plain, _assembled(traced, module, args, kwargs, entry, True, None) if wanted else None
+
+    return _widened(module, make)
+
+
+def _widened(module: nn.Module, make: Callable[[], Made]) -> Made:
+    """What `make` gives, once all is opaque that has to be and may be."""
     while True:
         try:
-            return _capture(module, args, kwargs, entry, promote, name, real or (lambda: (module, args, kwargs)))
+            return make()
         except CaptureError as error:
             if not widen(module, error):
                 raise named(error) from error.__cause__
 
 
-def _capture(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str, promote: bool, name: str | None,
-    real: Real,
+def _assembled(
+    traced: Trace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str, promote: bool,
+    name: str | None,
 ) -> Captured:  # fmt: skip
-    traced = trace(module, args, kwargs, real)
     leaves = Leaves(module, traced, Draft())
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)

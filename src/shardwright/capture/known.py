@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _MAKERS = frozenset({"ones", "zeros", "full", "arange", "eye", "linspace"})
 _LIKE = frozenset({"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"})
+_ABOUT = _MAKERS | _LIKE  # what is made says more than what it is made of
 _QUESTIONS = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__"})
 _DRAWS = re.compile(r"rand|bernoulli|normal|uniform|multinomial|poisson|dropout|empty")
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -38,6 +39,10 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name not in _ABOUT and args and isinstance(args[0], torch.Tensor) and args[0] not in self.known:
+            if self.known and _writes(name, kwargs):
+                self.known.clear()
+            return func(*args, **kwargs)  # nearly all calls: nothing can be known of what comes out
         given = [held for held in pytree.tree_leaves((args, kwargs)) if isinstance(held, torch.Tensor)]
         if name in _QUESTIONS and given and given[0] in self.known:
             return getattr(self.known[given[0]], name)()

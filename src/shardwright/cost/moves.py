@@ -6,6 +6,8 @@ value by then:
 
     price(a, b) = min over orders of  sum over axes of  step(axis, a, b, the axes that cut the value meanwhile)
 
+Where several axes have the same sum to make, one over their product may take their place.
+
 Cuts of one dim that take the same factor can't change places: if the major one changes under a minor one that stays,
 the minor one is gathered before and cut again after. What `lower` really does is found by a search over steps, and is
 never dearer.
@@ -13,8 +15,9 @@ never dearer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import permutations
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -25,6 +28,9 @@ from .resources import COUNT
 
 Place = tuple[str, int, object]
 """A placement on one axis: S with its dim and cut, W, F or P."""
+
+Unit = tuple[int, ...]
+"""Axes of a mesh, by number, that are changed at once."""
 
 STEPS = {
     ("P", "W"): "fan_in", ("W", "F"): "fan_out", ("P", "F"): "fan_in_out", ("S", "W"): "gather",
@@ -64,7 +70,7 @@ class Moves:
     def __init__(self, mesh: Mesh, cluster: Cluster, placed: Mesh | None = None) -> None:
         self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
         self.device = slowest_device(cluster, self.placed.devices)
-        self._tables: dict[tuple[str, float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple[tuple[str, ...], float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._numbers: dict[Place, int] = {}
         self._places: list[Place] = []
         self._placed: dict[tuple[Layout, bool], tuple[int, ...]] = {}
@@ -93,34 +99,25 @@ class Moves:
 
     def prices(self, starts: Sequence[Layout], goals: Sequence[Layout], bytes: float, gradient: bool) -> np.ndarray:
         """[start, goal, resource]: what each conversion of a value of so many bytes (whole) uses."""
-        axes = self.mesh.names
         found = np.zeros((len(starts), len(goals), COUNT))
-        every = np.array([self._places_of(layout, gradient) for layout in (*starts, *goals)], dtype=np.intp)
-        places: list[list[Place]] = []
-        at_start, at_goal, tables = [], [], []
-        for number in range(len(axes)):
-            held, at = np.unique(every[:, number], return_inverse=True)
-            places.append([self._places[place] for place in held])
-            at_start.append(at[: len(starts)])
-            at_goal.append(at[len(starts) :])
-            tables.append(self._steps(number, places[-1], bytes, gradient))
-        cut = [np.array([place[0] == "S" for place in held], dtype=np.intp) for held in places]
         best = np.full((len(starts), len(goals)), np.inf)
-        for order in permutations(range(len(axes))):
-            total = np.zeros((len(starts), len(goals), 4))
-            for place, number in enumerate(order):
-                mask = np.zeros((len(starts), len(goals)), dtype=np.intp)
-                others = [other for other in range(len(axes)) if other != number]
-                for bit, other in enumerate(others):
-                    done = other in order[:place]
-                    split = cut[other][at_goal[other]][None, :] if done else cut[other][at_start[other]][:, None]
-                    mask = mask + (split << bit)
-                total += tables[number][at_start[number][:, None], at_goal[number][None, :], mask]
-            sums = total.sum(-1)
-            better = sums < best
-            best = np.where(better, sums, best)
-            found[..., 0:4] = np.where(better[..., None], total, found[..., 0:4])
-        self._lift(found, starts, goals, at_start, at_goal, tables, places)
+        every = np.array([self._places_of(layout, gradient) for layout in (*starts, *goals)], dtype=np.intp)
+        pairs = _Pairs(every, len(starts), self._places)
+        single = [(number,) for number in range(len(self.mesh.axes))]
+        joint = {unit: alike for unit in pairs.several() if (alike := pairs.alike(unit)).any()}
+        tables = {unit: self._steps(unit, pairs.places, bytes, gradient) for unit in (*single, *joint)}
+        for together in (None, *joint):
+            units = single if together is None else [together, *(one for one in single if one[0] not in together)]
+            for order in permutations(units):
+                total = np.zeros((len(starts), len(goals), 4))
+                for place, unit in enumerate(order):
+                    before = [number for held in order[:place] for number in held]
+                    total += tables[unit][*pairs.at(unit[0]), pairs.mask(unit, before)]
+                sums = total.sum(-1)
+                better = (sums < best) & (True if together is None else joint[together])
+                best = np.where(better, sums, best)
+                found[..., 0:4] = np.where(better[..., None], total, found[..., 0:4])
+        self._lift(found, starts, goals, pairs, tables)
         return found
 
     def _places_of(self, layout: Layout, gradient: bool) -> tuple[int, ...]:
@@ -133,10 +130,11 @@ class Moves:
             self._placed[key] = tuple(self._numbers[place] for place in found)
         return self._placed[key]
 
-    def _steps(self, number: int, held: list[Place], bytes: float, gradient: bool) -> np.ndarray:
+    def _steps(self, unit: Unit, places: list[list[Place]], bytes: float, gradient: bool) -> np.ndarray:
         """[from, to, which of the other axes cut the value, (compute, compute back, send, send back)]."""
-        axis = self.mesh.axes[number]
-        others = [other for at, other in enumerate(self.mesh.axes) if at != number]
+        axes = tuple(self.mesh.names[number] for number in unit)
+        others = [other for at, other in enumerate(self.mesh.axes) if at not in unit]
+        held = places[unit[0]]
         index = np.array([LETTERS.index(_letter(place)) for place in held])
         dims = np.array([place[1] for place in held])
         split = (index == LETTERS.index("S"))[:, None] & (index == LETTERS.index("S"))[None, :]
@@ -146,34 +144,35 @@ class Moves:
             base = bytes
             for bit, other in enumerate(others):
                 base /= other.size if mask >> bit & 1 else 1
-            letters, exchange, regather = self._table(axis.name, axis.size, base, gradient)
+            letters, exchange, regather = self._table(axes, base, gradient)
             found[:, :, mask] = letters[index[:, None], index[None, :]]
             found[crosses, mask] = exchange
             found[split & ~crosses, mask] = regather
         found[np.arange(len(held)), np.arange(len(held))] = 0.0
         return found
 
-    def _table(self, axis: str, parts: int, base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Steps on one axis of a value that has `base` bytes without a cut on it.
+    def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Steps on an axis, or on several at once, of a value that has `base` bytes without a cut on it.
 
         [letter, letter, ...], from a cut of one dim to one of another, and to another cut of the same dim.
         """
-        key = (axis, base, gradient)
+        key = (axes, base, gradient)
         if key not in self._tables:
+            parts = math.prod(self.mesh.sizes[axis] for axis in axes)
             letters = np.zeros((len(LETTERS), len(LETTERS), 4))
             letters[..., 0] = np.inf
             for (a, b), kind in STEPS.items():
                 forward, backward = SENDS[kind]
-                ahead = self.waited(forward, base, (axis,)) if forward else 0.0
-                back = self.waited(backward, base, (axis,)) if backward and gradient else 0.0
+                ahead = self.waited(forward, base, axes) if forward else 0.0
+                back = self.waited(backward, base, axes) if backward and gradient else 0.0
                 copies = [self.copy(_copied(sent, {a, b}, base, parts)) for sent in (forward, backward)]
                 letters[LETTERS.index(a), LETTERS.index(b)] = (copies[0], copies[1] * gradient, ahead, back)
             letters[LETTERS.index("M"), LETTERS.index("W")] = (
-                self.copy(base), 0.0, self.waited("all_reduce", base, (axis,)), 0.0
+                self.copy(base), 0.0, self.waited("all_reduce", base, axes), 0.0
             )  # fmt: skip
-            copy, time = self.copy(2 * base / parts), self.waited("all_to_all", base / parts, (axis,))
+            copy, time = self.copy(2 * base / parts), self.waited("all_to_all", base / parts, axes)
             exchange = np.array([copy, copy * gradient, time, time * gradient])
-            copy, time = self.copy(base), self.waited("all_gather", base, (axis,))
+            copy, time = self.copy(base), self.waited("all_gather", base, axes)
             self._tables[key] = letters, exchange, np.array([copy, copy * gradient, time, time * gradient])
         return self._tables[key]
 
@@ -182,22 +181,20 @@ class Moves:
         found: np.ndarray,
         starts: Sequence[Layout],
         goals: Sequence[Layout],
-        at_start: Sequence[np.ndarray],
-        at_goal: Sequence[np.ndarray],
-        tables: list[np.ndarray],
-        places: list[list[Place]],
+        pairs: _Pairs,
+        tables: Mapping[Unit, np.ndarray],
     ) -> None:
         """Add what it takes to lift a minor cut while the major one under it changes."""
-        names = self.mesh.names
+        names, at_start, at_goal = self.mesh.names, pairs.at_start, pairs.at_goal
         for major, minor in ((x, y) for x in range(len(names)) for y in range(x + 1, len(names))):
             stuck = [self._stuck(layouts, names[major], names[minor]) for layouts in (starts, goals)]
             moved = at_start[major][:, None] != at_goal[major][None, :]
             stays = at_start[minor][:, None] == at_goal[minor][None, :]
-            whole = [index for index, place in enumerate(places[minor]) if place[0] in "WF"]
+            whole = [index for index, place in enumerate(pairs.places[minor]) if place[0] in "WF"]
             for i, j in np.argwhere(moved & stays & (stuck[0][:, None] | stuck[1][None, :])):
-                state = at_start[minor][i]
+                state, table = at_start[minor][i], tables[minor,]
                 if whole:
-                    found[i, j, 0:4] += tables[minor][state, whole[0], 0] + tables[minor][whole[0], state, 0]
+                    found[i, j, 0:4] += table[state, whole[0], 0] + table[whole[0], state, 0]
                 else:
                     found[i, j, 0:4] *= 3  # no such value is ever whole, so nobody has asked what that costs
 
@@ -213,6 +210,52 @@ class Moves:
             return self._held_fast[key]
 
         return np.array([is_stuck(layout) for layout in layouts], dtype=bool)
+
+
+class _Pairs:
+    """All pairs of some layouts to start from and some to get to: how each lies on every axis, by number."""
+
+    def __init__(self, every: np.ndarray, starts: int, known: Sequence[Place]) -> None:
+        """`every` has the number of the place on each axis, among those known, for all starts and then all goals."""
+        self.axes, self.shape = range(every.shape[1]), (starts, every.shape[0] - starts)
+        self.places: list[list[Place]] = []
+        self.at_start: list[np.ndarray] = []
+        self.at_goal: list[np.ndarray] = []
+        for axis in self.axes:
+            held, at = np.unique(every[:, axis], return_inverse=True)
+            self.places.append([known[place] for place in held])
+            self.at_start.append(at[:starts])
+            self.at_goal.append(at[starts:])
+        self.letters = [np.array([_letter(place) for place in held]) for held in self.places]
+
+    def at(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        """From which place to which every pair goes on an axis."""
+        return self.at_start[axis][:, None], self.at_goal[axis][None, :]
+
+    def several(self) -> Iterator[Unit]:
+        """All sets of two axes or more."""
+        for size in self.axes[2:]:
+            yield from combinations(self.axes, size)
+        if len(self.axes) > 1:
+            yield tuple(self.axes)
+
+    def alike(self, unit: Unit) -> np.ndarray:
+        """Which pairs have the same sum to make over all axes of a unit, forward, backward or both."""
+        found = np.ones(self.shape, dtype=bool)
+        for axis in unit:
+            start, goal = (self.letters[axis][at] for at in self.at(axis))
+            first, last = (self.letters[unit[0]][at] for at in self.at(unit[0]))
+            sums = ((start == "P") & ((goal == "W") | (goal == "F"))) | ((start == "W") & (goal == "F"))
+            found &= sums & (start == first) & (goal == last)
+        return found
+
+    def mask(self, unit: Unit, before: Collection[int]) -> np.ndarray:
+        """Which of the other axes cut the value when a unit has its turn after others, as bits."""
+        mask = np.zeros(self.shape, dtype=np.intp)
+        for bit, axis in enumerate(axis for axis in self.axes if axis not in unit):
+            start, goal = (self.letters[axis][at] == "S" for at in self.at(axis))
+            mask = mask + ((goal if axis in before else start).astype(np.intp) << bit)
+        return mask
 
 
 def _copied(kind: Collective | None, letters: set[str], base: float, parts: int) -> float:

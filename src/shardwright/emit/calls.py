@@ -99,7 +99,7 @@ def _converter(p: Printing) -> str:
     group, x = axes_text(axes), p.names[0]
     if kind == "exchange":
         cuts = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
-        extra = "".join(f", {key}={show_cut(cut)}" for key, cut in cuts if not plain(cut, p.parts[axes[0]]))
+        extra = "".join(f", {key}={show_cut(cut)}" for key, cut in cuts if not plain(cut, p.many(axes)))
         return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
     if kind == "reduce":
         return f"comm.reduce({x}, {group}, {p['op']})"
@@ -108,7 +108,7 @@ def _converter(p: Printing) -> str:
     if p.literal("dim") is None:
         return f"comm.{kind}{'_' if p.literal('in_place') else ''}({x}, {group})"
     cut = p.literal("cut")
-    extra = "" if plain(cut, p.parts[axes[0]]) else f", {show_cut(cut)}"
+    extra = "" if plain(cut, p.many(axes)) else f", {show_cut(cut)}"
     return f"comm.{kind}({x}, {p['dim']}, {group}{extra})"
 
 
@@ -258,7 +258,7 @@ def _linears(p: Printing) -> str:
     for column in (weights, biases):
         if column is not None:
             shown.append(p.show(column[0]) if one else f"[{', '.join(p.show(held) for held in column)}]")
-    if not plain(cut, p.parts[p.literal("axes")[0]]):
+    if not plain(cut, p.many(p.literal("axes"))):
         shown.append(f"cut={show_cut(cut)}")
     return f"{p.op.target.removesuffix('s') if one else p.op.target}({', '.join(shown)})"
 

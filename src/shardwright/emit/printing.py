@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
@@ -60,6 +61,10 @@ class Printing:
 
     def first(self) -> str:
         return self.show(self.op.arguments[0][1])
+
+    def many(self, axes: Iterable[str]) -> int:
+        """How many devices a group over some axes has."""
+        return math.prod(self.parts[axis] for axis in axes)
 
 
 def show_cut(cut: Cut) -> str:

@@ -27,7 +27,9 @@ def kinds(facts: Analysis) -> dict[int, str]:
         kind = signature.op.target.split(".")[1]
         labels = signature.labels
         if "attention" in kind:
-            for label, letter in (("g", "H"), ("r", "R"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
+            heads = facts.atoms.expand(labels.get("g", ()))
+            mark(heads[:1], "H")
+            for label, letter in (("g", "R"), ("r", "R"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
                 if label in labels:
                     mark(labels[label], letter)
         elif kind == "embedding":

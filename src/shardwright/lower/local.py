@@ -7,13 +7,13 @@ outputs. A size that is read as a number (the divisor of a mean) stays the whole
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import LoweringError
 from ..ir import Op
 from ..ir.graph import Slot
-from ..layout import Cut, Layout
+from ..layout import Cut, Layout, join_cuts
 from ..plan.pipeline import MB
 from ..rules import DROPOUTS
 from ..rules.kept import OPAQUE
@@ -169,12 +169,22 @@ def embedding(program: Program, op: Op) -> Op:
     weight = program.layouts[op.inputs[0]]
     if not weight.cuts[0]:
         return op
-    if len(weight.cuts[0]) > 1:
-        raise LoweringError(f"{op}: a table can be looked up by rows on one axis only")
-    (cut,) = weight.cuts[0]
+    axes, cut = one_cut(program, op, "the rows of a table", weight.cuts[0])
     return replace(op, target="runtime.embedding_rows").with_arguments(
-        axes=(cut.axis,), cut=cut, rows=program.values[op.inputs[0]].shape[0]
+        axes=axes, cut=cut, rows=program.values[op.inputs[0]].shape[0]
     )
+
+
+def one_cut(program: Program, op: Op, what: str, cuts: Sequence[Cut]) -> tuple[tuple[str, ...], Cut]:
+    """The axes that cut a dim, and their cuts as one over the product of these axes, as an algorithm wants it."""
+    axes = tuple(cut.axis for cut in cuts)
+    joined = cuts[0] if len(cuts) == 1 else join_cuts(cuts, program.mesh.sizes)
+    if joined is None:
+        raise LoweringError(
+            f"{op}: {what} can't be split by {' and '.join(axes)} at once; split them on one axis, or on axes that "
+            "divide them evenly one after the other"
+        )
+    return axes, joined
 
 
 @local("aten.cross_entropy_loss.default")
@@ -185,12 +195,11 @@ def cross_entropy(program: Program, op: Op) -> Op:
     rows = tuple(axis for dim in range(len(logits.cuts)) if dim != at for axis in split_axes(logits, dim))
     if not classes and (not rows or op.argument("reduction", 1) != 1):
         return op
-    if len(classes) > 1:
-        raise LoweringError(f"{op}: classes can be split on one axis only")
     found = replace(op, target="runtime.cross_entropy").with_arguments(rows=_in_mesh_order(program, rows))
     if classes:
         whole = program.values[op.inputs[0]].shape[at]
-        found = found.with_arguments(classes=(classes[0].axis,), cut=classes[0], size=whole)
+        axes, cut = one_cut(program, op, "classes", classes)
+        found = found.with_arguments(classes=axes, cut=cut, size=whole)
     return found
 
 

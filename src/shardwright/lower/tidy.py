@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
+from ..layout import join_cuts
 from ..plan.pipeline import MB
 from .local import COUNTED
 from .program import Program
 
-FUSABLE = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
+SUMS = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
+JOINS = ("comm.gather", "comm.gather_sum", "comm.pad")
+CUTS = ("comm.take", "comm.take_pad", "comm.reduce_scatter")
 
 
 def fuse(program: Program) -> Program:
-    """Two reductions in a row over two axes become one over their product."""
+    """Converters of one kind in a row, over several axes, become one over their product."""
     users, needed = program.users(), program.needed()
     made: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
-        if op.target in FUSABLE:
-            first = made.get(op.inputs[0])
-            if (
-                first is not None
-                and (first.target, first.argument("op")) == (op.target, op.argument("op"))
-                and len(users[op.inputs[0]]) == 1
-                and op.inputs[0] not in needed
-            ):
-                both = (*first.argument("axes"), *op.argument("axes"))
-                axes = tuple(axis for axis in program.mesh.names if axis in both)
-                op = replace(op, inputs=first.inputs).with_arguments(axes=axes)
-                gone.add(first.outputs[0])
-            made[op.outputs[0]] = op
-    body = []
-    for op in program.body:
-        if op.outputs[0] not in gone:
-            body.append(made.get(op.outputs[0], op))
+        if op.target in (*SUMS, *JOINS, *CUTS):
+            row = [op]
+            while (before := made.get(row[0].inputs[0])) is not None and before.target == op.target:
+                if len(users[before.outputs[0]]) > 1 or before.outputs[0] in needed:
+                    break
+                row.insert(0, before)
+            one = None
+            while len(row) > 1 and (one := _fused(row, program)) is None:
+                row.pop(0)
+            gone.update(held.outputs[0] for held in row[:-1])
+            made[op.outputs[0]] = one or op
+    body = [made.get(op.outputs[0], op) for op in program.body if op.outputs[0] not in gone]
     return program.with_(body=tuple(body))
+
+
+def _fused(row: Sequence[Op], program: Program) -> Op | None:
+    """Converters of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
+    first, last = row[0], row[-1]
+    if any(op.argument(key) != last.argument(key) for op in row for key in ("op", "dim")):
+        return None
+    one = replace(last, inputs=first.inputs)
+    axes = tuple(axis for op in row for axis in op.argument("axes"))
+    if last.target in SUMS:
+        return one.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in axes))
+    if MB in axes or any(op.region != last.region for op in row):
+        return None
+    (name,) = first.inputs if last.target in JOINS else last.outputs
+    cuts = program.layouts[name].cuts[last.argument("dim")][-len(axes) :]
+    joined = join_cuts(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(axes) else None
+    return None if joined is None else one.with_arguments(axes=tuple(cut.axis for cut in cuts), cut=joined)
 
 
 SHARES = ("comm.take", "comm.take_pad")

@@ -8,20 +8,21 @@
     draft.note(text)                 something the user should know
 
 A policy decides about the ops it cares about. `finish` then settles the rest: partial
-sums pass through linear ops where that saves a reduction, and ops that depend on
-parameters only hand gradients back in parts where everybody downstream does.
+sums pass through linear ops where that saves a reduction, and ops that run whole hand
+gradients back in parts where everybody downstream does and no sum is made for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import FANNED, Axis, Layout, Mesh, Partial
+from ..layout import FANNED, WHOLE, Axis, Layout, Mesh, Partial, Placement
 from ..rules import FAN, ROWS, Analysis, Role, Signature, analyse, is_drawn_whole
 from .plan import Plan, Segment
 from .recompute import faults_of, layers_of, regions_of
+from .strings import outer_of
 
 MB = "mb"
 """The axis in time: the coordinate on it is the number of the microbatch that runs."""
@@ -53,6 +54,19 @@ class Draft:
 
     def chosen(self, op: Op, axis: Axis) -> str | None:
         return self.choices.get(op.name, {}).get(axis.name)
+
+    def role_on(self, op: Op, axis: Axis) -> Role | None:
+        """The role that an op is split on along an axis."""
+        chosen = self.chosen(op, axis)
+        return next((role for role in self.roles(op) if role.name == chosen), None)
+
+    def left_of(self, op: Op, axis: Axis, atom: int) -> int:
+        """How much of an atom the other axes leave of an op."""
+        size = self.facts.atoms.size[atom]
+        for other in self.mesh.axes:
+            role = self.role_on(op, other) if other != axis else None
+            size = size // other.size if role is not None and role.atom == atom else size
+        return size
 
     def split(self, op: Op, axis: Axis, role: Role) -> None:
         """Split an op on a role along an axis."""
@@ -204,23 +218,68 @@ class Draft:
         return None
 
     def _fan(self, axis: Axis) -> None:
-        """Ops that depend on parameters only may hand gradients back in parts: the parameter's own sync sums them."""
-        sinks = set(self.graph.sinks())
-        for op in reversed(self.facts.lean):
-            if self.chosen(op, axis) is None and all(self._handed_back(name, axis, sinks) for name in op.outputs):
+        """Ops that run whole may hand gradients back in parts, where all that read their results do.
+
+        For those that depend on parameters only, the parameter's own sync sums them. Others must not cost a sum: what
+        they read is summed over the axis anyway, for another op that reads it, or over the axis around this one.
+        """
+        lean, sinks = {op.name for op in self.facts.lean}, set(self.graph.sinks())
+        whole = [op for op in self.graph.ops if self.chosen(op, axis) is None and self._has_gradient(op)]
+        found = {op.name: op for op in whole if op.name not in lean and axis.name != MB}
+        for _ in tuple(found):
+            handed: dict[str, Op] = {}
+            for op in reversed(found.values()):
+                if all(self._handed_back(name, axis, sinks, handed, cut=True) for name in op.outputs):
+                    handed[op.name] = op
+            kept = self._summed_anyway(tuple(reversed(handed.values())), axis, lean)
+            if len(kept) == len(found):
+                break
+            found = kept  # one that does not leaves those behind that counted on it
+        for op in found.values():
+            self.choices.setdefault(op.name, {})[axis.name] = FAN
+        for op in reversed(whole):
+            if op.name in lean and all(self._handed_back(name, axis, sinks, {}, cut=False) for name in op.outputs):
                 self.choices.setdefault(op.name, {})[axis.name] = FAN
 
-    def _handed_back(self, value: str, axis: Axis, sinks: set[str]) -> bool:
-        """Whether every use of a value returns its gradient in parts."""
+    def _has_gradient(self, op: Op) -> bool:
+        return any(self.graph.values[name].gradient for name in op.outputs)
+
+    def _handed_back(self, value: str, axis: Axis, sinks: set[str], handed: Mapping[str, Op], *, cut: bool) -> bool:
+        """Whether every use of a value returns its gradient in parts; with `cut`, or for its own part of it."""
         if not self.graph.values[value].gradient:
             return True
         if value in sinks or not self.graph.users[value]:
             return False
         for op, index in self.graph.users[value]:
-            choice = self.chosen(op, axis)
-            if choice is None:
-                return False
-            inputs, _ = self.signature(op).layouts({axis.name: choice}, self.mesh)
-            if inputs[index].placement(axis.name) != FANNED:
+            if op.name in handed:
+                continue
+            held = self._read(op, index, axis)
+            if held != FANNED and not (held is None and cut):
                 return False
         return True
+
+    def _read(self, op: Op, index: int, axis: Axis) -> Placement | None:
+        """How an op reads an input along an axis; None if the axis cuts it."""
+        choice = self.chosen(op, axis)
+        if choice is None:
+            return WHOLE
+        inputs, _ = self.signature(op).layouts({axis.name: choice}, self.mesh)
+        return inputs[index].placement(axis.name)
+
+    def _summed_anyway(self, ops: Sequence[Op], axis: Axis, lean: Collection[str]) -> dict[str, Op]:
+        """The ops of some, in order, for which no sum is made if they hand gradients back in parts."""
+        graph, outer = self.graph, outer_of(axis.name, self.mesh)
+        axes = (axis,) if outer is None else (axis, outer)
+        found: dict[str, Op] = {}
+
+        def summed(value: str) -> bool:
+            producer = graph.producer.get(value)
+            if producer is not None and (producer.name in found or producer.name in lean):
+                return True
+            return any(self._read(user, at, one) == FANNED for user, at in graph.users[value] for one in axes)
+
+        for op in ops:
+            given = [name for name in op.inputs if graph.values[name].gradient and graph.parameter_of(name) is None]
+            if given and all(summed(name) for name in given):
+                found[op.name] = op
+        return found

@@ -19,11 +19,12 @@ from ..schedule import Schedule, fewer, forward_only, kind_named, spread
 from .draft import MB as MB
 from .draft import Draft
 from .plan import Plan, Segment
-from .policies import apply, dp
+from .policies import apply, dp, tp
 from .recompute import faults_of
 from .rows import replicas
 from .segments import Line, balanced
 from .strings import Request
+from .subaxes import refine
 
 USUAL = "1f1b"
 
@@ -65,6 +66,7 @@ def draw_pipeline(
 ) -> Plan:
     """The plan that a plan string with stages, or with microbatches, asks for."""
     facts = facts or analyse(graph)
+    request, notes = refine(request, facts, tp)
     stages = request.stages or (request.mesh.size,)
     name = request.schedule or USUAL
     kind = kind_named(f"{name}:{request.chunks}" if request.chunks else name)
@@ -89,7 +91,7 @@ def draw_pipeline(
     return replace(
         plans[0],
         storage={key: held for plan in plans for key, held in plan.storage.items()},
-        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        notes=tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))),
         policy=str(request),
         cluster=cluster,
         entries={graph.entry: segments},

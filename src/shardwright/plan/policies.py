@@ -15,11 +15,12 @@ from ..cost import flops, is_product
 from ..errors import PlanError
 from ..ir import Graph
 from ..layout import Axis, share
-from ..rules import Analysis
+from ..rules import Analysis, analyse
 from .draft import Draft
 from .plan import Plan
 from .rows import replicas
-from .strings import Request
+from .strings import Request, outer_of
+from .subaxes import refine, share_further
 
 Policy = Callable[[Draft, Axis], None]
 
@@ -113,10 +114,16 @@ POLICIES: dict[str, Policy] = {
 def draw(
     graph: Graph, request: Request, facts: Analysis | None = None, cluster: str = "", *, lenient: bool = False
 ) -> Plan:
-    """The plan that a plan string asks for. With `lenient` (a last batch), an axis that is too large is not used."""
+    """The plan that a plan string asks for.
+
+    With `lenient` (a last batch), an axis that is too large is not used, and axes are refined as the request says.
+    """
+    facts, notes = facts or analyse(graph), tuple[str, ...]()
     if not lenient:
         _check_sizes(graph, request)
+        request, notes = refine(request, facts, tp)
     draft = Draft(graph, request.mesh, facts, lenient=lenient)
+    draft.notes += notes
     apply(draft, request)
     return draft.finish(str(request), cluster)
 
@@ -124,7 +131,11 @@ def draw(
 def apply(draft: Draft, request: Request, size: int = 0) -> None:
     """Write what a request asks for on a draft, of the whole or of a stage of `size` devices."""
     for name, axis in request.parts_of(size):
-        POLICIES[name](draft, axis)
+        outer = outer_of(axis.name, draft.mesh)
+        if outer is None:
+            POLICIES[name](draft, axis)
+        else:
+            share_further(draft, axis, outer)
     if request.recompute:
         draft.recompute_layers()
 

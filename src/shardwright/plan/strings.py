@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..layout import Axis, Mesh
@@ -30,6 +31,7 @@ class Request:
     stages      of a pipeline: how many devices each stage has; () if there is none
     free        the policy that takes all devices of a stage, where stages differ
     chunks      segments a stage, if the plan says so
+    refined     axes that are several, by the sizes of these, outermost first: ("tp", (2, 2)) is tp0=2 x tp1=2
     """
 
     parts: tuple[tuple[str, Axis], ...]
@@ -38,6 +40,7 @@ class Request:
     free: str = ""
     schedule: str = ""
     chunks: int = 0
+    refined: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -53,10 +56,28 @@ class Request:
         return sum(self.stages) if self.stages else self.mesh.size
 
     def parts_of(self, size: int) -> tuple[tuple[str, Axis], ...]:
-        """The policies of a stage of so many devices."""
+        """The policies of a stage of so many devices, with the axes that it has."""
+        return tuple((policy, axis) for policy, whole in self.asked_of(size) for axis in self._subaxes(whole))
+
+    def asked_of(self, size: int) -> tuple[tuple[str, Axis], ...]:
+        """The policies of a stage of so many devices, as they were asked for."""
         if not self.free:
             return self.parts
         return () if size == 1 else ((self.free, Axis(name=axis_name(self.free, ()), size=size)),)
+
+    def _subaxes(self, axis: Axis) -> tuple[Axis, ...]:
+        for name, sizes in self.refined:
+            if name == axis.name and math.prod(sizes) == axis.size:
+                return subaxes(axis, sizes)
+        return (axis,)
+
+    def like(self, mesh: Mesh) -> Request:
+        """The same request, with its axes refined as those of a mesh are."""
+        found: dict[str, list[int]] = {}
+        for axis in mesh.axes:
+            if (named := SUBAXIS.fullmatch(axis.name)) is not None:
+                found.setdefault(named[1], []).append(axis.size)
+        return replace(self, refined=tuple((name, tuple(sizes)) for name, sizes in found.items()))
 
     def __str__(self) -> str:
         parts = [f"{policy}={axis.size}" for policy, axis in self.parts]
@@ -69,6 +90,23 @@ class Request:
 
     def _schedule(self) -> str:
         return f"{self.schedule}={self.chunks}" if self.chunks else self.schedule
+
+
+SUBAXIS = re.compile("(tp|sp)([0-9]+)")
+"""What the parts of an axis are called: tp0 and tp1 are tp, tp0 the outer one."""
+
+
+def subaxes(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
+    """An axis as several of these sizes, outermost first: neighbours on it are neighbours on the last."""
+    return tuple(Axis(name=f"{axis.name}{at}", size=size) for at, size in enumerate(sizes))
+
+
+def outer_of(axis: str, mesh: Mesh) -> Axis | None:
+    """The axis that an axis is an inner part beside: tp0 of tp1."""
+    named = SUBAXIS.fullmatch(axis)
+    if named is None or int(named[2]) == 0 or f"{named[1]}0" not in mesh.names:
+        return None
+    return mesh.axis(f"{named[1]}{int(named[2]) - 1}")
 
 
 def axis_name(policy: str, taken: Iterable[str]) -> str:

@@ -171,13 +171,16 @@ class Tables:
 
     def problem(self, limit: float = math.inf) -> Problem:
         """What is to be solved. `limit`: bytes that a device may use."""
+        return self._unlimited.within(limit)
+
+    @cached_property
+    def _unlimited(self) -> Problem:
         return Problem(
             sizes=self.sizes,
             factors=merged(self.factors) if self.skeleton.together else self.factors,
             blocks=self.blocks,
             phases=phases(self.moves.cluster.overlap, self.training.accumulate),
             memory=memory(),
-            limit=limit,
         )
 
     def peak(

@@ -218,16 +218,17 @@ class Atoms:
         repeat, blocks = found
         left = {other: self.size[other] for other, _ in taken}
         for other, parts in taken:
-            where = self.blocks(dim, other)
-            if where is None or repeat != 1 or where[0] != 1 or len(blocks) != 1 or len(where[1]) != 1:
-                return None
-            (block,), (held,) = blocks, where[1]
             if left[other] % parts:
                 return None
             left[other] //= parts
             if other == atom:
-                blocks = (Block(block.outer, block.size // parts, block.inner),)
-            elif held.outer * held.size <= found[1][0].outer:
+                blocks = tuple(Block(block.outer, block.size // parts, block.inner) for block in blocks)
+                continue
+            where = self.blocks(dim, other)
+            if where is None or repeat != 1 or where[0] != 1 or len(blocks) != 1 or len(where[1]) != 1:
+                return None
+            (block,), (held,) = blocks, where[1]
+            if held.outer * held.size <= found[1][0].outer:
                 blocks = (Block(block.outer // parts, block.size, block.inner),)
             else:
                 blocks = (Block(block.outer, block.size, block.inner // parts),)

@@ -144,7 +144,7 @@ class Signature:
     def layouts(self, choice: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of all inputs and of all outputs under a choice {axis: role}."""
         picked = {axis.name: choice[axis.name] for axis in mesh.axes if axis.name in choice}
-        key = (*picked.items(), mesh.axes)
+        key = tuple((axis, choice[axis.name]) for axis in mesh.axes if axis.name in choice)
         if key not in self.known:
             self.known[key] = self._layouts(picked, mesh)
         return cast("tuple[tuple[Layout, ...], tuple[Layout, ...]]", self.known[key])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..capture import Captured, Function, capture, cast, casting, run
+from ..capture import Captured, Function, capture_pair, cast, casting, run
 from ..capture.interpret import overload_of
 from ..capture.part import forwards
 from ..compile import skeleton_of
@@ -70,22 +70,27 @@ class Original:
 
     def _needs_graph(self) -> bool:
         graphs = [self._captured(entry, promote=False).graph for entry in self.task.entries]
-        return any((self.promote and casts(graph)) or redraws(graph) for graph in graphs)
+        return any(self._promotes(graph) or redraws(graph) for graph in graphs)
+
+    def _promotes(self, graph: Graph) -> bool:
+        return self.promote and casts(graph)
 
     def captured(self, entry: Entry) -> Captured:
         """The graph that the compiled program is made of."""
         plain = self._captured(entry, promote=False)
-        return self._captured(entry, promote=True) if self.promote and casts(plain.graph) else plain
+        return self._captured(entry, promote=True) if self._promotes(plain.graph) else plain
 
     def _captured(self, entry: Entry, promote: bool) -> Captured:
         if (entry, promote) not in self.captures:
             skeleton = skeleton_of(self.module)
             if entry == "eval":
                 skeleton.eval()
-            given = self.task.args, self.task.kwargs
-            with casting(cast(skeleton, self.task.precision), self.task.precision):
-                held = capture(skeleton, *given, entry=entry, promote=promote, real=self._real)
-            self.captures[entry, promote] = held
+            given, exact = (self.task.args, self.task.kwargs), self.task.precision
+            with casting(cast(skeleton, exact), exact):
+                plain, wide = capture_pair(skeleton, *given, entry=entry, real=self._real, promote=self._promotes)
+            self.captures[entry, False] = plain
+            if wide is not None:
+                self.captures[entry, True] = wide
         return self.captures[entry, promote]
 
     def _real(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

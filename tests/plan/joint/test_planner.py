@@ -52,6 +52,12 @@ def test_equal_layers_are_cut_evenly():
     assert layers(found, search) == [2, 2, 2, 2]
 
 
+def test_one_row_is_planned_without_a_batch_to_split():
+    found = find_joint(language(width=256, layers=2, batch=1), find("2xA100-80GB"), Training(), Wishes())
+    assert found.plan.size == 2
+    assert found.plan.microbatches == 1
+
+
 def test_a_faster_group_of_devices_gets_more_layers():
     cluster = find("2xA100-80GB+2xV100-32GB")
     search = Search(setup(chain(layers=24), cluster, stages=4, microbatches=16, schedule="1f1b", training=MIXED))

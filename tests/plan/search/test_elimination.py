@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,3 +110,12 @@ def test_borders_that_are_too_wide_for_products_are_eaten_from_the_ends(monkeypa
 
     assert eliminate(same).run(WEIGHTS).value == pytest.approx(value)
     assert max(max(step.shape[1:], default=0) for step in eliminate(same).steps) == 4
+
+
+def test_another_limit_changes_nothing_of_the_steps():
+    problem = repeat(np.random.default_rng(0), 3, 2, 3)
+    short = problem.within(5.0)
+
+    assert short.limit == 5.0 and problem.limit == math.inf
+    assert eliminate(short) is eliminate(problem) is eliminate(short.within(7.0))
+    assert eliminate(dataclasses.replace(short, factors=problem.factors)) is not eliminate(problem)

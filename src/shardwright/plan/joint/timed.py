@@ -60,12 +60,12 @@ class TimedMoves(Moves):
         super().__init__(mesh, cluster, real)
         self.time = seat.names[0] if microbatches > 1 else None
 
-    def _table(self, axis: str, parts: int, base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        if axis != self.time:
-            return super()._table(axis, parts, base, gradient)
-        key = (axis, base, gradient)
+    def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        if self.time not in axes:
+            return super()._table(axes, base, gradient)
+        key = (axes, base, gradient)
         if key not in self._tables:
-            letters, exchange, regather = (held.copy() for held in super()._table(axis, parts, base, gradient))
+            letters, exchange, regather = (held.copy() for held in super()._table(axes, base, gradient))
             for (a, b), kind in STEPS.items():
                 if any(SENDS[kind]) and gradient and base > SMALL:
                     letters[LETTERS.index(a), LETTERS.index(b)] = (NEVER, 0.0, 0.0, 0.0)
@@ -113,9 +113,12 @@ class TimedStoring(Storing):
 
 
 def over_time(facts: Analysis, name: str) -> dict[str, str]:
-    """What each op does on an axis that splits the batch over devices or time: its role, or what passes sums on."""
+    """What each op does on an axis that splits the batch over devices or time: its role, or what passes sums on.
+
+    Nothing, if there is no batch: one row can only go through the stages.
+    """
     axis = Axis(name=name, size=2)
-    draft = Draft(facts.graph, Mesh(axes=(axis,)), facts)
+    draft = Draft(facts.graph, Mesh(axes=(axis,)), facts, lenient=True)
     dp(draft, axis)
     choices = draft.finish("").choices(facts.graph.entry)
     return {op.name: choices.get(op.name, {}).get(name, "") for op in facts.live}

@@ -150,12 +150,13 @@ _KNOWN: WeakKeyDictionary[Problem, Elimination] = WeakKeyDictionary()  # an answ
 
 def eliminate(problem: Problem) -> Elimination:
     """The steps of this problem, or TooWide."""
-    if problem not in _KNOWN:
+    first = problem.first or problem
+    if first not in _KNOWN:
         try:
-            _KNOWN[problem] = _by_layers(problem)
+            _KNOWN[first] = _by_layers(first)
         except TooWide:
-            _KNOWN[problem] = _at_large(problem)
-    return _KNOWN[problem]
+            _KNOWN[first] = _at_large(first)
+    return _KNOWN[first]
 
 
 class _Steps:

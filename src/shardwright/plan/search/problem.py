@@ -15,7 +15,8 @@ each table, so that everything over all factors is a few numpy calls.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
@@ -70,9 +71,17 @@ class Problem:
     phases: tuple[tuple[Floats, ...], ...]
     memory: Floats
     limit: float = math.inf
+    first: Problem | None = field(default=None, init=False, repr=False)  # the same with another limit
 
     def __post_init__(self) -> None:
         raise_all(PlanError, "the search problem is malformed:", self._faults_of_shape() or self._faults_of_tables())
+
+    def within(self, limit: float) -> Problem:
+        """The same with another limit: what does not depend on it is not found again."""
+        found = copy(self)
+        object.__setattr__(found, "limit", limit)
+        object.__setattr__(found, "first", self.first or self)
+        return found
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

@@ -1,0 +1,235 @@
+"""An axis that is larger than what it is to share, as two axes or more: 2 heads of keys on tp=4.
+
+    tp=4   4 heads of queries in 2 groups, each with its head of keys and values
+    tp0=2  takes the groups                  of queries, keys and values
+    tp1=2  takes the queries in a group      keys and values are whole along it, their gradients sums
+
+Everything that 4 devices can share is cut by both, one after the other, which is the same as one cut by 4. So sums
+go over both at once, and there is no sum more than with one axis.
+
+`refine` finds the sizes. `share_further` is what a policy does on an inner axis, given what it did on the axis
+around it: it takes nothing that would need a conversion which the outer axis does not need as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from ..cost import flops
+from ..errors import PlanError
+from ..ir import Op
+from ..layout import Axis, Mesh, Partial, share
+from ..rules import Analysis, Role
+from .draft import Draft
+from .strings import Request, subaxes
+
+WORTH = 0.05
+"""The part of a model's arithmetic that makes it worth to refine an axis."""
+NEAR = 1.02
+"""Arithmetic that is so near to the least is as good, with fewer parts."""
+
+Policy = Callable[[Draft, Axis], None]
+Picks = dict[str, Role]
+"""What some ops take on an axis, by their names."""
+
+
+def families(draft: Draft, axis: Axis) -> dict[int, tuple[Op, ...]]:
+    """The atoms that an axis takes, each with the ops that are split on it."""
+    found: dict[int, list[Op]] = {}
+    for op in draft.ops:
+        role = draft.role_on(op, axis)
+        if role is not None:
+            found.setdefault(role.atom, []).append(op)
+    return {atom: tuple(ops) for atom, ops in found.items()}
+
+
+def refine(request: Request, facts: Analysis, policy: Policy) -> tuple[Request, tuple[str, ...]]:
+    """The request with axes of tensor parallelism refined where that serves, and notes that say so."""
+    found: dict[tuple[str, int], tuple[tuple[int, ...], str]] = {}
+    for size in request.stages or (0,):
+        for name, axis in request.asked_of(size):
+            if name in ("tp", "sp") and (axis.name, axis.size) not in found:
+                found[axis.name, axis.size] = _refined(facts, axis, policy)
+    refined = {axis: said for (axis, _), said in found.items() if len(said[0]) > 1}
+    notes = tuple(note for _, note in refined.values())
+    return replace(request, refined=tuple((axis, sizes) for axis, (sizes, _) in refined.items())), notes
+
+
+def _refined(facts: Analysis, axis: Axis, policy: Policy) -> tuple[tuple[int, ...], str]:
+    """The sizes of an axis' parts, one if it is best left alone, and why."""
+    sizes = facts.atoms.size
+    if not any(_holds(sizes[atom], axis.size) for atom in facts.owned):
+        return (axis.size,), ""  # nothing can be shared at all, which is for the policy to say
+    wanted = [atom for atom in facts.owned if not _holds(sizes[atom], axis.size) and _is_closed(facts, atom)]
+    best = (0.0, axis.size, 0)  # arithmetic, the outer axis, an atom that it serves
+    for outer in {math.gcd(sizes[atom], axis.size) for atom in wanted} - {1}:
+        draft = _tried(facts, axis, (outer,), policy)
+        held = families(draft, draft.mesh.axes[0])
+        fit = [atom for atom in held if atom in wanted and math.gcd(sizes[atom], axis.size) == outer]
+        served = [atom for atom in fit if _is_closed(facts, atom, held[atom])]
+        work = sum(flops(draft.signature(op)) for atom in served for op in held[atom])
+        if work >= WORTH * sum(flops(draft.signature(op)) for op in draft.ops) > 0:
+            best = max(best, (work, outer, served[0]))
+    _, outer, atom = best
+    if outer == axis.size:
+        return (axis.size,), ""
+    parts = _inner_sizes(facts, axis, outer, policy)
+    return parts, _said(facts, axis, parts, atom)
+
+
+def _inner_sizes(facts: Analysis, axis: Axis, outer: int, policy: Policy) -> tuple[int, ...]:
+    """An axis from its outer part on, in as few parts as do with which devices have the least arithmetic."""
+    ways = sorted(((outer, *rest) for rest in _products(axis.size // outer)), key=len)
+    if len(ways) == 1:
+        return ways[0]
+    work = {parts: _arithmetic(_tried(facts, axis, parts, policy)) for parts in ways}
+    least = min(work.values())
+    return next(parts for parts in ways if work[parts] <= NEAR * least)
+
+
+def _is_closed(facts: Analysis, atom: int, ops: Sequence[Op] | None = None) -> bool:
+    """Whether nothing is gathered for other ops if those that have an atom, or some of them, are split on it."""
+    roles = {op.name: role for op, role in facts.by_atom.get(atom, ()) if ops is None or op in ops}
+    for name, role in roles.items():
+        for bound in facts.signatures[name].outputs:
+            users = facts.graph.users[bound.value] if bound.dim_of(role.label) is not None else ()
+            if any(user.name not in roles for user, _ in users):
+                return False
+    return True
+
+
+def _arithmetic(draft: Draft) -> float:
+    """The arithmetic of the device that has the most."""
+    total = 0.0
+    for op in draft.ops:
+        work, left = flops(draft.signature(op)), dict[int, int]()
+        for axis in draft.mesh.axes:
+            role = draft.role_on(op, axis)
+            if role is not None:
+                size = left.get(role.atom, role.size)
+                left[role.atom] = share(size, axis.size, 0)[1]
+                work *= left[role.atom] / size
+        total += work
+    return total
+
+
+def _products(number: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of factors in order."""
+    if number == 1:
+        yield ()
+    for part in _divisors(number)[1:]:
+        yield from ((part, *rest) for rest in _products(number // part))
+
+
+def _tried(facts: Analysis, axis: Axis, parts: Sequence[int], policy: Policy) -> Draft:
+    """What a policy does on an axis of these parts."""
+    axes = subaxes(axis, parts)
+    draft = Draft(facts.graph, Mesh(axes=axes), facts)
+    policy(draft, axes[0])
+    for outer, inner in pairwise(axes):
+        share_further(draft, inner, outer)
+    return draft
+
+
+def _holds(size: int, parts: int) -> bool:
+    return share(size, parts, parts - 1)[1] > 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def _said(facts: Analysis, axis: Axis, parts: Sequence[int], atom: int) -> str:
+    size, graph = facts.atoms.size[atom], facts.graph
+    key = next(p.key for p in graph.parameters if any(atom in facts.atoms.splittable(d) for d in facts.dims[p.value]))
+    said = " x ".join(f"{part.name}={part.size}" for part in subaxes(axis, parts))
+    return (
+        f"{axis.name}={axis.size} is {said}: {axis.size} devices can't share the {size} parts of {key} and others, and "
+        f"{parts[0]} can; what can be split further is, the rest is the same along the inner axis"
+    )
+
+
+def share_further(draft: Draft, axis: Axis, outer: Axis) -> None:
+    """Split on an inner axis what its outer axis has split: on the same atom if it goes on, else on another."""
+    for atom, ops in families(draft, outer).items():
+        _, picks = _best(draft, axis, outer, atom, ops)
+        for op in ops:
+            if op.name in picks:
+                draft.split(op, axis, picks[op.name])
+
+
+def _best(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op]) -> tuple[float, Picks]:
+    """What the ops of a family best take on an inner axis, and the part of their arithmetic that a device then does."""
+    total = sum(flops(draft.signature(op)) for op in ops)
+    ways: list[tuple[float, Picks]] = [(1.0, {})]
+    for other in (atom, *_others(draft, atom, ops)):
+        picks = _closed(draft, axis, outer, other, ops, same=other == atom)
+        if not picks:
+            continue
+        left = draft.left_of(next(op for op in ops if op.name in picks), axis, other)
+        part = share(left, axis.size, 0)[1] / left
+        done = sum(flops(draft.signature(op)) for op in ops if op.name in picks)
+        ways.append((1.0 - (1.0 - part) * (done / total if total else 1.0), picks))
+    return min(ways, key=lambda way: round(way[0], 6))
+
+
+def _others(draft: Draft, atom: int, ops: Sequence[Op]) -> Iterator[int]:
+    """Other atoms of weights that ops of a family have."""
+    seen = {role.atom: None for op in ops for role in draft.roles(op)}
+    yield from (other for other in seen if other != atom and other in draft.facts.owned)
+
+
+def _closed(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op], *, same: bool) -> Picks:
+    """The ops that can take an atom on the inner axis so that no more is sent than on the outer axis alone.
+
+    On the same atom all do what they do on the outer axis, and every conversion there goes over both axes at once. On
+    another atom an op drops out if its result is cut and an op reads it that does not take it so, or if it is a sum
+    over the inner axis only.
+    """
+    picks: Picks = {}
+    for op in ops:
+        role = draft.role_on(op, outer) if same else draft.role_among(op, axis, (atom,))
+        even = not same or atom not in draft.facts.owned or _has_algorithm(draft, op, role)
+        if role is not None and _fits(draft, op, axis, role, even=even):
+            picks[op.name] = role
+    if same:
+        return picks if len(picks) == len(ops) else {}
+    sinks, dropped = set(draft.graph.sinks()), True
+    by_name = {op.name: op for op in ops}
+    while dropped:
+        kept = {name: r for name, r in picks.items() if not _sends(draft, axis, outer, by_name[name], r, picks, sinks)}
+        dropped = len(kept) < len(picks)
+        picks = kept
+    return picks
+
+
+def _has_algorithm(draft: Draft, op: Op, role: Role | None) -> bool:
+    """Whether an op is split by an algorithm, which knows even parts of two axes only."""
+    rule = draft.signature(op).rule
+    return rule is not None and role is not None and role.label in rule.algorithms
+
+
+def _fits(draft: Draft, op: Op, axis: Axis, role: Role, *, even: bool) -> bool:
+    left = draft.left_of(op, axis, role.atom)
+    if share(left, axis.size, axis.size - 1)[1] == 0 or (even and left % axis.size):
+        return False
+    try:
+        draft.signature(op).layouts({**draft.choices.get(op.name, {}), axis.name: role.name}, draft.mesh)
+    except PlanError:  # the sizes of some tensor do not divide
+        return False
+    return True
+
+
+def _sends(draft: Draft, axis: Axis, outer: Axis, op: Op, role: Role, picks: Picks, sinks: set[str]) -> bool:
+    """Whether a result would be gathered or summed over the inner axis where the outer axis does no such thing."""
+    _, outputs = draft.signature(op).layouts({**draft.choices[op.name], axis.name: role.name}, draft.mesh)
+    for name, layout in zip(op.outputs, outputs, strict=True):
+        inner = layout.placement(axis.name)
+        if isinstance(inner, Partial) and not isinstance(layout.placement(outer.name), Partial):
+            return True
+        if inner is None and (name in sinks or any(user.name not in picks for user, _ in draft.graph.users[name])):
+            return True
+    return False

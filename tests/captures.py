@@ -1,0 +1,99 @@
+"""Captures that are kept: a model that is called in the same way again is captured once in a process.
+
+Neither a rank nor a plan changes what a model computes, and capturing takes longer than the rest of most tests. A
+capture is known by the pickled module (all it holds but the values of parameters and buffers), by the shapes of the
+call, and by what torch is set to. A module that can't be pickled, or that has opaque parts, is captured every time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwright.capture import Captured, capture, capture_pair
+from shardwright.capture.auto import AUTO
+from shardwright.capture.keep import CALLEES
+from shardwright.capture.opaque import opaque_parts
+from shardwright.ir import Graph
+from shardwright.verify import original
+
+MOST = 64
+CALLERS = ("compile.compiler", "parallelize", "verify.parity", "verify.program")
+_made: dict[bytes | None, Captured] = {}
+
+
+def keep_captures() -> None:
+    """Have nothing captured twice in this process."""
+    for name in CALLERS:
+        caller: Any = importlib.import_module(f"shardwright.{name}")
+        caller.capture = captured
+    original.capture_pair = captured_pair  # type: ignore[attr-defined]
+
+
+def captured(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, entry: str, promote: bool = False, real: Any
+) -> Captured:
+    """What `capture` gives, or gave."""
+    key = _key(module, tuple(args), dict(kwargs), entry, promote)
+    held = _made.get(key)
+    return held or _keep(key, capture(module, args, kwargs, entry=entry, promote=promote, real=real))
+
+
+def captured_pair(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Any,
+    promote: Callable[[Graph], bool],
+) -> tuple[Captured, Captured | None]:  # fmt: skip
+    """What `capture_pair` gives, or gave."""
+    keys = [_key(module, args, kwargs, entry, wanted) for wanted in (False, True)]
+    plain, wide = (_made.get(key) for key in keys)
+    if plain is None or (wide is None and promote(plain.graph)):
+        plain, wide = capture_pair(module, args, kwargs, entry=entry, real=real, promote=promote)
+        _keep(keys[0], plain)
+        if wide is not None:
+            _keep(keys[1], wide)
+    return plain, wide if promote(plain.graph) else None
+
+
+def _keep(key: bytes | None, made: Captured) -> Captured:
+    if key is not None:
+        if len(_made) >= MOST:
+            del _made[next(iter(_made))]
+        _made[key] = made
+    return made
+
+
+def _key(module: nn.Module, *call: Any) -> bytes | None:
+    if AUTO in vars(module) or any(opaque_parts(module)):
+        return None
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    setting = (torch.is_grad_enabled(), autocast, torch.get_default_dtype(), [id(held) for held in CALLEES.values()])
+    written = io.BytesIO()
+    try:
+        _Described(written).dump((module, pytree.tree_map_only(Tensor, _like, call), setting))
+    except (pickle.PicklingError, AttributeError, TypeError):  # what pickle says of lambdas, local classes, locks
+        return None
+    return written.getvalue()
+
+
+def _like(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor).__name__, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad
+
+
+class _Described(pickle.Pickler):
+    """Tensors without values are written down by what they are like, and by whether two are one."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.seen: dict[int, int] = {}
+
+    def persistent_id(self, held: Any) -> Any:
+        if not isinstance(held, Tensor):
+            return None
+        return self.seen.setdefault(id(held), len(self.seen)), _like(held), None if held.is_meta else held.tolist()
