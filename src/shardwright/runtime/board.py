@@ -24,7 +24,9 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,22 +56,15 @@ def size_for(ranks: int) -> int:
     return HEAD + ranks * (CALLS * LINE + RING)
 
 
-class _Unseen:
+@contextmanager
+def _unseen() -> Iterator[None]:
     """Within this, ops are not part of the program: neither autograd nor anybody who looks at all ops sees them.
 
-    Inference mode also lets values be written that were made in it.
+    Inference mode also lets values be written that were made in it. It is entered first, since on leaving it puts all
+    of this back as it was.
     """
-
-    __slots__ = ("_guards",)
-
-    def __enter__(self) -> None:
-        self._guards = (torch.inference_mode(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction())
-        for guard in self._guards:
-            guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
+    with torch.inference_mode(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 class Board:
@@ -97,7 +92,7 @@ class Board:
 
         `out` is [1, n] for a reduction with `op`, and else [ranks, n]; it may be the memory of `given`.
         """
-        with self.lock, _Unseen():
+        with self.lock, _unseen():
             if self._broken:
                 self._break(self._broken)
             self._calls += 1
@@ -233,7 +228,7 @@ class Posting:
     def wait(self) -> None:
         """Wait for the others, and bring the result to its place."""
         if self._seen < self.pieces:
-            with self._board.lock, _Unseen():
+            with self._board.lock, _unseen():
                 self._board.settle(self)
                 self.finish()
 
