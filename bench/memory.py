@@ -262,12 +262,13 @@ def patient() -> Iterator[None]:
 
 
 def alive() -> dict[int, int]:
-    """The bytes of every storage that some tensor in this process has."""
+    """The bytes of every storage that some tensor in this process has, but for memory that ranks share."""
     found: dict[int, int] = {}
     for held in gc.get_objects():
         if issubclass(type(held), Tensor) and not isinstance(held, FakeTensor) and held.device.type == "cpu":
             storage = Tensor.untyped_storage(held)
-            found[storage.data_ptr()] = storage.nbytes()
+            if storage.resizable():  # else torch did not allocate it
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
