@@ -97,9 +97,8 @@ class Dual:
             return
         yield self.solve(origin)
         if self.limited:
-            run = self.elimination.run(self.problem.memory)
-            self.least_memory = run.value
-            yield self._meet(self.problem.point(run.walk()))
+            self.least_memory, states = self.elimination.least(self.problem.memory)
+            yield self._meet(self.problem.point(states))
             if not self.problem.fits(self.least_memory):
                 self.bound = math.inf
                 return
@@ -124,11 +123,11 @@ class Dual:
 
     def solve(self, y: Floats) -> Point:
         """The least at y."""
-        run = self.elimination.run(self.space.weights(y))
-        value = run.value + self.space.constant(y)
+        least, states = self.elimination.least(self.space.weights(y))
+        value = least + self.space.constant(y)
         if value > self.bound:
             self.bound, self.best = value, y
-        return self._meet(self.problem.point(run.walk()))
+        return self._meet(self.problem.point(states))
 
     def _meet(self, point: Point) -> Point:
         self.points.append(point)

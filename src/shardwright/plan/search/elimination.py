@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -95,6 +95,7 @@ class Elimination:
     variables: int
     leaves: Floats  # all cells of all groups' tables, forbidden ones 0: [cell, K]
     forbidden: NDArray[np.bool_]
+    known: dict[bytes, tuple[float, Ints]] = field(default_factory=dict, repr=False)  # what was least at some weights
 
     @property
     def work(self) -> int:
@@ -104,12 +105,20 @@ class Elimination:
     @property
     def possible(self) -> bool:
         """Whether any states are not forbidden."""
-        return not self.forbidden.any() or math.isfinite(self.run(np.zeros(self.leaves.shape[1])).value)
+        return not self.forbidden.any() or math.isfinite(self.least(np.zeros(self.leaves.shape[1]))[0])
 
     def with_tables(self, tables: Sequence[Floats]) -> Elimination:
         """The same steps for a problem that differs in the numbers of its tables only, one for each group."""
         groups = tuple(Group(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
-        return replace(self, groups=groups, **_leaves(groups, self.leaves.shape[1]))
+        return replace(self, groups=groups, known={}, **_leaves(groups, self.leaves.shape[1]))
+
+    def least(self, weights: Floats) -> tuple[float, Ints]:
+        """The least value at these weights, and the states that attain it."""
+        key = weights.tobytes()
+        if key not in self.known:
+            run = self.run(weights)
+            self.known[key] = run.value, run.walk()
+        return self.known[key]
 
     def run(self, weights: Floats) -> Run:
         """All tables for these weights."""

@@ -53,7 +53,7 @@ def least_memory(problem: Problem) -> float:
         elimination = eliminate(problem)
     except TooWide:
         return least_of_each(problem, problem.memory)
-    return elimination.run(problem.memory).value
+    return elimination.least(problem.memory)[0]
 
 
 def solve(
@@ -205,7 +205,7 @@ class _Search:
             proved = math.isinf(self.bound)
             return Solution(*none, self.bound, proved, dual.least_memory, self.stopped, dual.best)
         known = dual.least_memory > -math.inf
-        least = dual.least_memory if known else dual.elimination.run(self.problem.memory).value
+        least = dual.least_memory if known else dual.elimination.least(self.problem.memory)[0]
         exact = best.time <= self.bound + ROUNDING * abs(self.bound)
         states = tuple(best.states.tolist())
         bound = min(self.bound, best.time)
