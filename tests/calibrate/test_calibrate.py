@@ -1,5 +1,6 @@
 """Measuring: what is measured where, and once in earnest on two processes."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ import yaml
 
 from shardwright.calibrate import QUICK, Effort, calibrate
 from shardwright.calibrate.collectives import count_per_node, fit, meshes
-from shardwright.calibrate.compute import Series, as_device, measure_ops, slowest
+from shardwright.calibrate.compute import Series, as_device, is_crowded, measure_ops, slowest
+from shardwright.calibrate.timing import seconds
 from shardwright.cli import main
 from shardwright.cluster import COLLECTIVES, KINDS, Curve, Measured, load
 from shardwright.errors import ClusterError
@@ -43,6 +45,19 @@ def test_the_slowest_rank_counts_at_sizes_that_all_have():
     slow = Series(kind="copy", dtype="float32", points=((1.0, 2.0), (2.0, 3.0)))
     (both,) = slowest([(fast,), (slow,)])
     assert both.points == ((1.0, 2.0), (2.0, 5.0))
+
+
+def test_ranks_that_share_cores_are_as_slow_as_usual_and_not_as_quick_as_ever():
+    cpu, cores = torch.device("cpu"), os.cpu_count() or 1
+    assert is_crowded(cpu, cores * torch.get_num_threads() + 1)
+    assert not is_crowded(cpu, 1) or torch.get_num_threads() > cores
+    assert not is_crowded(torch.device("cuda"), 1000)
+
+    def found(crowded: bool) -> float:
+        times = iter([1e-4, *range(1, 11)])
+        return seconds(lambda: None, cpu, TINY, lambda _: next(times), crowded=crowded)
+
+    assert (found(False), found(True)) == (1, 5.5)
 
 
 def test_a_measured_device_repeats_what_was_measured():

@@ -24,7 +24,7 @@ from ..runtime import roll_call
 from ..runtime.world import World, start
 from ..verify.ranks import run_processes
 from .collectives import count_per_node, fit, kinds_in, measure_collectives, measure_meeting, measure_overlap, meshes
-from .compute import as_device, measure_edge, measure_ops, series_of, slowest
+from .compute import as_device, is_crowded, measure_edge, measure_ops, series_of, slowest
 from .tables import tables
 from .timing import FULL, QUICK, Effort
 
@@ -67,7 +67,8 @@ def measure(effort: Effort) -> Cluster:
         def advance(what: str) -> None:
             progress.update(task, description=what, advance=1)
 
-        series = slowest(roll_call.objects(measure_ops(world.device, effort, advance), "times of ops"))
+        crowded = is_crowded(world.device, per_node)
+        series = slowest(roll_call.objects(measure_ops(world.device, effort, advance, crowded), "times of ops"))
         edge = max(roll_call.objects(measure_edge(world.device, series, effort), "times of edges"))
         measured = measure_collectives(world, per_node, effort, advance)
         overlap, meeting = USUAL_OVERLAP, 0.0

@@ -34,14 +34,21 @@ class Series:
         return tuple((size, size / time) for size, time in self.points)
 
 
-def measure_ops(device: torch.device, effort: Effort, advance: Callable[[str], None]) -> tuple[Series, ...]:
+def is_crowded(device: torch.device, ranks: int) -> bool:
+    """Whether the ranks of a machine have more threads than it has cores."""
+    return device.type == "cpu" and ranks * torch.get_num_threads() > (os.cpu_count() or 1)
+
+
+def measure_ops(
+    device: torch.device, effort: Effort, advance: Callable[[str], None], crowded: bool = False
+) -> tuple[Series, ...]:
     """Every series on one device, in the order in which they are reported."""
     found = []
     for kind, dtype in series_of(effort):
         advance(f"{kind} {name_of(dtype)}")
         points = []
         for size, run in _sizes(kind, dtype, device, effort):
-            time = seconds(run, device, effort)
+            time = seconds(run, device, effort, crowded=crowded)
             points.append((size, time))
             if time > effort.longest:
                 break

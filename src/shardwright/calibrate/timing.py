@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -46,11 +47,16 @@ def once(run: Callable[[], object], device: torch.device, count: int = 1) -> flo
 
 
 def seconds(
-    run: Callable[[], object], device: torch.device, effort: Effort, agree: Callable[[float], float] = float
+    run: Callable[[], object],
+    device: torch.device,
+    effort: Effort,
+    agree: Callable[[float], float] = float,
+    crowded: bool = False,
 ) -> float:
     """The time of one call: the least of some batches, since what else runs on the machine only adds.
 
-    `agree` makes of the times of all ranks the one that counts.
+    `agree` makes of the times of all ranks the one that counts. `crowded`: what else runs are the other ranks, on the
+    same cores, as they will in training; then it is the usual time.
     """
     run()
     run()  # the second still finds caches and connections cold
@@ -59,4 +65,5 @@ def seconds(
         return first
     calls = int(effort.each / max(first, 1e-7))
     count = max(1, min(1000, calls // BATCHES))
-    return min(agree(once(run, device, count)) for _ in range(max(3, min(BATCHES, calls))))
+    found = [agree(once(run, device, count)) for _ in range(max(3, min(BATCHES, calls)))]
+    return median(found) if crowded else min(found)
