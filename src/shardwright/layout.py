@@ -117,6 +117,11 @@ def share(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(chunk, size - start)
 
 
+def fills(size: int, parts: int) -> bool:
+    """Whether every part of `size` units gets something."""
+    return share(size, parts, parts - 1)[1] > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """`outer` runs of `size` units of `inner` elements; an axis takes a share of the units of every run."""

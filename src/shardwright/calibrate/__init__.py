@@ -69,7 +69,7 @@ def measure(effort: Effort) -> Cluster:
 
         crowded = is_crowded(world.device, per_node)
         series = slowest(roll_call.objects(measure_ops(world.device, effort, advance, crowded), "times of ops"))
-        edge = max(roll_call.objects(measure_edge(world.device, series, effort), "times of edges"))
+        edge = max(roll_call.objects(measure_edge(world.device, series, effort, crowded), "times of edges"))
         measured = measure_collectives(world, per_node, effort, advance)
         overlap, meeting = USUAL_OVERLAP, 0.0
         if world.size > 1:  # both are small differences of large numbers

@@ -56,13 +56,13 @@ def measure_ops(
     return tuple(found)
 
 
-def measure_edge(device: torch.device, measured: tuple[Series, ...], effort: Effort) -> float:
+def measure_edge(device: torch.device, measured: tuple[Series, ...], effort: Effort, crowded: bool = False) -> float:
     """The smallest side at which a product reaches half of what a square one of as many flops does."""
     squares = next(series for series in measured if series.kind == "matmul" and series.dtype == "float32")
     curve = Curve(squares.points)
     rows, side = 64, 1024
     a, b = torch.rand(rows, side, device=device), torch.rand(side, side, device=device)
-    thin = seconds(lambda: a @ b, device, effort)
+    thin = seconds(lambda: a @ b, device, effort, crowded=crowded)
     expected = curve.at(2.0 * rows * side * side)
     return float(f"{max(0.0, rows * (thin / expected - 1.0)):.3g}")
 

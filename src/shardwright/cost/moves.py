@@ -25,6 +25,7 @@ from ..cluster import Cluster, Collective, Device, Span, collective_time
 from ..conversion import SENDS, reordered
 from ..layout import WHOLE, Layout, Mesh, Partial
 from .resources import COUNT
+from .training import habits_of
 
 Place = tuple[str, int, object]
 """A placement on one axis: S with its dim and cut, W, F or P."""
@@ -73,6 +74,7 @@ class Moves:
     def __init__(self, mesh: Mesh, cluster: Cluster, placed: Mesh | None = None) -> None:
         self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
         self.device = slowest_device(cluster, self.placed.devices)
+        self.habits = habits_of(self.device.name, cluster.nodes)
         self._tables: dict[tuple[tuple[str, ...], float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._numbers: dict[Place, int] = {}
         self._places: list[Place] = []
@@ -128,8 +130,10 @@ class Moves:
         key = (layout, gradient)
         if key not in self._placed:
             found = [_forget(place_on(layout, axis), gradient) for axis in self.mesh.names]
-            self._places += [place for place in dict.fromkeys(found) if place not in self._numbers]
-            self._numbers |= {place: at for at, place in enumerate(self._places) if place not in self._numbers}
+            for place in found:
+                if place not in self._numbers:
+                    self._numbers[place] = len(self._places)
+                    self._places.append(place)
             self._placed[key] = tuple(self._numbers[place] for place in found)
         return self._placed[key]
 
@@ -230,10 +234,9 @@ class _Pairs:
             self.at_start.append(at[:starts])
             self.at_goal.append(at[starts:])
         letters = [np.array([LETTERS.index(_letter(place)) for place in held]) for held in self.places]
-        self.codes = [
-            letters[axis][a] * len(LETTERS) + letters[axis][b] for axis in self.axes for a, b in (self.at(axis),)
-        ]
-        self.cut = [[(letters[axis][at] == 0).astype(np.intp) for at in self.at(axis)] for axis in self.axes]
+        ends = [[letters[axis][at] for at in self.at(axis)] for axis in self.axes]
+        self.codes = [start * len(LETTERS) + goal for start, goal in ends]
+        self.cut = [[(end == LETTERS.index("S")).astype(np.intp) for end in both] for both in ends]
 
     def at(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """From which place to which every pair goes on an axis."""
@@ -241,10 +244,8 @@ class _Pairs:
 
     def several(self) -> Iterator[Unit]:
         """All sets of two axes or more."""
-        for size in self.axes[2:]:
+        for size in range(2, len(self.axes) + 1):
             yield from combinations(self.axes, size)
-        if len(self.axes) > 1:
-            yield tuple(self.axes)
 
     def alike(self, unit: Unit) -> np.ndarray:
         """Which pairs have the same sum to make over all axes of a unit, forward, backward or both."""

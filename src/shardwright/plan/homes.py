@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cluster import Collective
-from ..cost import habits_of, local_elements
+from ..cost import local_elements
 from ..cost.resources import COUNT, Resource
 from ..cost.time import update_time
 from ..ir import Parameter
@@ -154,8 +154,7 @@ class Storing:
         pack = unit * count / max(value.elements, 1)
         summed = tuple(axis for axis, place in layout.rest if place == FANNED)
         rest = tuple(axis for axis in summed if axis not in axes)
-        backward = self.spaces.backward
-        habits = habits_of(self.moves.device.name, self.moves.cluster.nodes)
+        backward, habits = self.spaces.backward, self.moves.habits
 
         def sent(resource: Resource, kind: Collective, elements: float, over: tuple[str, ...], size: float) -> Sent:
             bucket = max(elements * size, pack * size if level == 3 else BUCKET)
@@ -187,7 +186,7 @@ class Storing:
         step.
         """
         states, device, name, large = self.training.states(), self.moves.device, self.training.optimizer, float(BUCKET)
-        if habits_of(device.name, self.moves.cluster.nodes).foreach:
+        if self.moves.habits.foreach:
             return update_time(large, large, large * states, device, optimizer=name) * bytes / large
         first = update_time(large, large, large * states, device, optimizer=name, fused=True) * bytes / large
         return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)

@@ -43,11 +43,11 @@ def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = F
         yield Candidate(Mesh(axes=()))
         return
     yield _candidate((count,), data_only)
-    for inner in _divisors(count):
+    for inner in divisors(count):
         if 1 < inner < count and inner <= max(2 * inside, 16):
             yield _candidate((count // inner, inner), data_only)
     if count > inside and count % inside == 0:
-        for inner in _divisors(inside):
+        for inner in divisors(inside):
             if 1 < inner < inside:
                 yield _candidate((count // inside, inside // inner, inner), data_only)
 
@@ -57,9 +57,9 @@ def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
     count = size or cluster.size
     inside = min(group.node.devices for group in cluster.groups)
     most = max(2 * inside, 16)
-    if any(most < inner < count for inner in _divisors(count)):
+    if any(most < inner < count for inner in divisors(count)):
         yield f"meshes of two axes whose last has more than {most} devices were not looked at"
-    three = any(_divisors(count // part)[1:-1] for part in _divisors(count)[1:-1])
+    three = any(divisors(count // part)[1:-1] for part in divisors(count)[1:-1])
     if three and count > inside and count % inside == 0:
         yield "of meshes with three axes only those were looked at whose first lies between nodes and splits the batch"
     elif three:
@@ -98,7 +98,7 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
     """All ways to write a number as so many factors of 2 or more, in any order."""
     if count == 1 and number > 1:
         yield (number,)
-    for part in _divisors(number) if count > 1 else ():
+    for part in divisors(number) if count > 1 else ():
         if part > 1:
             yield from ((part, *rest) for rest in _products(number // part, count - 1))
 
@@ -109,5 +109,5 @@ def _candidate(sizes: tuple[int, ...], data_only: bool) -> Candidate:
     return Candidate(Mesh(axes=axes), data)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]

@@ -21,9 +21,10 @@ from itertools import pairwise
 from ..cost import flops
 from ..errors import PlanError
 from ..ir import Op
-from ..layout import Axis, Mesh, Partial, share
+from ..layout import Axis, Mesh, Partial, fills, share
 from ..rules import Analysis, Role
 from .draft import Draft
+from .meshes import divisors
 from .strings import Request, subaxes
 
 WORTH = 0.05
@@ -61,9 +62,9 @@ def refine(request: Request, facts: Analysis, policy: Policy) -> tuple[Request, 
 def _refined(facts: Analysis, axis: Axis, policy: Policy) -> tuple[tuple[int, ...], str]:
     """The sizes of an axis' parts, one if it is best left alone, and why."""
     sizes = facts.atoms.size
-    if not any(_holds(sizes[atom], axis.size) for atom in facts.owned):
+    if not any(fills(sizes[atom], axis.size) for atom in facts.owned):
         return (axis.size,), ""  # nothing can be shared at all, which is for the policy to say
-    wanted = [atom for atom in facts.owned if not _holds(sizes[atom], axis.size) and _is_closed(facts, atom)]
+    wanted = [atom for atom in facts.owned if not fills(sizes[atom], axis.size) and _is_closed(facts, atom)]
     best = (0.0, axis.size, 0)  # arithmetic, the outer axis, an atom that it serves
     for outer in {math.gcd(sizes[atom], axis.size) for atom in wanted} - {1}:
         draft = _tried(facts, axis, (outer,), policy)
@@ -120,7 +121,7 @@ def _products(number: int) -> Iterator[tuple[int, ...]]:
     """All ways to write a number as a product of factors in order."""
     if number == 1:
         yield ()
-    for part in _divisors(number)[1:]:
+    for part in divisors(number)[1:]:
         yield from ((part, *rest) for rest in _products(number // part))
 
 
@@ -132,14 +133,6 @@ def _tried(facts: Analysis, axis: Axis, parts: Sequence[int], policy: Policy) ->
     for outer, inner in pairwise(axes):
         share_further(draft, inner, outer)
     return draft
-
-
-def _holds(size: int, parts: int) -> bool:
-    return share(size, parts, parts - 1)[1] > 0
-
-
-def _divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]
 
 
 def _said(facts: Analysis, axis: Axis, parts: Sequence[int], atom: int) -> str:
@@ -214,7 +207,7 @@ def _has_algorithm(draft: Draft, op: Op, role: Role | None) -> bool:
 
 def _fits(draft: Draft, op: Op, axis: Axis, role: Role, *, even: bool) -> bool:
     left = draft.left_of(op, axis, role.atom)
-    if share(left, axis.size, axis.size - 1)[1] == 0 or (even and left % axis.size):
+    if not fills(left, axis.size) or (even and left % axis.size):
         return False
     try:
         draft.signature(op).layouts({**draft.choices.get(op.name, {}), axis.name: role.name}, draft.mesh)

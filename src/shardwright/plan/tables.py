@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..conversion import forget_gradient
-from ..cost import Memory, habits_of, join_time, local_elements, peak
+from ..cost import Memory, join_time, local_elements, peak
 from ..cost.resources import COUNT, Resource, memory, phases
 from ..layout import FANNED, WHOLE, Layout
 from .homes import Homes, Storage, Storing
@@ -187,8 +187,7 @@ class Tables:
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
     ) -> Memory:
         """What a walk through a step says that a device holds at the worst moment."""
-        habits = habits_of(self.moves.device.name, self.moves.cluster.nodes)
-        return peak(self.facts, self.mesh, choices, storage, self.training, recompute, habits=habits)
+        return peak(self.facts, self.mesh, choices, storage, self.training, recompute, habits=self.moves.habits)
 
     # -- the way back ----------------------------------------------------------------------
 

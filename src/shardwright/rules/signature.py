@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, make_layout, share, whole
+from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, fills, make_layout, whole
 from . import notation
 from .atoms import Atoms, Dim
 from .chance import constants_of, is_drawn_whole
@@ -40,7 +40,7 @@ class Role:
 
     def fills(self, parts: int) -> bool:
         """Whether every part gets something: not every kernel can work on nothing."""
-        return share(self.size, parts, parts - 1)[1] > 0
+        return fills(self.size, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,9 @@ class Signature:
 
     def layouts(self, choice: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of all inputs and of all outputs under a choice {axis: role}."""
-        picked = {axis.name: choice[axis.name] for axis in mesh.axes if axis.name in choice}
         key = tuple((axis, choice[axis.name]) for axis in mesh.axes if axis.name in choice)
         if key not in self.known:
-            self.known[key] = self._layouts(picked, mesh)
+            self.known[key] = self._layouts({axis.name: role for axis, role in key}, mesh)
         return cast("tuple[tuple[Layout, ...], tuple[Layout, ...]]", self.known[key])
 
     def is_like(self, other: Signature) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ...cluster import Device
 from ..tables import Tables
 from .blocks import Blocks, Where
 from .front import Front, Way
@@ -58,17 +59,20 @@ class Fronts:
 
     def quick(self, seat: Seat, microbatches: int) -> float:
         """Seconds of a microbatch if all blocks were on this seat, at least; what is done once a step is left out."""
-        key = (self.cluster.device(seat.devices[0]), seat.data * self.setup.parts(microbatches), seat.inner)
+        key = self._key(seat, microbatches)
         if key not in self._quick:
             front = self.of(seat, microbatches)
             self._quick[key] = math.inf if front is None else front.least
         return self._quick[key]
 
+    def _key(self, seat: Seat, microbatches: int) -> tuple[Device, int, int]:
+        """What decides how long a microbatch takes: the device, parts of the batch, devices of the inner axis."""
+        return self.cluster.device(seat.devices[0]), seat.data * self.setup.parts(microbatches), seat.inner
+
     def rough(self, seat: Seat, microbatches: int) -> float:
         """The same from below, as a part of what the whole batch takes at once; exact where that says nothing."""
-        device = self.cluster.device(seat.devices[0])
-        parts = seat.data * self.setup.parts(microbatches)
-        if (device, parts, seat.inner) in self._quick or not device.scales:
+        device, parts, _ = key = self._key(seat, microbatches)
+        if key in self._quick or not device.scales:
             return self.quick(seat, microbatches)
         whole = self.quick(replace(seat, devices=seat.devices[: seat.inner], data=1), 1)
         return whole / parts if whole < math.inf else self.quick(seat, microbatches)

@@ -16,6 +16,7 @@ from itertools import product
 
 from ...cluster import Cluster
 from ...layout import Axis, Mesh
+from ..meshes import divisors
 
 MOST_UNEQUAL = 8
 """Devices up to which seats of two sizes are looked at."""
@@ -55,7 +56,7 @@ def rows_of_seats(cluster: Cluster, size: int) -> Iterator[tuple[Run, ...]]:
     if len(groups) == 1:
         yield from _equal_or_two(size)
         return
-    for counts in product(*(_divisors(count) for _, count in groups)):
+    for counts in product(*(divisors(count) for _, count in groups)):
         runs = [(seats, count // seats, start) for seats, (start, count) in zip(counts, groups, strict=True)]
         yield tuple(runs)
         yield tuple(reversed(runs))
@@ -94,7 +95,7 @@ def seated(
     runs: Sequence[Run], cluster: Cluster, names: tuple[str, str], data_only: bool = False
 ) -> Iterator[tuple[Seat, ...]]:
     """The seats of some runs, for each way to give a run its inner axis."""
-    ways = [[inner for inner in _divisors(count) if inner <= _inside(cluster, start)] for _, count, start in runs]
+    ways = [[inner for inner in divisors(count) if inner <= _inside(cluster, start)] for _, count, start in runs]
     if data_only:
         ways = [[1] for _ in runs]
     for inners in product(*ways):
@@ -112,7 +113,3 @@ def seated(
 
 def _inside(cluster: Cluster, rank: int) -> int:
     return cluster.groups[cluster.node_of(rank)[0]].node.devices
-
-
-def _divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]
