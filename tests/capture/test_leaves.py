@@ -1,7 +1,12 @@
 """Parameters, buffers and constants: all of them, each once."""
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwright.capture import capture
+from shardwright.errors import CaptureError
 
 from ..models.zoo import ZOO
 from .agreement import agree
@@ -54,3 +59,17 @@ def test_an_input_may_have_a_gradient():
     held = agree(nn.Tanh(), torch.randn(2, 3, dtype=torch.float64).requires_grad_())
     assert held.graph.values["input"].gradient
     assert held.graph.values[held.graph.outputs[0].value].gradient
+
+
+class Hides(nn.Module):
+    """Makes a tensor behind the back of the trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with _disable_current_modes():
+            hidden = x.new_ones(3)
+        return x * hidden
+
+
+def test_a_tensor_without_values_is_named_by_its_line():
+    with pytest.raises(CaptureError, match=r"test_leaves\.py:\d+\n    return x \* hidden\n.* \[3\] that has no values"):
+        capture(Hides(), (torch.ones(2, 3),))

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import Node
 
 from ..errors import CaptureError
 from .aliases import Handle, View
 from .captured import InputLeaf
 from .draft import Draft, Place, Ref
+from .failure import unsupported
 from .finish import identifier
 from .normal import Call, write
+from .places import source_of
 from .schema import fact_of
 from .trace import Trace
 
@@ -57,9 +60,9 @@ class Leaves:
             if isinstance(found[index], Handle):
                 found[index].storage = node.meta["val"].untyped_storage()._cdata
                 by_storage[found[index].storage] = found[index]
-        for index, spec in enumerate(specs):
+        for index, (spec, node) in enumerate(zip(specs, nodes, strict=True)):
             if spec.kind is InputKind.CONSTANT_TENSOR:
-                found[index] = self._constant(spec, by_storage)
+                found[index] = self._constant(spec, node, by_storage)
         return found
 
     def check_writes(self) -> None:
@@ -96,16 +99,16 @@ class Leaves:
             self.buffer_start[key] = owned[key].name
         return owned
 
-    def _constant(self, spec: InputSpec, by_storage: Mapping[int, Handle]) -> Handle:
+    def _constant(self, spec: InputSpec, node: Node, by_storage: Mapping[int, Handle]) -> Handle:
         tensor = self.traced.program.constants[str(spec.target)]
         base = by_storage.get(tensor.untyped_storage()._cdata)
         if base is not None:
             return self._data_of(base)
         if isinstance(tensor, FakeTensor):
-            raise CaptureError(
-                f"the model reads a tensor ({spec.target}) that has no values and is no parameter or buffer; "
-                "register it as a buffer, or build the model on a real device"
-            )
+            lines = (source_of(user.meta.get("stack_trace")) for user in node.users)
+            what = f"It reads a tensor {list(tensor.shape)} that has no values and is no parameter or buffer"
+            remedy = "Register it as a buffer, or build the model on a real device."
+            raise unsupported(what, next((line for line in lines if line is not None), None), remedy)
         return self.constant(tensor, str(spec.target))
 
     def constant(self, tensor: torch.Tensor, wish: str = "constant") -> Handle:
