@@ -111,8 +111,10 @@ def test_half_precision_halves_what_is_kept():
 
 def test_on_a_gpu_the_optimizer_has_a_temporary_for_every_parameter():
     cpu, gpu = memory(chain(), "single", 1), memory(chain(), "single", 1, habits=ON_GPU)
-    assert cpu.update == 4 * WEIGHTS + VALUE + 2 * WEIGHTS / LAYERS
+    assert cpu.update == 4 * WEIGHTS + VALUE  # a fused kernel has none
     assert gpu.update == 5 * WEIGHTS + VALUE
+    others = memory(chain(), "single", 1, training=Training(optimizer="rmsprop"))
+    assert others.update == 3 * WEIGHTS + VALUE + 2 * WEIGHTS / LAYERS
 
 
 def test_modules_that_are_recomputed_keep_what_goes_in():

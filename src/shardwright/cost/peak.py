@@ -247,7 +247,7 @@ class Timeline:
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
         shares = [held.share * held.wider for held in self.program.held if held.trainable]
-        if self.training.states():
+        if self.training.states() and not self.habits.fuses(self.training.optimizer):
             heap.touch(sum(shares) if self.habits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)

@@ -18,11 +18,16 @@ class Habits:
     """What the libraries of a device do with memory.
 
     copies     gathering and scattering work on a copy of the whole (gloo, between machines)
-    foreach    the optimizer updates all parameters at once, with a temporary for each (torch on a GPU)
+    foreach    the optimizer updates all parameters at once, with a temporary for each (torch on a GPU); else one
+               after the other, Adam and AdamW by one kernel (`runtime/fused.py`)
     """
 
     copies: bool
     foreach: bool
+
+    def fuses(self, optimizer: str) -> bool:
+        """Whether an update of a parameter is one kernel, without temporaries."""
+        return not self.foreach and optimizer in ("adam", "adamw")
 
 
 ON_CPU = Habits(copies=False, foreach=False)

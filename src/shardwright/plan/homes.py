@@ -188,6 +188,8 @@ class Storing:
         states, device, name, large = self.training.states(), self.moves.device, self.training.optimizer, float(BUCKET)
         if self.moves.habits.foreach:
             return update_time(large, large, large * states, device, optimizer=name) * bytes / large
+        if self.moves.habits.fuses(name):
+            return update_time(bytes, bytes, bytes * states, device, optimizer=name, fused=True)
         first = update_time(large, large, large * states, device, optimizer=name, fused=True) * bytes / large
         return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,7 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from shardwright.errors import InputError
 
+from .fused import fused
 from .holding import coordinates, gather, scatter
 from .parameters import ShardParameter, Untouched
 from .refresh import Refresh
@@ -111,8 +112,7 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | No
         if owners:
             refresh = Refresh(owners)
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: refresh())
-        else:
-            _around_step(optimizer, _step_plainly)
+        _around_step(optimizer, _step_plainly)
 
 
 def _kind(optimizer: Optimizer, elsewhere: bool) -> Sees:
@@ -181,15 +181,12 @@ def _around_step(optimizer: Optimizer, around: Callable[[Optimizer, Inner, Closu
 
 def _step_plainly(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
     """An update of elements has no use for our interceptions, and they cost; the user's own code may clip, and has."""
-    if closure is not None or _has_hooks(optimizer):
+    before = (optimizer._optimizer_step_pre_hooks, hooked._global_optimizer_pre_hooks)
+    after = (optimizer._optimizer_step_post_hooks, hooked._global_optimizer_post_hooks)
+    if closure is not None or any(before):
         return inner(closure)
-    with Untouched():
+    with fused(optimizer), nullcontext() if any(after) else Untouched():
         return inner()
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*own, hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks))
 
 
 # -- optimizers that must see whole tensors ---------------------------------------------------
