@@ -55,6 +55,13 @@ def test_an_update_is_that_of_torch_however_gradients_lie_in_memory(kind, lay):
     assert all(group["fused"] is None for group in optimizer.param_groups)
 
 
+def test_the_class_that_is_made_first_does_not_matter(monkeypatch):
+    """torch wraps the step of a class when the first of it is made; that of AdamW is Adam's, or Adam's wrapped."""
+    monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.Optimizer.profile_hook_step(torch.optim.Adam.step))
+    _, ops = trained(KINDS["adamw"], parameters(), adopted=True)
+    assert is_fused(ops)
+
+
 def test_a_parameter_that_lies_across_is_updated_right():
     theirs = [Parameter(across(held.detach())) for held in parameters()]
     ours = [Parameter(across(held.detach())) for held in parameters()]

@@ -7,6 +7,7 @@ lie in memory alike; otherwise it would add up what does not belong together, wi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,8 @@ def fused(optimizer: Optimizer) -> Iterator[None]:
 
 def _may_be(group: dict[str, Any], optimizer: Optimizer) -> bool:
     said = group.get("fused") is not None or group.get("foreach") is not None
-    if type(optimizer).step is not Adam.step or said or group["differentiable"] or isinstance(group["lr"], Tensor):
+    own = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step)  # torch wraps the step of every class
+    if own or said or group["differentiable"] or isinstance(group["lr"], Tensor):
         return False
     return all(_alike(leaf, optimizer.state.get(leaf, {})) for leaf in group["params"] if leaf.grad is not None)
 
