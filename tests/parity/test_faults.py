@@ -3,8 +3,12 @@
 import time
 
 import pytest
+import torch
+from torch import nn
 
+import shardwright as sw
 from shardwright.errors import RankError
+from shardwright.runtime import faults
 from tests.launched import launch
 
 from . import failing
@@ -91,3 +95,26 @@ def test_scripts_of_their_own_end_with_the_error_even_if_the_failed_one_lives_on
 def test_so_do_stages(tmp_path):
     plan = {"rank": 1, "forward": "raise", "stay": 12}
     check_ends(*launch(2, failing.train, 0, plan, "pp=2", str(tmp_path / "code"), folder=tmp_path, timeout=LIMIT))
+
+
+SEEN: dict[bool, bool] = {}  # whether the watch sees the thread that runs a forward, while it is traced and else
+
+
+class Looks(nn.Linear):
+    def forward(self, x):
+        watch = faults.watch()
+        SEEN[torch.compiler.is_exporting()] = watch is not None and watch._frame() is not None
+        return super().forward(x).sum()
+
+
+def looked_at(rank: int, folder: str) -> dict[bool, bool]:
+    model = Looks(2, 2)
+    model(torch.ones(2, 2))
+    sw.parallelize(model, example=(torch.ones(2, 2),), plan="dp=2", directory=folder)
+    return SEEN
+
+
+def test_nobody_looks_into_a_trace(pools, tmp_path):
+    """A frame that another thread holds keeps tensors alive, of which torch then makes copies that no trace knows."""
+    for seen in pools[2].run(looked_at, str(tmp_path)):
+        assert seen == {False: True, True: False}

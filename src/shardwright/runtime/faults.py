@@ -37,6 +37,7 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -287,6 +288,13 @@ class Watch(AbstractContextManager[None]):
         return self.call, self._notes.total, id(frame), at
 
     def _frame(self) -> FrameType | None:
+        """Where the watched thread is, unless it traces.
+
+        A frame that is held keeps alive what is in it, and torch copies a tensor that it has just made if somebody else
+        holds it: the trace knows nothing of the copy, and would take it for a tensor from outside.
+        """
+        if torch.compiler.is_compiling():  # or exporting
+            return None
         return sys._current_frames().get(self._thread_watched)
 
     def _stop(self, found: str) -> None:
