@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import shardwright as sw
+from shardwright.capture import capture
+from shardwright.capture.part import Body, OpaquePart
 from shardwright.errors import CaptureError
 from shardwright.verify.program import compile_program
 from tests.verified import referred, verified
@@ -103,6 +106,20 @@ def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():
     assert kinds.count("runtime.experts") == 2
     held = {one.key: one.layout for one in program.holdings if ".experts." in one.key}
     assert all(layout.cut_of("ep") is not None for layout in held.values())
+
+
+def test_weights_that_were_gathered_for_a_call_do_not_outlive_it():
+    """Else ZeRO-3 would keep the experts of all layers whole."""
+    model = mixtral()
+    call = next(iter(capture(model, *example()).opaques.values()))
+    layer = model.get_submodule(call.path)
+    part = OpaquePart(call, Body(layer), [held.training for held in layer.modules()])
+    state = {name: held.detach().clone() for name, held in layer.named_parameters()}
+    alive = [weakref.ref(held) for held in state.values()]
+    tokens, chosen = torch.randn(48, 16), torch.randint(4, (48, 2))
+    part([tokens, chosen, torch.ones(48, 2)], state)
+    del state
+    assert alive and not any(held() is not None for held in alive)
 
 
 class Experts(nn.Module):

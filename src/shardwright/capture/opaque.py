@@ -117,6 +117,7 @@ def _marked(kept: Kept, path: str, part: nn.Module, original: Callable[..., Any]
         call = Opaque(
             key=f"{path}@{number}" if number else path, path=path, batch=wish.batch, arguments=arguments, in_spec=spec,
             names=tuple(held), tensors=len(tensors), rule=rule_of(part, held) if wish.experts else "",
+            lasting=MARK in vars(part),  # layers of transformers that are known have no checkpoints inside
         )  # fmt: skip
         kept.calls[call.key] = call
         if wish.experts:

@@ -44,6 +44,7 @@ class Opaque:
     tensors: int = 0  # how many of its inputs are arguments
     rule: str = ""  # how it may be split, where more is known of it: a layer of experts
     looked: bool = False  # whether it had to be seen running on real data
+    lasting: bool = True  # its tensors stay after a call: a checkpoint inside of it may run it again in backward
 
     def shapes(self, tensors: list[Tensor]) -> list[Tensor]:
         """Empty tensors of the shapes that the call gives: what the marker op stands for in a trace."""
@@ -188,10 +189,7 @@ class OpaquePart:
         self.dtypes = tuple(dtypes) or tuple(made.dtype for made in call.made)
 
     def __call__(self, tensors: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """What the user's forward gives for these arguments, parameters and buffers, and the changed buffers.
-
-        The tensors stay in their places afterwards: a checkpoint inside of it runs it again in backward.
-        """
+        """What the user's forward gives for these arguments, parameters and buffers, and the changed buffers."""
         call, body = self.call, self.body
         for module, flag in zip(body.part.modules(), self.flags, strict=True):
             module.training = flag
@@ -206,6 +204,8 @@ class OpaquePart:
         self._expect(spec, leaves, found)
         found = list(tied(found, tensors)) if call.batch else found  # its rows decide, and ranks have others
         found += [body.now(name).detach() for name in call.changed]
+        if not call.lasting:  # else weights that were gathered for this call would live on
+            body.give({name: torch.empty_like(held, device="meta") for name, held in state.items()})
         return tuple(held.to(dtype) for held, dtype in zip(found, self.dtypes, strict=True))
 
     def _expect(self, spec: pytree.TreeSpec, leaves: Sequence[Any], found: Sequence[Tensor]) -> None:
