@@ -28,6 +28,7 @@ from shardwright.cluster.catalogue import DEVICES, Assumed, curves
 from shardwright.cost import Call, Training, call_of, join_time, op_time, update_time
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import POLICIES, Draft
+from shardwright.schedule import Edge, Times, interleaved, simulate
 
 from .language import Language
 
@@ -67,7 +68,7 @@ class Row:
     @property
     def counted(self) -> bool:
         """Whether it is in the summary: plans and programs that the model of time is about."""
-        return not self.compiled and self.pp == 1
+        return not self.compiled
 
 
 def main() -> None:
@@ -253,19 +254,38 @@ def together(compute: float, sent: float, loss: float) -> float:
 
 
 def megatron_step(row: Row, layer: Part, rest: Part, cluster: Cluster) -> float:
-    """Tensor parallel inside, replicas outside, and a pipeline by the formula of its bubble."""
+    """Tensor parallel inside, replicas outside, and stages of layers whose schedule is simulated."""
     dp = row.gpus // row.tp // row.pp
     mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in (("pp", row.pp), ("dp", dp), ("tp", row.tp))))
     activations = row.microbatch * row.seq * row.d * 2
     one = cluster.collective_time("all_reduce", activations, mesh, ["tp"])
-    sums = one * (6 if row.recompute == "full" else 4)  # after attention and after the layer; in backward before each
-    each = layer.forward + layer.backward + again(row, layer) + sums
+    forward = layer.forward + 2 * one  # after attention and after the layer
+    backward = layer.backward + 2 * one + (layer.forward + 2 * one if row.recompute == "full" else again(row, layer))
     held = row.layers / row.pp * layer.parameters + rest.parameters
-    slowest = row.layers / row.pp * each + (rest.forward + rest.backward + 2 * one) / min(row.pp, 2)
-    bubble = 1 + (row.pp - 1) / row.accumulate
+    step = staged(row, (forward, backward), (rest.forward + one, rest.backward + one), activations, mesh, cluster)
     gradients = cluster.collective_time("all_reduce", held * 4, mesh, ["dp"])
     own = held * 4
-    return row.accumulate * slowest * bubble + gradients + update_time(own, own, 2 * own, cluster.device(0), fused=True)
+    return step + gradients + update_time(own, own, 2 * own, cluster.device(0), fused=True)
+
+
+def staged(
+    row: Row, layer: tuple[float, float], rest: tuple[float, float], activations: float, mesh: Mesh, cluster: Cluster
+) -> float:
+    """All microbatches through the stages. What is no layer is half in the first one and half in the last one.
+
+    How many segments a device had was not published: as few as interleaving needs.
+    """
+    chunks = next((n for n in range(2, row.layers) if row.layers // row.pp % n == 0), 1) if row.pp > 1 else 1
+    count = row.pp * chunks
+    layers = row.layers / count
+    times = [
+        Times(layers * layer[0] + share * rest[0], layers * layer[1] + share * rest[1])
+        for at in range(count)
+        for share in [(at == 0) / 2 + (at == count - 1) / 2]
+    ]
+    sent = cluster.collective_time("send", activations / row.tp, mesh, ["pp"])
+    edges = [Edge(at, at + 1, sent, sent) for at in range(count - 1)]
+    return simulate(interleaved(row.pp, row.accumulate, chunks), times, edges).total
 
 
 def cluster_of(row: Row, assumed: Assumed | None = None) -> Cluster:
