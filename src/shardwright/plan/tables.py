@@ -44,7 +44,7 @@ class Tables:
         self._same: dict[Layouts, Layouts] = like._same if like else {}  # each once
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
-        self.homes = [self._home(number) for number in range(len(skeleton.home_firsts))]
+        self.homes = homes_of(skeleton, spaces, storing)
         self.arrays = [self._fill(table) for table in skeleton.tables]
 
     @cached_property
@@ -77,12 +77,6 @@ class Tables:
     def _hub(self, ends: Sequence[End]) -> Layouts:
         found = tuple(dict.fromkeys(layout for end in ends for layout in self._distinct(self.layouts(end))[0]))
         return self._same.setdefault(found, found)
-
-    def _home(self, number: int) -> Homes:
-        parameter = self.skeleton.home_firsts[number]
-        users = [(user, at) for user, at in self.graph.users[parameter.value] if user.name in self.skeleton.ops]
-        asked = [self.spaces.of(self.skeleton.kinds.of[user.name]).inputs[at] for user, at in users]
-        return self.storing.homes(parameter, asked, self.skeleton.units[parameter.key])
 
     def _fill(self, table: Table) -> np.ndarray:
         if isinstance(table, OpTable):
@@ -206,6 +200,16 @@ class Tables:
     def recompute(self, states: Sequence[int]) -> tuple[str, ...]:
         layers, recomputed = self.skeleton.layers, self.skeleton.recomputed
         return tuple(path for held, at in recomputed.items() for path in sorted(layers[held][states[at]]))
+
+
+def homes_of(skeleton: Skeleton, spaces: Spaces, storing: Storing) -> list[Homes]:
+    """The homes of each kind of parameter."""
+    found = []
+    for parameter in skeleton.home_firsts:
+        users = [(user, at) for user, at in skeleton.graph.users[parameter.value] if user.name in skeleton.ops]
+        asked = [spaces.of(skeleton.kinds.of[user.name]).inputs[at] for user, at in users]
+        found.append(storing.homes(parameter, asked, skeleton.units[parameter.key]))
+    return found
 
 
 def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:

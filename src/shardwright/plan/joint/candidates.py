@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 
 from ...schedule import kind_named
 from .blocks import Blocks
+from .bounds import SCHEDULES, bound_of
 from .fronts import Fronts
 from .seats import Seat, rows_of_seats, seated
 from .setup import Setup
-
-SCHEDULES = {
-    "1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6
-}  # fmt: skip
-"""The schedules that are looked at, and how much of the other stages' time a microbatch waits for, at best."""
 
 MOST_COUNTS = 8
 """Numbers of microbatches that are looked at on some seats."""
@@ -23,12 +19,16 @@ MOST_COUNTS = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Candidate:
-    """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds, which is rough until `sure`."""
+    """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds, which is rough until `sure`.
+
+    `within`: the bound knows of the memory.
+    """
 
     bound: float
     seats: tuple[Seat, ...]
     microbatches: int
     schedule: str
+    within: bool = False
     sure: bool = False
 
 
@@ -54,13 +54,15 @@ class Candidates:
     def _on(self, seats: tuple[Seat, ...]) -> Iterator[Candidate]:
         for microbatches in self.counts(seats):
             alone = [self.fronts.rough(seat, microbatches) for seat in seats]
+            after = [self.fronts.after(seat, microbatches) for seat in seats]
             for schedule in self._schedules(len(seats), microbatches):
-                yield Candidate(bound_of(alone, microbatches, schedule), seats, microbatches, schedule)
+                yield Candidate(bound_of(alone, microbatches, schedule, after), seats, microbatches, schedule)
 
     def sure(self, candidate: Candidate) -> Candidate:
         """The same with a bound of its own size of microbatches."""
         alone = [self.fronts.quick(seat, candidate.microbatches) for seat in candidate.seats]
-        bound = bound_of(alone, candidate.microbatches, candidate.schedule)
+        after = [self.fronts.after(seat, candidate.microbatches) for seat in candidate.seats]
+        bound = bound_of(alone, candidate.microbatches, candidate.schedule, after)
         return replace(candidate, bound=max(bound, candidate.bound), sure=True)
 
     def _has_axes(self, seat: Seat) -> bool:
@@ -99,19 +101,3 @@ class Candidates:
         wanted = [len(seats) * 2.0**power for power in range(-1, MOST_COUNTS - 2)]
         near = {min(fitting, key=lambda count: abs(math.log(count / wish))) for wish in wanted}
         return sorted({*near, fitting[-1]})
-
-
-def fill_of(schedule: str) -> float:
-    """How much of the other stages' time a microbatch waits for, at best."""
-    return SCHEDULES.get(schedule, 1.0)
-
-
-def bound_of(alone: Sequence[float], microbatches: int, schedule: str) -> float:
-    """Seconds of a step at least, from those that a microbatch takes on each seat alone.
-
-    All seats are busy with their shares; and a part of one microbatch passes from seat to seat while others wait.
-    """
-    if math.inf in alone:
-        return math.inf
-    together, fill = 1.0 / sum(1.0 / seconds for seconds in alone), fill_of(schedule)
-    return together * (microbatches - fill) + min(alone) * fill

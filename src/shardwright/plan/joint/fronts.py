@@ -5,15 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from ...cluster import Device
 from ..tables import Tables
 from .blocks import Blocks, Where
+from .bounds import Priced
 from .front import Front, Way
 from .seats import Seat
 from .setup import Setup
 from .solver import Solver
 from .stage import Sums, sums_of
 from .timed import Timed
+
+BETWEEN = 4
+"""Prices of memory that are looked at between two at which something was solved."""
+
+COARSE = (1, 16, 64, 256, 1024)
+"""Numbers of parts of a batch from which bounds of those with more parts are made."""
 
 
 class Fronts:
@@ -29,13 +38,11 @@ class Fronts:
         self._solver = Solver()
         self._fronts: dict[tuple[object, ...], Front | None] = {}
         self._quick: dict[tuple[object, ...], float] = {}
-        self._kinds: dict[Seat, tuple[object, ...]] = {}
+        self._after: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[int, int], Sums] = {}
 
     def kind(self, seat: Seat) -> tuple[object, ...]:
-        if seat not in self._kinds:
-            self._kinds[seat] = seat.kind(self.cluster)
-        return self._kinds[seat]
+        return self.timed.kinds.of(seat)
 
     def of(self, seat: Seat, microbatches: int) -> Front | None:
         """None if some op can't be split as a seat asks for."""
@@ -58,7 +65,7 @@ class Fronts:
         return Front(plain, again, self.where, self._solver, microbatches)
 
     def quick(self, seat: Seat, microbatches: int) -> float:
-        """Seconds of a microbatch if all blocks were on this seat, at least; what is done once a step is left out."""
+        """Seconds of a microbatch if all blocks were on this seat, at least; without what parameters send."""
         key = self._key(seat, microbatches)
         if key not in self._quick:
             front = self.of(seat, microbatches)
@@ -74,8 +81,35 @@ class Fronts:
         device, parts, _ = key = self._key(seat, microbatches)
         if key in self._quick or not device.scales:
             return self.quick(seat, microbatches)
-        whole = self.quick(replace(seat, devices=seat.devices[: seat.inner], data=1), 1)
-        return whole / parts if whole < math.inf else self.quick(seat, microbatches)
+        whole = self._coarse(seat, 1)
+        return whole.least / parts if whole is not None else self.quick(seat, microbatches)
+
+    def _coarse(self, seat: Seat, parts: int) -> Front | None:
+        """The front of the inner axis alone with the batch in so many parts, if there is one."""
+        found = self.of(replace(seat, devices=seat.devices[: seat.inner], data=1), parts)
+        return found if found is not None and found.fastest is not None else None
+
+    def floor(self, seat: Seat, microbatches: int, times: float, flight: float) -> Priced | None:
+        """About `Front.tight` from below, as parts of what larger parts take; None where that says nothing."""
+        parts = seat.data * self.setup.parts(microbatches)
+        larger = 1 if self.setup.local else max(at for at in COARSE if parts % at == 0)
+        whole = self._coarse(seat, larger) if self.cluster.device(seat.devices[0]).scales else None
+        floor = whole.floor if whole is not None else None
+        if floor is None:
+            return None
+        held, share = self.timed.parameters(seat, microbatches), larger / parts
+        prices = np.interp(np.arange(0, len(floor.prices), 1 / BETWEEN), np.arange(len(floor.prices)), floor.prices)
+        least = np.interp(prices, floor.prices, floor.least)  # it bends down, so that between two it is more
+        prices = prices * times / flight
+        least = times * share * least + held.least_at(prices, microbatches)
+        return Priced(prices, least, flight * share * floor.bytes + held.stored)
+
+    def after(self, seat: Seat, microbatches: int) -> float:
+        """Seconds of a step that parameters take beside and after backward, at least, if all are on this seat."""
+        key = (self.kind(seat), microbatches)
+        if key not in self._after:
+            self._after[key] = float(self.timed.parameters(seat, microbatches).least_at(np.zeros(1), microbatches)[0])
+        return self._after[key]
 
     def sums(self, front: Front, way: Way, width: int) -> Sums:
         key = (id(way), width)

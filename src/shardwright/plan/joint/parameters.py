@@ -1,0 +1,46 @@
+"""What parameters take at least on a seat, whatever the ops do: a part of bounds that needs no tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from ...cost.resources import COUNT, phases, row
+from ..homes import Homes
+from ..skeleton import Skeleton
+
+ASIDE = row(beside_forward=1.0, beside_backward=1.0, update=1.0)
+"""What parameters take and ops do not."""
+
+
+class Parameters:
+    """What all parameters of a graph take at least on a seat, each in its best home by itself."""
+
+    def __init__(self, skeleton: Skeleton, homes: Sequence[Homes], overlap: float) -> None:
+        many = Counter(skeleton.variables[at].kind for at in skeleton.homes.values())
+        kept = [(held.used, many[kind]) for kind, held in enumerate(homes) if len(held.used)]
+        self.overlap, self.counts = overlap, np.array([count for _, count in kept], dtype=float)
+        self.used = np.concatenate([np.zeros((0, COUNT)), *(used for used, _ in kept)])
+        self.starts = np.cumsum([0, *(len(used) for used, _ in kept)])[:-1]
+
+    def least_at(self, prices: np.ndarray, microbatches: int) -> np.ndarray:
+        """At each price of memory the least of seconds of a step + price * bytes stored.
+
+        Seconds are those of what is sent beside kernels, as far as it always shows, and of the update.
+        """
+        time = np.sum([forms[0] for forms in phases(self.overlap, microbatches)], axis=0) * ASIDE
+        return self._least(time[:, None] + prices * row(stored=1.0)[:, None])
+
+    def _least(self, weights: np.ndarray) -> np.ndarray:
+        if not len(self.used):
+            return np.zeros(weights.shape[1])
+        found: np.ndarray = self.counts @ np.minimum.reduceat(self.used @ weights, self.starts)
+        return found
+
+    @cached_property
+    def stored(self) -> float:
+        """Bytes of a device."""
+        return float(self._least(row(stored=1.0)[:, None])[0])
