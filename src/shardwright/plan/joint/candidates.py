@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...schedule import kind_named
 from .blocks import Blocks
 from .bounds import SCHEDULES, bound_of
-from .fronts import Fronts
+from .fronts import Alike, Fronts
 from .seats import Seat, rows_of_seats, seated
 from .setup import Setup
 
@@ -21,15 +21,29 @@ MOST_COUNTS = 8
 class Candidate:
     """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds, which is rough until `sure`.
 
-    `within`: the bound knows of the memory.
+    alike     the numbers of the seats of each kind
+    within    the bound knows of the memory
     """
 
     bound: float
     seats: tuple[Seat, ...]
+    alike: Alike
     microbatches: int
     schedule: str
     within: bool = False
     sure: bool = False
+
+
+def for_each(
+    seats: Sequence[Seat], alike: Alike, measure: Callable[[Seat, int], float], microbatches: int
+) -> list[float]:
+    """A number for each seat, asked once for those of a kind."""
+    found = [0.0] * len(seats)
+    for numbers in alike:
+        value = measure(seats[numbers[0]], microbatches)
+        for number in numbers:
+            found[number] = value
+    return found
 
 
 class Candidates:
@@ -52,17 +66,20 @@ class Candidates:
                 return
 
     def _on(self, seats: tuple[Seat, ...]) -> Iterator[Candidate]:
+        alike = self.fronts.alike(seats)
         for microbatches in self.counts(seats):
-            alone = [self.fronts.rough(seat, microbatches) for seat in seats]
-            after = [self.fronts.after(seat, microbatches) for seat in seats]
+            alone = for_each(seats, alike, self.fronts.rough, microbatches)
+            after = for_each(seats, alike, self.fronts.after, microbatches)
             for schedule in self._schedules(len(seats), microbatches):
-                yield Candidate(bound_of(alone, microbatches, schedule, after), seats, microbatches, schedule)
+                bound = bound_of(alone, microbatches, schedule, after)
+                yield Candidate(bound, seats, alike, microbatches, schedule)
 
     def sure(self, candidate: Candidate) -> Candidate:
         """The same with a bound of its own size of microbatches."""
-        alone = [self.fronts.quick(seat, candidate.microbatches) for seat in candidate.seats]
-        after = [self.fronts.after(seat, candidate.microbatches) for seat in candidate.seats]
-        bound = bound_of(alone, candidate.microbatches, candidate.schedule, after)
+        seats, alike, microbatches = candidate.seats, candidate.alike, candidate.microbatches
+        alone = for_each(seats, alike, self.fronts.quick, microbatches)
+        after = for_each(seats, alike, self.fronts.after, microbatches)
+        bound = bound_of(alone, microbatches, candidate.schedule, after)
         return replace(candidate, bound=max(bound, candidate.bound), sure=True)
 
     def _has_axes(self, seat: Seat) -> bool:

@@ -34,6 +34,9 @@ COLUMNS = COUNT + 2
 BUSY = ("compute_forward", "compute_backward", "send_forward", "send_backward")
 """What ops and conversions take; the rest is that of parameters."""
 
+BETWEEN = 4
+"""Steps from one price of memory at which something was solved to the next; bounds are asked at all of them."""
+
 DEPTH = 2
 """How often the gap between two ways is halved."""
 
@@ -188,7 +191,9 @@ class Front:
             return None
         between(solved(0.0), point(leanest), DEPTH)
         every = np.array(sorted(prices.items()))
-        return Priced(every[:, 0], every[:, 1], point(leanest)[1])
+        more = np.interp(np.arange(0, len(every), 1 / BETWEEN), np.arange(len(every)), every[:, 0])
+        least = np.interp(more, every[:, 0], every[:, 1])  # the least bends down, so that between two it is more
+        return Priced(more, least, point(leanest)[1])
 
     def _between(self, fast: Way, lean: Way, weights: np.ndarray, depth: int = DEPTH) -> list[Way]:
         """Ways on the lower hull of time and memory, by halving."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ...cluster import Device
+from ...cost.resources import Resource
 from ..tables import Tables
 from .blocks import Blocks, Where
 from .bounds import Priced
@@ -18,8 +20,8 @@ from .solver import Solver
 from .stage import Sums, sums_of
 from .timed import Timed
 
-BETWEEN = 4
-"""Prices of memory that are looked at between two at which something was solved."""
+Alike = tuple[tuple[int, ...], ...]
+"""Numbers of things that are alike, for each kind."""
 
 COARSE = (1, 16, 64, 256, 1024)
 """Numbers of parts of a batch from which bounds of those with more parts are made."""
@@ -43,6 +45,13 @@ class Fronts:
 
     def kind(self, seat: Seat) -> tuple[object, ...]:
         return self.timed.kinds.of(seat)
+
+    def alike(self, seats: Sequence[Seat]) -> Alike:
+        """The numbers of the seats of each kind."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for number, seat in enumerate(seats):
+            found.setdefault(self.kind(seat), []).append(number)
+        return tuple(map(tuple, found.values()))
 
     def of(self, seat: Seat, microbatches: int) -> Front | None:
         """None if some op can't be split as a seat asks for."""
@@ -89,6 +98,14 @@ class Fronts:
         found = self.of(replace(seat, devices=seat.devices[: seat.inner], data=1), parts)
         return found if found is not None and found.fastest is not None else None
 
+    def fits(self, seat: Seat, microbatches: int, flight: float, room: float) -> bool:
+        """Whether the fastest of all has room, if all blocks are on this seat: then bounds need not know of memory."""
+        whole = self._coarse(seat, 1)
+        if whole is None or whole.fastest is None:
+            return False
+        kept = float(whole.fastest.total[Resource.KEPT]) / seat.data / self.setup.parts(microbatches)
+        return flight * kept + self.timed.parameters(seat, microbatches).fast_stored(microbatches) <= room
+
     def floor(self, seat: Seat, microbatches: int, times: float, flight: float) -> Priced | None:
         """About `Front.tight` from below, as parts of what larger parts take; None where that says nothing."""
         parts = seat.data * self.setup.parts(microbatches)
@@ -98,10 +115,8 @@ class Fronts:
         if floor is None:
             return None
         held, share = self.timed.parameters(seat, microbatches), larger / parts
-        prices = np.interp(np.arange(0, len(floor.prices), 1 / BETWEEN), np.arange(len(floor.prices)), floor.prices)
-        least = np.interp(prices, floor.prices, floor.least)  # it bends down, so that between two it is more
-        prices = prices * times / flight
-        least = times * share * least + held.least_at(prices, microbatches)
+        prices = floor.prices * times / flight
+        least = times * share * floor.least + held.least_at(prices, microbatches)
         return Priced(prices, least, flight * share * floor.bytes + held.stored)
 
     def after(self, seat: Seat, microbatches: int) -> float:

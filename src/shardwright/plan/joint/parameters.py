@@ -24,6 +24,7 @@ class Parameters:
         kept = [(held.used, many[kind]) for kind, held in enumerate(homes) if len(held.used)]
         self.overlap, self.counts = overlap, np.array([count for _, count in kept], dtype=float)
         self.used = np.concatenate([np.zeros((0, COUNT)), *(used for used, _ in kept)])
+        self._fast: dict[int, float] = {}
         self.starts = np.cumsum([0, *(len(used) for used, _ in kept)])[:-1]
 
     def least_at(self, prices: np.ndarray, microbatches: int) -> np.ndarray:
@@ -39,6 +40,14 @@ class Parameters:
             return np.zeros(weights.shape[1])
         found: np.ndarray = self.counts @ np.minimum.reduceat(self.used @ weights, self.starts)
         return found
+
+    def fast_stored(self, microbatches: int) -> float:
+        """Bytes of a device if every parameter is in its fastest home."""
+        if microbatches not in self._fast:
+            cheap = 1e-9 / max(self.stored, 1.0)  # seconds for all bytes: of equal homes the leaner one
+            both = self.least_at(np.array([0.0, cheap]), microbatches)
+            self._fast[microbatches] = float(both[1] - both[0]) / cheap
+        return self._fast[microbatches]
 
     @cached_property
     def stored(self) -> float:

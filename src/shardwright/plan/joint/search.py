@@ -24,7 +24,7 @@ from ...schedule import kind_named
 from ..segments import Line
 from .blocks import Blocks
 from .bounds import Priced, fill_of, load_of, together, waiting
-from .candidates import Candidate, Candidates
+from .candidates import Candidate, Candidates, for_each
 from .cuts import cut_line
 from .front import Way
 from .fronts import Fronts
@@ -151,13 +151,26 @@ class Search:
 
     def within(self, candidate: Candidate) -> Candidate:
         """The same with a bound that knows of the memory."""
-        microbatches = candidate.microbatches
+        microbatches, found = candidate.microbatches, replace(candidate, within=True)
 
         def priced(seat: Seat, times: float, flight: float, room: float) -> Priced | None:
             return self.fronts.floor(seat, microbatches, times, flight)
 
-        alone = [self.fronts.rough(seat, microbatches) for seat in candidate.seats]
-        return replace(candidate, bound=max(candidate.bound, self.bounded(candidate, alone, priced)), within=True)
+        if self.roomy(candidate):
+            return found
+        alone = for_each(candidate.seats, candidate.alike, self.fronts.rough, microbatches)
+        return replace(found, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
+
+    def roomy(self, candidate: Candidate) -> bool:
+        """Whether the memory of all seats together is more than enough, so that it is not worth a look."""
+        seats, microbatches = candidate.seats, candidate.microbatches
+        flight = flights(candidate.schedule, len(seats), microbatches)
+        each = kind_named(candidate.schedule).segments
+        rooms = sum(len(held) * (self.setup.room(seats[held[0]]) - self.reserve) for held in candidate.alike)
+        return all(
+            self.fronts.fits(seats[held[0]], microbatches, min(flight[number] for number in held) / each, rooms)
+            for held in candidate.alike
+        )
 
     def tight(self, candidate: Candidate) -> float:
         """About what a step takes at least, from the ways of its seats, if all seats of a kind share one memory."""
@@ -169,7 +182,7 @@ class Search:
                 return Priced(np.zeros(1), np.array([math.inf]))
             return front.tight(times, 2.0 ** math.floor(math.log2(max(1.0, flight))), room)
 
-        alone = [self.fronts.quick(seat, microbatches) for seat in candidate.seats]
+        alone = for_each(candidate.seats, candidate.alike, self.fronts.quick, microbatches)
         return self.bounded(candidate, alone, priced)
 
     def bounded(self, candidate: Candidate, alone: Sequence[float], priced: Prices) -> float:
@@ -180,13 +193,10 @@ class Search:
         seats, microbatches, fill = candidate.seats, candidate.microbatches, fill_of(candidate.schedule)
         flight = flights(candidate.schedule, len(seats), microbatches)
         each = kind_named(candidate.schedule).segments
-        kinds: dict[tuple[object, ...], list[int]] = {}
-        for number, seat in enumerate(seats):
-            kinds.setdefault(self.fronts.kind(seat), []).append(number)
-        same = len(kinds) == 1
+        same = len(candidate.alike) == 1
         times = microbatches + fill * (len(seats) - 1) if same else float(microbatches)
         loads = []
-        for held in kinds.values():
+        for held in candidate.alike:
             seat, kept = seats[held[0]], min(flight[number] for number in held) / each
             room = self.setup.room(seat) - self.reserve
             found = priced(seat, times, kept, room * len(held) if same else room)

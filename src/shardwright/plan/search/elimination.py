@@ -15,7 +15,7 @@ inputs are older than it, so when steps are walked from the youngest, the states
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +30,8 @@ from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
 CHUNK = 2**18  # cells of a temporary array: 2 MB, which stays in the cache
 MOST_CELLS = 2**24  # of a table that is kept: 128 MB
 MOST_DIMS = 60  # of a table: numpy has no more than 64
+LITTLE_WORK = 2**20  # cells that any order may look at
+MUCH_MORE = 4  # times the work of a problem that is like another, so that an order of its own is worth its while
 MOST_WORK = 2**31  # cells that all steps together look at for one solve: some seconds
 
 
@@ -108,9 +110,15 @@ class Elimination:
         return not self.forbidden.any() or math.isfinite(self.least(np.zeros(self.leaves.shape[1]))[0])
 
     def with_tables(self, tables: Sequence[Floats]) -> Elimination:
-        """The same steps for a problem that differs in the numbers of its tables only, one for each group."""
+        """The same steps for a problem that differs in its tables only, one for each group; or TooWide.
+
+        An order is right for any sizes, and may only be slower than one that was made for them.
+        """
         groups = tuple(Group(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
-        return replace(self, groups=groups, known={}, **_leaves(groups, self.leaves.shape[1]))
+        steps = self.steps
+        if any(new.shape != old.table.shape for new, old in zip(tables, self.groups, strict=True)):
+            steps = _resized(self.steps, [table.shape[:-1] for table in tables])
+        return replace(self, groups=groups, steps=steps, known={}, **_leaves(groups, self.leaves.shape[1]))
 
     def least(self, weights: Floats) -> tuple[float, Ints]:
         """The least value at these weights, and the states that attain it."""
@@ -161,11 +169,27 @@ def eliminate(problem: Problem) -> Elimination:
     """The steps of this problem, or TooWide."""
     first = problem.first or problem
     if first not in _KNOWN:
-        try:
-            _KNOWN[first] = _by_layers(first)
-        except TooWide:
-            _KNOWN[first] = _at_large(first)
+        _KNOWN[first] = _like(first) or _made(first)
     return _KNOWN[first]
+
+
+def _made(problem: Problem) -> Elimination:
+    try:
+        return _by_layers(problem)
+    except TooWide:
+        return _at_large(problem)
+
+
+def _like(problem: Problem) -> Elimination | None:
+    """The steps of a problem that is like this one but for its tables; None if they are not known, or not good."""
+    known = _KNOWN.get(problem.like) if problem.like is not None else None
+    if known is None:
+        return None
+    try:
+        found = known.with_tables([group.table for group in problem.groups])
+    except TooWide:
+        return None
+    return found if found.work <= max(LITTLE_WORK, MUCH_MORE * known.work) else None
 
 
 class _Steps:
@@ -186,10 +210,8 @@ class _Steps:
         if key not in self.known:
             shape = tuple(sizes[v] for v in (variable, *rest))
             self.work += math.prod(shape)
-            if math.prod(shape[1:]) > MOST_CELLS or self.work > MOST_WORK or len(shape) > MOST_DIMS:
-                raise TooWide(f"a table over {len(rest)} variables would have {math.prod(shape[1:]):,} cells")
-            inputs = [_input(node, places, shape) for node, places in key]
-            self.steps.append(Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape))
+            _check_width(shape, self.work)
+            self.steps.append(_step((_input(node, places, shape) for node, places in key), shape))
             self.rows.append([])
             self.known[key] = len(self.shapes)
             self.shapes.append(shape[1:])
@@ -205,6 +227,34 @@ class _Steps:
         roots = tuple(sorted((node, left.count(node)) for node in set(left)))
         leaves = _leaves(problem.groups, len(problem.memory))
         return Elimination(problem.groups, tuple(self.steps), rows, roots, len(problem.sizes), **leaves)
+
+
+def _resized(steps: Sequence[Step], shapes: list[tuple[int, ...]]) -> tuple[Step, ...]:
+    """Steps on leaves of other shapes, to which those of the steps' own tables are added."""
+    found, work = [], 0
+    for step in steps:
+        sizes = [1] * len(step.shape)
+        for given in step.inputs:
+            for place, size in zip(given.places, shapes[given.node], strict=True):
+                sizes[place] = size
+        shape = tuple(sizes)
+        work += math.prod(shape)
+        _check_width(shape, work)
+        inputs = [_input(given.node, given.places, shape) for given in step.inputs] if shape != step.shape else ()
+        found.append(_step(inputs, shape) if inputs else step)
+        shapes.append(shape[1:])
+    return tuple(found)
+
+
+def _check_width(shape: tuple[int, ...], work: int) -> None:
+    """Refuse a step that is too large, or steps that together are; a step has its variable first."""
+    cells = math.prod(shape[1:])
+    if cells > MOST_CELLS or work > MOST_WORK or len(shape) > MOST_DIMS:
+        raise TooWide(f"a table over {len(shape) - 1} variables would have {cells:,} cells")
+
+
+def _step(inputs: Iterable[Input], shape: tuple[int, ...]) -> Step:
+    return Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape)
 
 
 def _leaves(groups: Sequence[Group], kinds: int) -> dict[str, Any]:

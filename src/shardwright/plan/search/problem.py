@@ -72,6 +72,7 @@ class Problem:
     memory: Floats
     limit: float = math.inf
     first: Problem | None = field(default=None, init=False, repr=False)  # the same with another limit
+    like: Problem | None = field(default=None, repr=False)  # the same factors, of other tables
 
     def __post_init__(self) -> None:
         raise_all(PlanError, "the search problem is malformed:", self._faults_of_shape() or self._faults_of_tables())
@@ -90,6 +91,8 @@ class Problem:
         for factor in self.factors:
             tables[id(factor.table)] = factor.table
             rows.setdefault(id(factor.table), []).append(factor.variables)
+        if self.like is not None:
+            return tuple(Group(table, old.rows) for table, old in zip(tables.values(), self.like.groups, strict=True))
         return tuple(Group(tables[key], np.array(rows[key], dtype=np.intp)) for key in tables)
 
     def time(self, resources: Floats) -> float:
