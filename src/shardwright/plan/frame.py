@@ -35,18 +35,39 @@ class Frame:
         size: int | None = None,
         rows: bool = False,
         recompute: bool = True,
+        like: Frame | None = None,
     ) -> None:
+        """`like`: another frame of the graph, whose structure is taken if the limits allow for it."""
         self.facts, self.cluster, self.training, self.limits = facts, cluster, training, limits
         self.size, self.rows, self.recompute = size, rows, recompute
-        self.kinds = Kinds(facts, training, limits.said)
+        self._like = like if like is not None and self._is_like(like) else None
+
+    def _is_like(self, other: Frame) -> bool:
+        """Whether the kinds and the structure of another frame serve here: ops of a kind are asked the same."""
+        mine, others = self.limits, other.limits
+        if self.facts is not other.facts or (self.training, self.recompute) != (other.training, other.recompute):
+            return False
+        if any(getattr(mine, name) != getattr(others, name) for name in ("together", "most", "must", "never")):
+            return False
+        asked: dict[int, object] = {}
+        return all(
+            asked.setdefault(kind, mine.demands.get(name, ())) == mine.demands.get(name, ())
+            for name, kind in other.kinds.of.items()
+        )
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        return self._like.kinds if self._like is not None else Kinds(self.facts, self.training, self.limits.said)
 
     @cached_property
     def plain(self) -> Skeleton:
         """Nothing is recomputed but what has to be."""
-        return self._skeleton(free=False)
+        return self._like.plain if self._like is not None else self._skeleton(free=False)
 
     @cached_property
     def recomputing(self) -> Skeleton:
+        if self._like is not None:
+            return self._like.recomputing
         return self._skeleton(free=True) if self.recompute else self.plain
 
     @property

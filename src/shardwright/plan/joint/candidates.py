@@ -74,13 +74,20 @@ class Candidates:
                 bound = bound_of(alone, microbatches, schedule, after)
                 yield Candidate(bound, seats, alike, microbatches, schedule)
 
+    def by_now(self, candidate: Candidate) -> Candidate:
+        """The same with what is known by now of larger microbatches."""
+        return self._bounded(candidate, self.fronts.rough)
+
     def sure(self, candidate: Candidate) -> Candidate:
         """The same with a bound of its own size of microbatches."""
+        return replace(self._bounded(candidate, self.fronts.quick), sure=True)
+
+    def _bounded(self, candidate: Candidate, measure: Callable[[Seat, int], float]) -> Candidate:
         seats, alike, microbatches = candidate.seats, candidate.alike, candidate.microbatches
-        alone = for_each(seats, alike, self.fronts.quick, microbatches)
+        alone = for_each(seats, alike, measure, microbatches)
         after = for_each(seats, alike, self.fronts.after, microbatches)
         bound = bound_of(alone, microbatches, candidate.schedule, after)
-        return replace(candidate, bound=max(bound, candidate.bound), sure=True)
+        return replace(candidate, bound=max(bound, candidate.bound))
 
     def _has_axes(self, seat: Seat) -> bool:
         """Whether a seat has the axes that people name, in their sizes."""

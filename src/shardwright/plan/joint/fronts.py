@@ -34,12 +34,13 @@ class Fronts:
         self.setup, self.blocks, self.cluster = setup, blocks, setup.cluster
         self.timed = Timed(
             setup.facts, setup.cluster, setup.training, setup.limits, setup.names,
-            recompute=setup.recompute, local=setup.local,
+            recompute=setup.recompute, local=setup.local, like=setup.frame,
         )  # fmt: skip
         self.where: dict[bool, Where] = {}
         self._solver = Solver()
         self._fronts: dict[tuple[object, ...], Front | None] = {}
-        self._quick: dict[tuple[object, ...], float] = {}
+        self._quick: dict[tuple[Device, int, int], float] = {}
+        self._known: dict[tuple[Device, int], dict[int, float]] = {}  # the same for each device and inner axis
         self._after: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[int, int], Sums] = {}
 
@@ -79,6 +80,7 @@ class Fronts:
         if key not in self._quick:
             front = self.of(seat, microbatches)
             self._quick[key] = math.inf if front is None else front.least
+            self._known.setdefault((key[0], key[2]), {})[key[1]] = self._quick[key]
         return self._quick[key]
 
     def _key(self, seat: Seat, microbatches: int) -> tuple[Device, int, int]:
@@ -86,17 +88,22 @@ class Fronts:
         return self.cluster.device(seat.devices[0]), seat.data * self.setup.parts(microbatches), seat.inner
 
     def rough(self, seat: Seat, microbatches: int) -> float:
-        """The same from below, as a part of what the whole batch takes at once; exact where that says nothing."""
-        device, parts, _ = key = self._key(seat, microbatches)
+        """The same from below, from what larger parts of the batch take; exact where that says nothing."""
+        device, parts, inner = key = self._key(seat, microbatches)
         if key in self._quick or not device.scales:
             return self.quick(seat, microbatches)
-        whole = self._coarse(seat, 1)
-        return whole.least / parts if whole is not None else self.quick(seat, microbatches)
+        if self._coarse(seat, 1) is None:
+            return self.quick(seat, microbatches)
+        return max(
+            seconds * larger / parts
+            for larger, seconds in self._known[device, inner].items()
+            if parts % larger == 0 and seconds < math.inf
+        )
 
     def _coarse(self, seat: Seat, parts: int) -> Front | None:
         """The front of the inner axis alone with the batch in so many parts, if there is one."""
-        found = self.of(replace(seat, devices=seat.devices[: seat.inner], data=1), parts)
-        return found if found is not None and found.fastest is not None else None
+        one = replace(seat, devices=seat.devices[: seat.inner], data=1)
+        return self.of(one, parts) if self.quick(one, parts) < math.inf else None
 
     def fits(self, seat: Seat, microbatches: int, flight: float, room: float) -> bool:
         """Whether the fastest of all has room, if all blocks are on this seat: then bounds need not know of memory."""

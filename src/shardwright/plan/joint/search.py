@@ -37,6 +37,9 @@ from .trial import Mix, Trial, flights, run_of
 Prices = Callable[[Seat, float, float, float], Priced | None]
 """For a seat, times of a microbatch, microbatches in flight and bytes that there are: what is least at some prices."""
 
+DIVES = 2
+"""Candidates that are tried as soon as their bound is sure, so that there is soon a time to stay below."""
+
 KEPT_TRIALS = 40
 """Trials of which the next best are told."""
 
@@ -95,9 +98,10 @@ class Search:
                 stopped = True
                 break
             if not candidate.sure:
-                candidate = self.candidates.sure(candidate) if candidate.within else self.within(candidate)
-                heappush(waiting, (candidate.bound, number, candidate))
-                continue
+                candidate = self.closer(candidate)
+                if not candidate.sure or looked >= DIVES or candidate.bound >= self.upper:
+                    heappush(waiting, (candidate.bound, number, candidate))
+                    continue
             looked += 1
             trial = self.tried(candidate)
             if trial is not None:
@@ -148,6 +152,13 @@ class Search:
         if found is None or found.seconds >= self.upper:
             return None
         return self.simulated(candidate, choices, found.bounds)
+
+    def closer(self, candidate: Candidate) -> Candidate:
+        """The same with the next better bound, the cheapest first."""
+        if not candidate.within:
+            return self.within(candidate)
+        found = self.candidates.by_now(candidate)
+        return found if found.bound > candidate.bound * (1 + 1e-9) else self.candidates.sure(candidate)
 
     def within(self, candidate: Candidate) -> Candidate:
         """The same with a bound that knows of the memory."""

@@ -171,9 +171,9 @@ class Timed:
 
     def __init__(
         self, facts: Analysis, cluster: Cluster, training: Training, limits: Limits, names: tuple[str, str],
-        *, recompute: bool = True, local: bool = False,
+        *, recompute: bool = True, local: bool = False, like: Frame | None = None,
     ) -> None:  # fmt: skip
-        """`local`: the graph is that of one microbatch."""
+        """`local`: the graph is that of one microbatch. `like`: the frame of a flat search."""
         self.local = local
         self.facts, self.cluster, self.training, self.names = facts, cluster, training, names
         self.picks = over_time(facts, names[0])
@@ -181,7 +181,7 @@ class Timed:
         for op, pick in self.picks.items():
             demands[op] = (*demands.get(op, ()), Demand((pick,), names[0]))
         self.limits = replace(limits, demands=demands)
-        self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute)
+        self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute, like=like)
         self._known: dict[tuple[object, ...], Tables | None] = {}
         self._parameters: dict[tuple[object, ...], Parameters] = {}
         self.kinds = SeatKinds(cluster)
