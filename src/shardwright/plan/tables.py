@@ -32,8 +32,12 @@ class Tables:
         storing: Storing,
         rows: tuple[str, ...] = (),
         like: Tables | None = None,
+        other: Tables | None = None,
     ) -> None:
-        """`like`: tables of another skeleton with the same spaces, whose prices can be used again."""
+        """`like`: tables of another skeleton with the same spaces, whose prices can be used again.
+
+        `other`: tables of the same skeleton with other spaces, whose problem is solved in the same steps.
+        """
         self.skeleton, self.spaces, self.storing, self.rows = skeleton, spaces, storing, rows
         self.facts, self.graph = skeleton.facts, skeleton.graph
         self.moves, self.training, self.mesh = spaces.moves, spaces.training, spaces.mesh
@@ -46,6 +50,7 @@ class Tables:
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
         self.homes = homes_of(skeleton, spaces, storing)
         self.arrays = [self._fill(table) for table in skeleton.tables]
+        self._other = other if other is not None and self.is_plain and other.is_plain else None
 
     @cached_property
     def factors(self) -> tuple[Factor, ...]:
@@ -175,7 +180,13 @@ class Tables:
             blocks=self.blocks,
             phases=phases(self.moves.cluster.overlap, self.training.accumulate),
             memory=memory(),
+            like=self._other._unlimited if self._other is not None else None,
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every table is an array of its own, and none stands for several."""
+        return not self.skeleton.together and len({id(array) for array in self.arrays}) == len(self.arrays)
 
     def peak(
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
