@@ -86,10 +86,12 @@ class Tables:
     def _fill(self, table: Table) -> np.ndarray:
         if isinstance(table, OpTable):
             used = self.spaces.of(table.kind).used
-            plain = _again(used) if table.again else used
             if not table.region:
-                return plain
-            return np.stack([_again(used) if at >= 0 else plain for at in table.region], axis=1)
+                return _again(used) if table.again else used
+            again = _again(used)
+            both = np.stack([again if table.again else used, again], axis=1)
+            found: np.ndarray = both[:, [int(at >= 0) for at in table.region]]
+            return found
         if isinstance(table, EdgeTable):
             return self._edge(table)
         if isinstance(table, HomeTable):
@@ -102,10 +104,9 @@ class Tables:
         """[state, state, (way to recompute,) resource]"""
         found = self._price(table, table.kept)
         if table.ways:
-            without = found.copy()
-            without[..., Resource.KEPT] = 0.0
-            kinds = {"plain": found, "enters": self._price(table, True), "again": _again(without)}
-            found = np.stack([kinds[way] for way in table.ways], axis=2)
+            again, enters = _again(found), found if table.kept else self._price(table, True)
+            every = np.stack([found, enters, again], axis=2)
+            found = every[:, :, [("plain", "enters", "again").index(way) for way in table.ways]]
         if table.same:
             found = found[np.arange(len(found)), np.arange(len(found))]
         return found[:, 0] if table.goal.what == "leaving" else found

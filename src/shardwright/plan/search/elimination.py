@@ -27,7 +27,8 @@ from ...errors import PlanError
 from .order import Borders, Scope, split_variables
 from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
 
-CHUNK = 2**18  # cells of a temporary array: 2 MB, which stays in the cache
+CHUNK = 2**16  # cells of a temporary array: half a MB, which stays in the cache
+FEW_CELLS = 2**12  # of a step that needs no such care
 MOST_CELLS = 2**24  # of a table that is kept: 128 MB
 MOST_DIMS = 60  # of a table: numpy has no more than 64
 LITTLE_WORK = 2**20  # cells that any order may look at
@@ -59,14 +60,23 @@ class Step:
     inputs: tuple[Input, ...]  # the smallest first, so that sums stay small as long as they can
     shape: tuple[int, ...]
 
-    def lowest(self, tables: Sequence[Floats]) -> Floats:
-        """The new table: the sum of the inputs, and its least over the first axis."""
+    def lowest(self, tables: Sequence[Floats], space: Floats) -> Floats:
+        """The new table: the sum of the inputs, and its least over the first axis. `space` is for sums."""
         views = [given.view(tables) for given in self.inputs]
-        states = self.shape[0]
-        width = max(1, CHUNK // math.prod(self.shape[1:]))
-        best = np.asarray(np.minimum.reduce(add([view[:width] for view in views]), axis=0))
-        for start in range(width, states, width):
-            np.minimum(best, np.minimum.reduce(add([view[start : start + width] for view in views]), axis=0), out=best)
+        states, rest = self.shape[0], self.shape[1:]
+        cells = math.prod(rest)
+        if cells * states <= FEW_CELLS:
+            return np.asarray(np.minimum.reduce(add(views), axis=0))
+        width = min(states, max(1, CHUNK // cells))
+        best: Floats | None = None
+        for start in range(0, states, width):
+            count = min(width, states - start)
+            room = space if count * cells <= len(space) else np.empty(count * cells)
+            into = room[: count * cells].reshape(count, *rest)
+            total = add_into([view[start : start + width] for view in views], into)
+            least = np.asarray(np.minimum.reduce(total, axis=0))
+            best = least if best is None else np.minimum(best, least, out=best)
+        assert best is not None
         return best
 
     def costs(self, tables: Sequence[Floats], rest: Ints) -> Floats:
@@ -83,6 +93,15 @@ def add(arrays: Sequence[Floats]) -> Floats:
     total = arrays[0]
     for array in arrays[1:]:
         total = total + array
+    return total
+
+
+def add_into(arrays: Sequence[Floats], into: Floats) -> Floats:
+    """The same in memory that is there: what is as large as the sum is written to it."""
+    total = arrays[0]
+    for array in arrays[1:]:
+        full = total is into or np.broadcast_shapes(total.shape, array.shape) == into.shape
+        total = np.add(total, array, out=into) if full else total + array
     return total
 
 
@@ -138,8 +157,9 @@ class Elimination:
             stop = start + math.prod(shape)
             tables.append(cells[start:stop].reshape(shape))
             start = stop
+        space = np.empty(CHUNK)
         for step in self.steps:
-            tables.append(step.lowest(tables))
+            tables.append(step.lowest(tables, space))
         return Run(self, tables)
 
 
