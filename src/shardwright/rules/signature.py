@@ -143,9 +143,9 @@ class Signature:
 
     def layouts(self, choice: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of all inputs and of all outputs under a choice {axis: role}."""
-        key = tuple((axis, choice[axis.name]) for axis in mesh.axes if axis.name in choice)
+        key = tuple((axis.name, axis.size, choice[axis.name]) for axis in mesh.axes if axis.name in choice)
         if key not in self.known:
-            self.known[key] = self._layouts({axis.name: role for axis, role in key}, mesh)
+            self.known[key] = self._layouts({name: role for name, _, role in key}, mesh)
         return cast("tuple[tuple[Layout, ...], tuple[Layout, ...]]", self.known[key])
 
     def is_like(self, other: Signature) -> None:
@@ -153,12 +153,12 @@ class Signature:
         object.__setattr__(self, "known", other.known)
 
     def _layouts(self, picked: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        values = self.facts.graph.values
-        inputs = tuple(self._layout(bound, picked, mesh, True, values[bound.value].gradient) for bound in self.inputs)
-        outputs = tuple(
-            self._layout(bound, picked, mesh, False, values[bound.value].gradient) for bound in self.outputs
-        )
-        return inputs, outputs
+        values, once = self.facts.graph.values, self.facts.once
+        found = []
+        for bounds, is_input in ((self.inputs, True), (self.outputs, False)):
+            made = [self._layout(held, picked, mesh, is_input, values[held.value].gradient) for held in bounds]
+            found.append(tuple(once.setdefault(layout, layout) for layout in made))
+        return found[0], found[1]
 
     def _layout(self, bound: Bound, choice: Mapping[str, str], mesh: Mesh, is_input: bool, gradient: bool) -> Layout:
         if not choice:
@@ -228,6 +228,11 @@ class Analysis:
     def batch(self) -> frozenset[int]:
         """The atom that data parallelism splits: the outermost factor of the batch dim."""
         return frozenset(self.atoms.expand(self.batch_dim)[:1])
+
+    @cached_property
+    def once(self) -> dict[Layout, Layout]:
+        """Every layout that an op has asked for, each once: those that are equal are compared at a glance."""
+        return {}
 
     def is_constant(self, op: Op) -> bool:
         """Whether an op is run once, whole, when the program is loaded."""

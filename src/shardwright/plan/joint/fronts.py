@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...cluster import Device
 from ...cost.resources import Resource
 from ..tables import Tables
 from .blocks import Blocks, Where
@@ -39,8 +38,9 @@ class Fronts:
         self.where: dict[bool, Where] = {}
         self._solver = Solver()
         self._fronts: dict[tuple[object, ...], Front | None] = {}
-        self._quick: dict[tuple[Device, int, int], float] = {}
-        self._known: dict[tuple[Device, int], dict[int, float]] = {}  # the same for each device and inner axis
+        self._quick: dict[tuple[int, int, int], float] = {}
+        self._known: dict[tuple[int, int], dict[int, float]] = {}  # the same for each group and inner axis
+        self._scales = [group.node.device.scales for group in self.cluster.groups]
         self._after: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[int, int], Sums] = {}
 
@@ -83,20 +83,20 @@ class Fronts:
             self._known.setdefault((key[0], key[2]), {})[key[1]] = self._quick[key]
         return self._quick[key]
 
-    def _key(self, seat: Seat, microbatches: int) -> tuple[Device, int, int]:
-        """What decides how long a microbatch takes: the device, parts of the batch, devices of the inner axis."""
-        return self.cluster.device(seat.devices[0]), seat.data * self.setup.parts(microbatches), seat.inner
+    def _key(self, seat: Seat, microbatches: int) -> tuple[int, int, int]:
+        """What decides how long a microbatch takes: the group of devices, parts of the batch, the inner axis."""
+        return self.cluster.node_of(seat.devices[0])[0], seat.data * self.setup.parts(microbatches), seat.inner
 
     def rough(self, seat: Seat, microbatches: int) -> float:
         """The same from below, from what larger parts of the batch take; exact where that says nothing."""
-        device, parts, inner = key = self._key(seat, microbatches)
-        if key in self._quick or not device.scales:
+        group, parts, inner = key = self._key(seat, microbatches)
+        if key in self._quick or not self._scales[group]:
             return self.quick(seat, microbatches)
         if self._coarse(seat, 1) is None:
             return self.quick(seat, microbatches)
         return max(
             seconds * larger / parts
-            for larger, seconds in self._known[device, inner].items()
+            for larger, seconds in self._known[group, inner].items()
             if parts % larger == 0 and seconds < math.inf
         )
 
@@ -117,7 +117,7 @@ class Fronts:
         """About `Front.tight` from below, as parts of what larger parts take; None where that says nothing."""
         parts = seat.data * self.setup.parts(microbatches)
         larger = 1 if self.setup.local else max(at for at in COARSE if parts % at == 0)
-        whole = self._coarse(seat, larger) if self.cluster.device(seat.devices[0]).scales else None
+        whole = self._coarse(seat, larger) if self._scales[self._key(seat, 1)[0]] else None
         floor = whole.floor if whole is not None else None
         if floor is None:
             return None

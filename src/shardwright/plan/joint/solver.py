@@ -14,7 +14,7 @@ class Solver:
 
     def elimination(self, tables: Tables) -> Elimination | None:
         """None if the graph is too wide to be eliminated."""
-        if not tables.is_plain:  # where tables are added up, or one stands for several, groups are not those of other tables
+        if not tables.is_plain:  # then groups are not those of other tables
             return self._made(tables)
         known = self._known.get((id(tables.skeleton), tables.sizes)) or self._known.get((id(tables.skeleton), None))
         if known is not None:

@@ -182,6 +182,10 @@ class Timed:
             demands[op] = (*demands.get(op, ()), Demand((pick,), names[0]))
         self.limits = replace(limits, demands=demands)
         self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute, like=like)
+        self._untimed = {
+            op: tuple(demand for demand in held if demand.axis != names[0]) for op, held in self.limits.demands.items()
+        }
+        self._axes = {demand.axis for held in self.limits.demands.values() for demand in held}
         self._known: dict[tuple[object, ...], Tables | None] = {}
         self._parameters: dict[tuple[object, ...], Parameters] = {}
         self.kinds = SeatKinds(cluster)
@@ -230,11 +234,9 @@ class Timed:
 
     def _spaces(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Spaces | None:
         moves = TimedMoves(seat, self.cluster, 1 if self.local else microbatches, self._prices)
-        demands = self.limits.demands
-        if self.names[0] not in moves.mesh.names:
-            demands = {op: tuple(d for d in held if d.axis != self.names[0]) for op, held in demands.items()}
-        if any(demand.axis not in (None, *moves.mesh.names) for held in demands.values() for demand in held):
-            return None  # it is about an axis that the seat does not have
+        demands = self.limits.demands if self.names[0] in moves.mesh.names else self._untimed
+        if not self._axes <= {None, self.names[0], *moves.mesh.names}:
+            return None  # something is asked of an axis that the seat does not have
         key = (moves.mesh.axes, moves.device)
         spaces = Spaces(
             skeleton.kinds, moves, data=(self.names[0],), demands=demands, twins=skeleton.twins.values(),
