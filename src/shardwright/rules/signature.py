@@ -114,8 +114,16 @@ class Signature:
 
     def _dim_of(self, bound: Bound, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
-        places = (bound.dim_of(name) for name in (label, *self._beside.get(label, ())))
-        return next((at for at in places if at is not None), None)
+        key = (bound.dims, label)
+        if key not in self._dims:
+            places = (bound.dim_of(name) for name in (label, *self._beside.get(label, ())))
+            self._dims[key] = next((at for at in places if at is not None), None)
+        return self._dims[key]
+
+    @cached_property
+    def _dims(self) -> dict[tuple[tuple[notation.Dim, ...], str], int | None]:
+        """The dims that labels are on in tensors with these patterns, as they are asked for."""
+        return {}
 
     @cached_property
     def _beside(self) -> dict[str, tuple[str, ...]]:
