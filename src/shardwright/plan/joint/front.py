@@ -23,6 +23,7 @@ from ..skeleton import OpTable
 from ..tables import Tables
 from .blocks import Blocks, Where
 from .bounds import Priced
+from .parameters import Parameters
 from .solver import Solver
 from .timed import NEVER
 
@@ -32,7 +33,7 @@ WEIGHT, QUEUED = COUNT, COUNT + 1
 COLUMNS = COUNT + 2
 
 BUSY = ("compute_forward", "compute_backward", "send_forward", "send_backward")
-"""What ops and conversions take; the rest is that of parameters."""
+"""What ops and conversions take; of these parameters take little, and nobody else takes the rest."""
 
 BETWEEN = 4
 """Steps from one price of memory at which something was solved to the next; bounds are asked at all of them."""
@@ -114,10 +115,10 @@ class Front:
 
     @cached_property
     def least(self) -> float:
-        """Seconds of a microbatch in all blocks, at least; without what parameters send and their update."""
+        """Seconds of a microbatch in all blocks, at least, of ops and conversions alone."""
         if self.fastest is None:
             return math.inf
-        return float(self._busy @ self.fastest.total[:COUNT]) / self.microbatches
+        return float(self._busy @ self.fastest.total[:COUNT]) / self.microbatches - self._added
 
     def ways(self, flight: float) -> list[Way]:
         """The ways worth having if `flight` microbatches are kept at once, the fastest first."""
@@ -193,7 +194,13 @@ class Front:
         every = np.array(sorted(prices.items()))
         more = np.interp(np.arange(0, len(every), 1 / BETWEEN), np.arange(len(every)), every[:, 0])
         least = np.interp(more, every[:, 0], every[:, 1])  # the least bends down, so that between two it is more
-        return Priced(more, least, point(leanest)[1])
+        return Priced(more, least - self._added, point(leanest)[1])
+
+    @cached_property
+    def _added(self) -> float:
+        """Seconds that parameters add to the kernels of a microbatch, at most."""
+        held = Parameters(self.plain.skeleton, self.plain.homes, self.overlap)
+        return held.most(self._busy) / self.microbatches
 
     def _between(self, fast: Way, lean: Way, weights: np.ndarray, depth: int = DEPTH) -> list[Way]:
         """Ways on the lower hull of time and memory, by halving."""

@@ -75,7 +75,7 @@ class Fronts:
         return Front(plain, again, self.where, self._solver, microbatches)
 
     def quick(self, seat: Seat, microbatches: int) -> float:
-        """Seconds of a microbatch if all blocks were on this seat, at least; without what parameters send."""
+        """Seconds of a microbatch if all blocks were on this seat, at least, of ops and conversions alone."""
         key = self._key(seat, microbatches)
         if key not in self._quick:
             front = self.of(seat, microbatches)
@@ -127,7 +127,7 @@ class Fronts:
         return Priced(prices, least, flight * share * floor.bytes + held.stored)
 
     def after(self, seat: Seat, microbatches: int) -> float:
-        """Seconds of a step that parameters take beside and after backward, at least, if all are on this seat."""
+        """Seconds of a step that parameters take by themselves, at least, if all are on this seat."""
         key = (self.kind(seat), microbatches)
         if key not in self._after:
             self._after[key] = float(self.timed.parameters(seat, microbatches).least_at(np.zeros(1), microbatches)[0])

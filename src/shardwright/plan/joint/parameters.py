@@ -12,8 +12,8 @@ from ...cost.resources import COUNT, phases, row
 from ..homes import Homes
 from ..skeleton import Skeleton
 
-ASIDE = row(beside_forward=1.0, beside_backward=1.0, update=1.0)
-"""What parameters take and ops do not."""
+SECONDS = row(compute_backward=1.0, beside_forward=1.0, beside_backward=1.0, update=1.0)
+"""What the time of parameters is made of."""
 
 
 class Parameters:
@@ -30,9 +30,10 @@ class Parameters:
     def least_at(self, prices: np.ndarray, microbatches: int) -> np.ndarray:
         """At each price of memory the least of seconds of a step + price * bytes stored.
 
-        Seconds are those of what is sent beside kernels, as far as it always shows, and of the update.
+        Seconds are those of gradients that are added up, of what is sent beside kernels, as far as it always shows, and
+        of the update.
         """
-        time = np.sum([forms[0] for forms in phases(self.overlap, microbatches)], axis=0) * ASIDE
+        time = np.sum([forms[0] for forms in phases(self.overlap, microbatches)], axis=0) * SECONDS
         return self._least(time[:, None] + prices * row(stored=1.0)[:, None])
 
     def _least(self, weights: np.ndarray) -> np.ndarray:
@@ -40,6 +41,12 @@ class Parameters:
             return np.zeros(weights.shape[1])
         found: np.ndarray = self.counts @ np.minimum.reduceat(self.used @ weights, self.starts)
         return found
+
+    def most(self, weights: np.ndarray) -> float:
+        """What all of them take in the home in which each takes the most."""
+        if not len(self.used):
+            return 0.0
+        return float(self.counts @ np.maximum.reduceat(self.used @ weights, self.starts))
 
     def fast_stored(self, microbatches: int) -> float:
         """Bytes of a device if every parameter is in its fastest home."""
