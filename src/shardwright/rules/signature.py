@@ -115,15 +115,10 @@ class Signature:
     def _dim_of(self, bound: Bound, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
         key = (bound.dims, label)
-        if key not in self._dims:
-            places = (bound.dim_of(name) for name in (label, *self._beside.get(label, ())))
-            self._dims[key] = next((at for at in places if at is not None), None)
-        return self._dims[key]
-
-    @cached_property
-    def _dims(self) -> dict[tuple[tuple[notation.Dim, ...], str], int | None]:
-        """The dims that labels are on in tensors with these patterns, as they are asked for."""
-        return {}
+        if key not in self.known:
+            names = (label, *self._beside.get(label, ()))
+            self.known[key] = next((at for at in map(bound.dim_of, names) if at is not None), None)
+        return cast("int | None", self.known[key])
 
     @cached_property
     def _beside(self) -> dict[str, tuple[str, ...]]:
@@ -162,11 +157,10 @@ class Signature:
 
     def _layouts(self, picked: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         values, once = self.facts.graph.values, self.facts.once
-        found = []
-        for bounds, is_input in ((self.inputs, True), (self.outputs, False)):
-            made = [self._layout(held, picked, mesh, is_input, values[held.value].gradient) for held in bounds]
-            found.append(tuple(once.setdefault(layout, layout) for layout in made))
-        return found[0], found[1]
+        bounds = (*((held, True) for held in self.inputs), *((held, False) for held in self.outputs))
+        made = [self._layout(held, picked, mesh, given, values[held.value].gradient) for held, given in bounds]
+        found = tuple(once.setdefault(layout, layout) for layout in made)
+        return found[: len(self.inputs)], found[len(self.inputs) :]
 
     def _layout(self, bound: Bound, choice: Mapping[str, str], mesh: Mesh, is_input: bool, gradient: bool) -> Layout:
         if not choice:
@@ -231,16 +225,12 @@ class Analysis:
     signatures: dict[str, Signature]
     batch_dim: Dim
     constants: frozenset[str]
+    once: dict[Layout, Layout] = field(default_factory=dict, repr=False, compare=False)  # equal layouts are one
 
     @cached_property
     def batch(self) -> frozenset[int]:
         """The atom that data parallelism splits: the outermost factor of the batch dim."""
         return frozenset(self.atoms.expand(self.batch_dim)[:1])
-
-    @cached_property
-    def once(self) -> dict[Layout, Layout]:
-        """Every layout that an op has asked for, each once: those that are equal are compared at a glance."""
-        return {}
 
     def is_constant(self, op: Op) -> bool:
         """Whether an op is run once, whole, when the program is loaded."""
