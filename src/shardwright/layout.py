@@ -233,12 +233,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.cuts, self.rest)))
-        names = [cut.axis for dim in self.cuts for cut in dim] + [name for name, _ in self.rest]
-        if len(set(names)) != len(names):
+        rest = [name for name, _ in self.rest]
+        names = [cut.axis for dim in self.cuts for cut in dim] + rest
+        if len(names) > 1 and len(set(names)) != len(names):
             raise LayoutError(f"an axis is used twice in one layout: {', '.join(names)}")
-        if any(placement == WHOLE for _, placement in self.rest) or list(self.rest) != sorted(
-            self.rest, key=lambda item: item[0]
-        ):
+        if rest and (rest != sorted(rest) or any(placement == WHOLE for _, placement in self.rest)):
             raise LayoutError("the rest of a layout is sorted and lists no WHOLE axis; build it with make_layout")
 
     def __hash__(self) -> int:

@@ -16,7 +16,7 @@ never dearer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations, permutations
 
 import numpy as np
@@ -108,7 +108,7 @@ class Moves:
         best = np.full((len(starts), len(goals)), np.inf)
         every = np.array([self._places_of(layout, gradient) for layout in (*starts, *goals)], dtype=np.intp)
         pairs = _Pairs(every, len(starts), self._places)
-        single = [(number,) for number in range(len(self.mesh.axes))]
+        single = [(number,) for number in pairs.moving]
         joint = {unit: alike for unit in pairs.several() if (alike := pairs.alike(unit)).any()}
         tables = {unit: self._steps(unit, pairs.places, bytes, gradient) for unit in (*single, *joint)}
         for together in (None, *joint):
@@ -122,7 +122,7 @@ class Moves:
                 better = (sums < best) & (True if together is None else joint[together])
                 best = np.where(better, sums, best)
                 found[..., 0:4] = np.where(better[..., None], total, found[..., 0:4])
-        self._lift(found, starts, goals, pairs, tables)
+        self._lift(found, starts, goals, pairs, bytes, gradient)
         return found
 
     def _places_of(self, layout: Layout, gradient: bool) -> tuple[int, ...]:
@@ -189,17 +189,20 @@ class Moves:
         starts: Sequence[Layout],
         goals: Sequence[Layout],
         pairs: _Pairs,
-        tables: Mapping[Unit, np.ndarray],
+        bytes: float,
+        gradient: bool,
     ) -> None:
         """Add what it takes to lift a minor cut while the major one under it changes."""
         names, at_start, at_goal = self.mesh.names, pairs.at_start, pairs.at_goal
-        for major, minor in ((x, y) for x in range(len(names)) for y in range(x + 1, len(names))):
+        for major, minor in ((x, y) for x in pairs.moving for y in range(x + 1, len(names))):
             stuck = [self._stuck(layouts, names[major], names[minor]) for layouts in (starts, goals)]
             moved = at_start[major][:, None] != at_goal[major][None, :]
             stays = at_start[minor][:, None] == at_goal[minor][None, :]
             whole = [index for index, place in enumerate(pairs.places[minor]) if place[0] in "WF"]
-            for i, j in np.argwhere(moved & stays & (stuck[0][:, None] | stuck[1][None, :])):
-                state, table = at_start[minor][i], tables[minor,]
+            lifted = np.argwhere(moved & stays & (stuck[0][:, None] | stuck[1][None, :]))
+            table = self._steps((minor,), pairs.places, bytes, gradient) if len(lifted) else np.zeros(0)
+            for i, j in lifted:
+                state = at_start[minor][i]
                 if whole:
                     found[i, j, 0:4] += table[state, whole[0], 0] + table[whole[0], state, 0]
                 else:
@@ -233,6 +236,7 @@ class _Pairs:
             self.places.append([known[place] for place in held])
             self.at_start.append(at[:starts])
             self.at_goal.append(at[starts:])
+        self.moving = [axis for axis in self.axes if len(self.places[axis]) > 1]  # on the others all lie alike
         letters = [np.array([LETTERS.index(_letter(place)) for place in held]) for held in self.places]
         ends = [[letters[axis][at] for at in self.at(axis)] for axis in self.axes]
         self.codes = [start * len(LETTERS) + goal for start, goal in ends]
@@ -243,9 +247,9 @@ class _Pairs:
         return self.at_start[axis][:, None], self.at_goal[axis][None, :]
 
     def several(self) -> Iterator[Unit]:
-        """All sets of two axes or more."""
-        for size in range(2, len(self.axes) + 1):
-            yield from combinations(self.axes, size)
+        """All sets of two axes or more on which something moves."""
+        for size in range(2, len(self.moving) + 1):
+            yield from combinations(self.moving, size)
 
     def alike(self, unit: Unit) -> np.ndarray:
         """Which pairs have the same sum to make over all axes of a unit, forward, backward or both."""

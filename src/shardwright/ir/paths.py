@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 
 def prefixes(path: str) -> Iterator[str]:
@@ -15,6 +16,7 @@ def is_inside(path: str, outer: str) -> bool:
     return path == outer or path.startswith(outer + ".")
 
 
+@lru_cache(maxsize=2**16)
 def layer_of(path: str) -> str:
     """The repeated layer that a module or a parameter is in: up to its first number; "" if it is in none."""
     return next((held for held in prefixes(path) if held.rpartition(".")[2].isdigit()), "")

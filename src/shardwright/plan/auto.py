@@ -127,9 +127,14 @@ def search(
     *,
     size: int | None = None,
     progress: Progress | None = None,
+    like: Frame | None = None,
 ) -> Found:
-    """The best plan for a graph on a cluster. Raises NothingFits where there is none."""
-    return _Search(facts, cluster, training, wishes or Wishes(), size, progress or (lambda what, best: None)).run()
+    """The best plan for a graph on a cluster. Raises NothingFits where there is none.
+
+    `like`: a frame of the same graph, of which what can be is used again.
+    """
+    told = progress or (lambda what, best: None)
+    return _Search(facts, cluster, training, wishes or Wishes(), size, told, like).run()
 
 
 class NothingFits(PlanError):
@@ -151,22 +156,23 @@ class _Search:
     """One search. What it learns on one mesh (`hints`, `reserve`) helps on the next."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: Training, wishes: Wishes, size: int | None, told: Progress
-    ) -> None:
+        self, facts: Analysis, cluster: Cluster, training: Training, wishes: Wishes, size: int | None, told: Progress,
+        like: Frame | None = None,
+    ) -> None:  # fmt: skip
         self.facts, self.cluster, self.training, self.wishes, self.progress = facts, cluster, training, wishes, told
         self.size, self.began = size, time.monotonic()
         self.constraints = with_memory(wishes.constraints, wishes.memory, cluster, training)
-        self.frame = self._frame(self.constraints)
+        self.frame = self._frame(self.constraints, like)
         self.limit = self.frame.limits.memory
         self.reserve = 0.0  # bytes that come and go, which sums of what is kept do not see
         self.hints: dict[bool, np.ndarray] = {}
         self.best: Looked | None = None
 
-    def _frame(self, constraints: Constraints) -> Frame:
+    def _frame(self, constraints: Constraints, like: Frame | None = None) -> Frame:
         wishes, limits = self.wishes, bind(constraints, self.facts)
         return Frame(
             self.facts, self.cluster, self.training, limits,
-            size=self.size, rows=wishes.data_only, recompute=wishes.recompute,
+            size=self.size, rows=wishes.data_only, recompute=wishes.recompute, like=like,
         )  # fmt: skip
 
     def late(self) -> bool:

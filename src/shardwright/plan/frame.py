@@ -35,18 +35,40 @@ class Frame:
         size: int | None = None,
         rows: bool = False,
         recompute: bool = True,
+        like: Frame | None = None,
     ) -> None:
+        """`like`: another frame of the graph, whose structure is taken if the limits allow for it."""
         self.facts, self.cluster, self.training, self.limits = facts, cluster, training, limits
         self.size, self.rows, self.recompute = size, rows, recompute
-        self.kinds = Kinds(facts, training, limits.said)
+        self._like = like if like is not None and self._is_like(like) else None
+        self._first: dict[int, Tables] = {}  # of each skeleton, for the steps in which others are solved
+
+    def _is_like(self, other: Frame) -> bool:
+        """Whether the kinds and the structure of another frame serve here: ops of a kind are asked the same."""
+        mine, others = self.limits, other.limits
+        if self.facts is not other.facts or (self.training, self.recompute) != (other.training, other.recompute):
+            return False
+        if any(getattr(mine, name) != getattr(others, name) for name in ("together", "most", "must", "never")):
+            return False
+        asked: dict[int, object] = {}
+        return all(
+            asked.setdefault(kind, mine.demands.get(name, ())) == mine.demands.get(name, ())
+            for name, kind in other.kinds.of.items()
+        )
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        return self._like.kinds if self._like is not None else Kinds(self.facts, self.training, self.limits.said)
 
     @cached_property
     def plain(self) -> Skeleton:
         """Nothing is recomputed but what has to be."""
-        return self._skeleton(free=False)
+        return self._like.plain if self._like is not None else self._skeleton(free=False)
 
     @cached_property
     def recomputing(self) -> Skeleton:
+        if self._like is not None:
+            return self._like.recomputing
         return self._skeleton(free=True) if self.recompute else self.plain
 
     @property
@@ -74,8 +96,9 @@ class Frame:
         """
         limits, kinds = self.limits, skeleton.kinds
         if like is not None:
-            ready = all(skeleton.layers.values())
-            return Tables(skeleton, like.spaces, like.storing, like.rows, like) if ready else None
+            if not all(skeleton.layers.values()):
+                return None
+            return self._made(Tables(skeleton, like.spaces, like.storing, like.rows, like, self._other(skeleton)))
         spaces = Spaces(
             kinds, Moves(candidate.mesh, self.cluster),
             data=candidate.data, demands=limits.demands, twins=skeleton.twins.values(),
@@ -83,7 +106,15 @@ class Frame:
         asked = {kinds.of[name] for name in (*limits.demands, *limits.together)}
         if not all(spaces.of(kind).size for kind in asked) or not all(skeleton.layers.values()):
             return None
-        return Tables(skeleton, spaces, Storing(spaces, most=limits.most), candidate.data if self.rows else ())
+        rows, storing = candidate.data if self.rows else (), Storing(spaces, most=limits.most)
+        return self._made(Tables(skeleton, spaces, storing, rows, other=self._other(skeleton)))
+
+    def _other(self, skeleton: Skeleton) -> Tables | None:
+        return self._first.get(id(skeleton))
+
+    def _made(self, tables: Tables) -> Tables:
+        self._first.setdefault(id(tables.skeleton), tables)
+        return tables
 
     def least_memory(self, enough: float = -math.inf) -> float:
         """Bytes that a device needs at least, whatever the mesh; no search for less than `enough`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -23,7 +23,7 @@ from ..cost import call_of
 from ..cost.keeps import kept_bytes
 from ..cost.moves import Moves
 from ..cost.resources import COUNT, Resource
-from ..cost.sends import algorithm_sends
+from ..cost.sends import Send, algorithm_sends
 from ..cost.time import op_time
 from ..errors import PlanError
 from ..ir import Op
@@ -61,6 +61,10 @@ class Space:
         return Space(choices=tuple(choices), inputs=inputs, outputs=outputs, used=self.used[at])
 
 
+Measured = tuple[Space, tuple[tuple[Send, ...], ...]]
+"""A space without what ops send by themselves, and that, in each state."""
+
+
 class Spaces:
     """The spaces of all kinds of ops of a graph on one mesh."""
 
@@ -75,6 +79,7 @@ class Spaces:
         free: Collection[str] = (),
         demands: Mapping[str, Sequence[Demand]] | None = None,
         twins: Iterable[Iterable[int]] = (),
+        like: Spaces | None = None,
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
@@ -83,6 +88,7 @@ class Spaces:
         `allowed`: for some ops on some axes the choices that are looked at, if there are such ("" is whole).
         `demands`: what people ask of some ops; a space may come out empty. What is said of ops in these three has
         to be known to `kinds` too. `twins`: kinds that have the choices that all of them have, in the same order.
+        `like`: spaces that differ in nothing but where in the cluster the mesh lies.
         """
         self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
@@ -91,6 +97,7 @@ class Spaces:
         self.demands = demands or {}
         self.twins = {kind: held for held in map(tuple, twins) for kind in held}
         self._known: dict[int, Space] = {}
+        self._measured: dict[str, Measured] = like._measured if like is not None else {}
 
     def of(self, kind: int) -> Space:
         if kind not in self._known:
@@ -134,6 +141,20 @@ class Spaces:
             )
 
     def _make(self, op: Op) -> Space:
+        if op.name not in self._measured:
+            self._measured[op.name] = self._measure(op)
+        space, sends = self._measured[op.name]
+        if not any(sends):
+            return space
+        used = space.used.copy()
+        for state, sent in enumerate(sends):
+            for kind, bytes, axes, when in sent:
+                at = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
+                used[state, at] += self.moves.waited(kind, bytes, axes)
+        return replace(space, used=used)
+
+    def _measure(self, op: Op) -> Measured:
+        """The space of an op without what it sends, and that."""
         signature = self.facts.signatures[op.name]
         choices: list[Mapping[str, str]] = []
         found: list[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = []
@@ -149,26 +170,25 @@ class Spaces:
                 seen.add(layouts)
                 choices.append(choice)
                 found.append(layouts)
-        used = np.zeros((len(choices), COUNT))
+        used, sends = np.zeros((len(choices), COUNT)), []
         for state, choice in enumerate(choices):
             call = call_of(signature, choice, self.mesh, self.training)
             time = op_time(call, self.moves.device)
             used[state, Resource.COMPUTE_FORWARD] = time.forward
             used[state, Resource.COMPUTE_BACKWARD] = time.backward if self.backward else 0.0
-            for kind, bytes, axes, when in algorithm_sends(signature, choice, self.mesh, self.training):
-                if when == "forward" or self.backward:
-                    sent = Resource.SEND_FORWARD if when == "forward" else Resource.SEND_BACKWARD
-                    used[state, sent] += self.moves.waited(kind, bytes, axes)
+            every = algorithm_sends(signature, choice, self.mesh, self.training)
+            sends.append(tuple(sent for sent in every if sent.when == "forward" or self.backward))
             if self.backward:
                 _, outputs, beside = kept_bytes(call, signature)
                 own = sum(held.bytes for held, kept in zip(call.outputs, outputs, strict=True) if kept)
                 used[state, Resource.KEPT] = beside + own
-        return Space(
+        space = Space(
             choices=tuple(choices),
             inputs=tuple(tuple(held[0][at] for held in found) for at in range(len(op.inputs))),
             outputs=tuple(tuple(held[1][at] for held in found) for at in range(len(op.outputs))),
             used=used,
         )
+        return space, tuple(sends)
 
     def _choices(self, op: Op, signature: Signature) -> Iterable[Mapping[str, str]]:
         if self.fixed is not None:

@@ -32,20 +32,27 @@ class Tables:
         storing: Storing,
         rows: tuple[str, ...] = (),
         like: Tables | None = None,
+        other: Tables | None = None,
     ) -> None:
-        """`like`: tables of another skeleton with the same spaces, whose prices can be used again."""
+        """`like`: tables of another skeleton with the same spaces, whose prices can be used again.
+
+        `other`: tables of the same skeleton with other spaces, whose problem is solved in the same steps.
+        """
         self.skeleton, self.spaces, self.storing, self.rows = skeleton, spaces, storing, rows
         self.facts, self.graph = skeleton.facts, skeleton.graph
         self.moves, self.training, self.mesh = spaces.moves, spaces.training, spaces.mesh
         self._unique: dict[int, tuple[Layouts, np.ndarray]] = like._unique if like else {}
         self._prices: dict[tuple[object, ...], np.ndarray] = like._prices if like else {}
         self._leaving: dict[int, Layouts] = like._leaving if like else {}
-        self._forms: dict[int, tuple[Layout, ...]] = like._forms if like else {}
+        self._forms: dict[int, np.ndarray] = like._forms if like else {}
+        self._numbers: dict[Layout, int] = like._numbers if like else {}
+        self._elements: dict[tuple[int, tuple[int, ...]], np.ndarray] = like._elements if like else {}
         self._same: dict[Layouts, Layouts] = like._same if like else {}  # each once
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
-        self.homes = [self._home(number) for number in range(len(skeleton.home_firsts))]
+        self.homes = homes_of(skeleton, spaces, storing)
         self.arrays = [self._fill(table) for table in skeleton.tables]
+        self._other = other if other is not None and self.is_plain and other.is_plain else None
 
     @cached_property
     def factors(self) -> tuple[Factor, ...]:
@@ -78,19 +85,15 @@ class Tables:
         found = tuple(dict.fromkeys(layout for end in ends for layout in self._distinct(self.layouts(end))[0]))
         return self._same.setdefault(found, found)
 
-    def _home(self, number: int) -> Homes:
-        parameter = self.skeleton.home_firsts[number]
-        users = [(user, at) for user, at in self.graph.users[parameter.value] if user.name in self.skeleton.ops]
-        asked = [self.spaces.of(self.skeleton.kinds.of[user.name]).inputs[at] for user, at in users]
-        return self.storing.homes(parameter, asked, self.skeleton.units[parameter.key])
-
     def _fill(self, table: Table) -> np.ndarray:
         if isinstance(table, OpTable):
             used = self.spaces.of(table.kind).used
-            plain = _again(used) if table.again else used
             if not table.region:
-                return plain
-            return np.stack([_again(used) if at >= 0 else plain for at in table.region], axis=1)
+                return _again(used) if table.again else used
+            again = _again(used)
+            both = np.stack([again if table.again else used, again], axis=1)
+            found: np.ndarray = both[:, [int(at >= 0) for at in table.region]]
+            return found
         if isinstance(table, EdgeTable):
             return self._edge(table)
         if isinstance(table, HomeTable):
@@ -103,10 +106,9 @@ class Tables:
         """[state, state, (way to recompute,) resource]"""
         found = self._price(table, table.kept)
         if table.ways:
-            without = found.copy()
-            without[..., Resource.KEPT] = 0.0
-            kinds = {"plain": found, "enters": self._price(table, True), "again": _again(without)}
-            found = np.stack([kinds[way] for way in table.ways], axis=2)
+            again, enters = _again(found), found if table.kept else self._price(table, True)
+            every = np.stack([found, enters, again], axis=2)
+            found = every[:, :, [("plain", "enters", "again").index(way) for way in table.ways]]
         if table.same:
             found = found[np.arange(len(found)), np.arange(len(found))]
         return found[:, 0] if table.goal.what == "leaving" else found
@@ -121,22 +123,35 @@ class Tables:
         key = (id(starts), id(goals), bytes, value.shape, value.gradient, kept, table.held, readers)
         if key not in self._prices:
             found = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
-            local = np.array([item * local_elements(value.shape, goal, self.mesh) for goal in goals])
+            local = item * self._local(value.shape, goals)
             if readers > 1 and value.gradient and self.spaces.backward:
                 joined = [join_time(size, readers, self.moves.device) for size in local.tolist()]
                 found[..., Resource.COMPUTE_BACKWARD] += joined
             if kept and self.spaces.backward:
-                new = np.array([[not table.held or a != b for b in self._formed(goals)] for a in self._formed(starts)])
+                a, b = self._formed(starts), self._formed(goals)
+                new = (a[:, None] != b[None, :]) | (not table.held)
                 found[..., Resource.KEPT] += np.where(new, local[None, :], 0.0)
             self._prices[key] = found
         spread: np.ndarray = self._prices[key][from_state[:, None], to_state[None, :]]
         return spread
 
-    def _formed(self, layouts: Layouts) -> Layouts:
-        """Layouts without what they say of gradients: two that are equal then are one tensor."""
+    def _formed(self, layouts: Layouts) -> np.ndarray:
+        """Numbers of layouts without what they say of gradients: two that are equal then are one tensor."""
         if id(layouts) not in self._forms:
-            self._forms[id(layouts)] = tuple(forget_gradient(layout) for layout in layouts)
+            self._forms[id(layouts)] = self._numbered([forget_gradient(layout) for layout in layouts])
         return self._forms[id(layouts)]
+
+    def _numbered(self, layouts: Sequence[Layout]) -> np.ndarray:
+        """A number for each layout, the same for those that are equal."""
+        numbers = self._numbers
+        return np.array([numbers.setdefault(layout, len(numbers)) for layout in layouts], dtype=np.intp)
+
+    def _local(self, shape: tuple[int, ...], layouts: Layouts) -> np.ndarray:
+        """How many elements of a value a device has in each layout."""
+        key = (id(layouts), shape)
+        if key not in self._elements:
+            self._elements[key] = np.array([local_elements(shape, layout, self.mesh) for layout in layouts])
+        return self._elements[key]
 
     def _distinct(self, layouts: Layouts) -> tuple[Layouts, np.ndarray]:
         found = self._unique.get(id(layouts))
@@ -155,17 +170,22 @@ class Tables:
         goals, to_state = self._distinct(layouts)
         if homes.alone:
             found = np.zeros((len(starts), len(goals), COUNT))
-            found[..., 0] = [[0.0 if start == goal else np.inf for goal in goals] for start in starts]
+            same = self._numbered(starts)[:, None] == self._numbered(goals)[None, :]
+            found[..., 0] = np.where(same, 0.0, np.inf)
         else:
             bytes = value.elements * self.training.item(value)
             found = self.moves.prices(starts, goals, bytes, value.gradient and self.spaces.backward)
-            found[..., 0] += [[np.inf if self._unsummed(s, g) else 0.0 for g in goals] for s in starts]
+            found[..., 0] += np.where(self._unsummed(starts, goals), np.inf, 0.0)
         spread: np.ndarray = found[from_state[:, None], to_state[None, :]]
         return spread
 
-    def _unsummed(self, home: Layout, use: Layout) -> bool:
-        """Whether a use hands back parts of a gradient that the home does not sum."""
-        return any(use.placement(axis) == FANNED and home.placement(axis) == WHOLE for axis in self.mesh.names)
+    def _unsummed(self, homes: Layouts, uses: Layouts) -> np.ndarray:
+        """[home, use]: whether a use hands back parts of a gradient that the home does not sum."""
+        axes = self.mesh.names
+        whole = np.array([[home.placement(axis) == WHOLE for axis in axes] for home in homes], dtype=bool)
+        fanned = np.array([[use.placement(axis) == FANNED for axis in axes] for use in uses], dtype=bool)
+        found: np.ndarray = (whole[:, None, :] & fanned[None, :, :]).any(axis=-1)
+        return found
 
     # -- as a problem ----------------------------------------------------------------------
 
@@ -181,7 +201,13 @@ class Tables:
             blocks=self.blocks,
             phases=phases(self.moves.cluster.overlap, self.training.accumulate),
             memory=memory(),
+            like=self._other._unlimited if self._other is not None else None,
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every table is an array of its own, and none stands for several."""
+        return not self.skeleton.together and len({id(array) for array in self.arrays}) == len(self.arrays)
 
     def peak(
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
@@ -206,6 +232,16 @@ class Tables:
     def recompute(self, states: Sequence[int]) -> tuple[str, ...]:
         layers, recomputed = self.skeleton.layers, self.skeleton.recomputed
         return tuple(path for held, at in recomputed.items() for path in sorted(layers[held][states[at]]))
+
+
+def homes_of(skeleton: Skeleton, spaces: Spaces, storing: Storing) -> list[Homes]:
+    """The homes of each kind of parameter."""
+    found = []
+    for parameter in skeleton.home_firsts:
+        users = [(user, at) for user, at in skeleton.graph.users[parameter.value] if user.name in skeleton.ops]
+        asked = [spaces.of(skeleton.kinds.of[user.name]).inputs[at] for user, at in users]
+        found.append(storing.homes(parameter, asked, skeleton.units[parameter.key]))
+    return found
 
 
 def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:

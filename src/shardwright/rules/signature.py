@@ -114,8 +114,11 @@ class Signature:
 
     def _dim_of(self, bound: Bound, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
-        places = (bound.dim_of(name) for name in (label, *self._beside.get(label, ())))
-        return next((at for at in places if at is not None), None)
+        key = (bound.dims, label)
+        if key not in self.known:
+            names = (label, *self._beside.get(label, ()))
+            self.known[key] = next((at for at in map(bound.dim_of, names) if at is not None), None)
+        return cast("int | None", self.known[key])
 
     @cached_property
     def _beside(self) -> dict[str, tuple[str, ...]]:
@@ -143,9 +146,9 @@ class Signature:
 
     def layouts(self, choice: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of all inputs and of all outputs under a choice {axis: role}."""
-        key = tuple((axis, choice[axis.name]) for axis in mesh.axes if axis.name in choice)
+        key = tuple((axis.name, axis.size, choice[axis.name]) for axis in mesh.axes if axis.name in choice)
         if key not in self.known:
-            self.known[key] = self._layouts({axis.name: role for axis, role in key}, mesh)
+            self.known[key] = self._layouts({name: role for name, _, role in key}, mesh)
         return cast("tuple[tuple[Layout, ...], tuple[Layout, ...]]", self.known[key])
 
     def is_like(self, other: Signature) -> None:
@@ -153,12 +156,11 @@ class Signature:
         object.__setattr__(self, "known", other.known)
 
     def _layouts(self, picked: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        values = self.facts.graph.values
-        inputs = tuple(self._layout(bound, picked, mesh, True, values[bound.value].gradient) for bound in self.inputs)
-        outputs = tuple(
-            self._layout(bound, picked, mesh, False, values[bound.value].gradient) for bound in self.outputs
-        )
-        return inputs, outputs
+        values, once = self.facts.graph.values, self.facts.once
+        bounds = (*((held, True) for held in self.inputs), *((held, False) for held in self.outputs))
+        made = [self._layout(held, picked, mesh, given, values[held.value].gradient) for held, given in bounds]
+        found = tuple(once.setdefault(layout, layout) for layout in made)
+        return found[: len(self.inputs)], found[len(self.inputs) :]
 
     def _layout(self, bound: Bound, choice: Mapping[str, str], mesh: Mesh, is_input: bool, gradient: bool) -> Layout:
         if not choice:
@@ -223,6 +225,7 @@ class Analysis:
     signatures: dict[str, Signature]
     batch_dim: Dim
     constants: frozenset[str]
+    once: dict[Layout, Layout] = field(default_factory=dict, repr=False, compare=False)  # equal layouts are one
 
     @cached_property
     def batch(self) -> frozenset[int]:

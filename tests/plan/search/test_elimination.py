@@ -45,6 +45,7 @@ def test_equal_layers_give_what_trying_everything_gives(problem):
 def test_tables_are_looked_at_in_chunks(problem, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)
+        patch.setattr(module, "FEW_CELLS", 0)
         check(problem)
 
 
@@ -119,3 +120,28 @@ def test_another_limit_changes_nothing_of_the_steps():
     assert short.limit == 5.0 and problem.limit == math.inf
     assert eliminate(short) is eliminate(problem) is eliminate(short.within(7.0))
     assert eliminate(dataclasses.replace(short, factors=problem.factors)) is not eliminate(problem)
+
+
+@pytest.mark.parametrize("states", [2, 3, 5])
+def test_an_order_serves_tables_of_other_sizes(states):
+    first, other = (repeat(np.random.default_rng(size), 4, 3, size) for size in (3, states))
+    like = dataclasses.replace(other, like=first)
+    own = eliminate(other).run(WEIGHTS)
+    steps = eliminate(first).steps
+
+    found = eliminate(like)
+
+    assert len(found.steps) == len(steps)
+    assert found.run(WEIGHTS).value == pytest.approx(own.value)
+    assert like.point(found.run(WEIGHTS).walk()).time == pytest.approx(own.value)
+
+
+def test_an_order_that_is_much_worse_is_not_taken(monkeypatch):
+    first, other = (repeat(np.random.default_rng(size), 4, 3, size) for size in (2, 5))
+    eliminate(first)
+    monkeypatch.setattr(module, "LITTLE_WORK", 0)
+    monkeypatch.setattr(module, "MUCH_MORE", 0)
+
+    found = eliminate(dataclasses.replace(other, like=first))
+
+    assert found.work == eliminate(other).work

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...schedule import kind_named
 from .blocks import Blocks
-from .fronts import Fronts
+from .bounds import SCHEDULES, bound_of
+from .fronts import Alike, Fronts
 from .seats import Seat, rows_of_seats, seated
 from .setup import Setup
-
-SCHEDULES = {
-    "1f1b": 1.0, "zb": 1 / 3, "interleaved": 1 / 2, "interleaved:3": 1 / 3, "interleaved:4": 1 / 4, "zbv": 1 / 6
-}  # fmt: skip
-"""The schedules that are looked at, and how much of the other stages' time a microbatch waits for, at best."""
 
 MOST_COUNTS = 8
 """Numbers of microbatches that are looked at on some seats."""
@@ -23,13 +19,31 @@ MOST_COUNTS = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Candidate:
-    """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds, which is rough until `sure`."""
+    """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds, which is rough until `sure`.
+
+    alike     the numbers of the seats of each kind
+    within    the bound knows of the memory
+    """
 
     bound: float
     seats: tuple[Seat, ...]
+    alike: Alike
     microbatches: int
     schedule: str
+    within: bool = False
     sure: bool = False
+
+
+def for_each(
+    seats: Sequence[Seat], alike: Alike, measure: Callable[[Seat, int], float], microbatches: int
+) -> list[float]:
+    """A number for each seat, asked once for those of a kind."""
+    found = [0.0] * len(seats)
+    for numbers in alike:
+        value = measure(seats[numbers[0]], microbatches)
+        for number in numbers:
+            found[number] = value
+    return found
 
 
 class Candidates:
@@ -52,16 +66,28 @@ class Candidates:
                 return
 
     def _on(self, seats: tuple[Seat, ...]) -> Iterator[Candidate]:
+        alike = self.fronts.alike(seats)
         for microbatches in self.counts(seats):
-            alone = [self.fronts.rough(seat, microbatches) for seat in seats]
+            alone = for_each(seats, alike, self.fronts.rough, microbatches)
+            after = for_each(seats, alike, self.fronts.after, microbatches)
             for schedule in self._schedules(len(seats), microbatches):
-                yield Candidate(bound_of(alone, microbatches, schedule), seats, microbatches, schedule)
+                bound = bound_of(alone, microbatches, schedule, after)
+                yield Candidate(bound, seats, alike, microbatches, schedule)
+
+    def by_now(self, candidate: Candidate) -> Candidate:
+        """The same with what is known by now of larger microbatches."""
+        return self._bounded(candidate, self.fronts.rough)
 
     def sure(self, candidate: Candidate) -> Candidate:
         """The same with a bound of its own size of microbatches."""
-        alone = [self.fronts.quick(seat, candidate.microbatches) for seat in candidate.seats]
-        bound = bound_of(alone, candidate.microbatches, candidate.schedule)
-        return replace(candidate, bound=max(bound, candidate.bound), sure=True)
+        return replace(self._bounded(candidate, self.fronts.quick), sure=True)
+
+    def _bounded(self, candidate: Candidate, measure: Callable[[Seat, int], float]) -> Candidate:
+        seats, alike, microbatches = candidate.seats, candidate.alike, candidate.microbatches
+        alone = for_each(seats, alike, measure, microbatches)
+        after = for_each(seats, alike, self.fronts.after, microbatches)
+        bound = bound_of(alone, microbatches, candidate.schedule, after)
+        return replace(candidate, bound=max(bound, candidate.bound))
 
     def _has_axes(self, seat: Seat) -> bool:
         """Whether a seat has the axes that people name, in their sizes."""
@@ -99,19 +125,3 @@ class Candidates:
         wanted = [len(seats) * 2.0**power for power in range(-1, MOST_COUNTS - 2)]
         near = {min(fitting, key=lambda count: abs(math.log(count / wish))) for wish in wanted}
         return sorted({*near, fitting[-1]})
-
-
-def fill_of(schedule: str) -> float:
-    """How much of the other stages' time a microbatch waits for, at best."""
-    return SCHEDULES.get(schedule, 1.0)
-
-
-def bound_of(alone: Sequence[float], microbatches: int, schedule: str) -> float:
-    """Seconds of a step at least, from those that a microbatch takes on each seat alone.
-
-    All seats are busy with their shares; and a part of one microbatch passes from seat to seat while others wait.
-    """
-    if math.inf in alone:
-        return math.inf
-    together, fill = 1.0 / sum(1.0 / seconds for seconds in alone), fill_of(schedule)
-    return together * (microbatches - fill) + min(alone) * fill

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from ..search.elimination import Elimination
 from ..skeleton import OpTable
 from ..tables import Tables
 from .blocks import Blocks, Where
+from .bounds import Priced
+from .parameters import Parameters
 from .solver import Solver
 from .timed import NEVER
 
@@ -28,6 +31,12 @@ WEIGHT, QUEUED = COUNT, COUNT + 1
 """Columns beside the resources: seconds of weights' gradients in backward, and bytes that wait for them."""
 
 COLUMNS = COUNT + 2
+
+BUSY = ("compute_forward", "compute_backward", "send_forward", "send_backward")
+"""What ops and conversions take; of these parameters take little, and nobody else takes the rest."""
+
+BETWEEN = 4
+"""Steps from one price of memory at which something was solved to the next; bounds are asked at all of them."""
 
 DEPTH = 2
 """How often the gap between two ways is halved."""
@@ -85,6 +94,7 @@ class Front:
         self.plain, self._make_again, self.where, self.solver, self.microbatches = plain, again, where, solver, times
         self.overlap = plain.moves.cluster.overlap
         self.time = np.sum([forms[0] for forms in phases(self.overlap, times)], axis=0)
+        self._busy = self.time * sum(row(**{name: 1.0}) for name in BUSY)
         self._ways: dict[float, list[Way]] = {}
         self._extra: dict[int, np.ndarray] = {}
         self._eliminations: dict[int, Elimination | None] = {}
@@ -105,12 +115,10 @@ class Front:
 
     @cached_property
     def least(self) -> float:
-        """Seconds of a microbatch in all blocks, at least; without what is done once a step."""
+        """Seconds of a microbatch in all blocks, at least, of ops and conversions alone."""
         if self.fastest is None:
             return math.inf
-        used = self.fastest.total[:COUNT].copy()
-        used[Resource.UPDATE] = 0.0
-        return float(self.time @ used) / self.microbatches
+        return float(self._busy @ self.fastest.total[:COUNT]) / self.microbatches - self._added
 
     def ways(self, flight: float) -> list[Way]:
         """The ways worth having if `flight` microbatches are kept at once, the fastest first."""
@@ -126,23 +134,73 @@ class Front:
             self._ways[flight] = _undominated(found, self.time, weights)
         return self._ways[flight]
 
-    def least_within(self, flight: float, room: float) -> float:
-        """Seconds of a microbatch in all blocks, at least, if together they keep within so many bytes."""
-        if self.fastest is None:
-            return math.inf
+    def tight(self, times: float, flight: float, room: float) -> Priced:
+        """About what a step takes at least if all blocks are on one seat, at some prices of memory.
+
+        `times`: microbatches, with those that are waited for; `flight`: those that are kept at once. Where the fastest
+        way has room enough it is all that there is.
+        """
+        assert self.fastest is not None
         weights = memory() + (flight - 1.0) * row(kept=1.0)
-        if float(weights @ self.fastest.total[:COUNT]) <= room:
-            return self.least
-        best, more = math.inf, None
-        for way in self.ways(flight):
+
+        def point(way: Way) -> tuple[float, float]:
             used = way.total[:COUNT]
-            point = float(self.time @ used - used[Resource.UPDATE]) / self.microbatches, float(weights @ used)
-            if point[1] <= room:
-                share = 0.0 if more is None else (more[1] - room) / (more[1] - point[1])
-                best = min(best, point[0] if more is None else more[0] + share * (point[0] - more[0]))
-            else:
-                more = point
-        return best
+            once = float(used[Resource.UPDATE])
+            return (float(self.time @ used) - once) * times / self.microbatches + once, float(weights @ used)
+
+        first = point(self.fastest)
+        if first[1] <= room:
+            return Priced(np.zeros(1), np.array(first[:1]))
+        points = [point(way) for way in self.ways(flight)]
+        found = [(0.0, first[0])]
+        for (fast, more), (slow, less) in pairwise(points):
+            if slow > fast and less < more:
+                price = (slow - fast) / (more - less)
+                found.append((price, slow + price * less))
+        prices, least = np.array(found).T
+        return Priced(prices, least, points[-1][1])
+
+    @cached_property
+    def floor(self) -> Priced | None:
+        """What a microbatch takes at least in ops and conversions, at some prices of what it keeps.
+
+        Unlike what is made of `ways` it is a bound: nothing is less at its price, whatever is recomputed. None if the
+        graph is too wide to be solved with layers that may be.
+        """
+        busy, kept, tables = self._busy / self.microbatches, row(kept=1.0), self.again or self.plain
+        prices: dict[float, float] = {}
+
+        def point(way: Way) -> tuple[float, float]:
+            return float(busy @ way.total[:COUNT]), float(way.total[Resource.KEPT])
+
+        def solved(price: float) -> tuple[float, float]:
+            way = self._solve(tables, busy + price * kept)
+            assert way is not None, "what can be done at one price can be done at all"
+            found = point(way)
+            prices[price] = found[0] + price * found[1]
+            return found
+
+        def between(fast: tuple[float, float], lean: tuple[float, float], depth: int) -> None:
+            if depth > 0 and fast[1] > lean[1] * (1 + 1e-6) and fast[0] < lean[0]:
+                price = (lean[0] - fast[0]) / (fast[1] - lean[1])
+                found = solved(price)
+                between(fast, found, depth - 1)
+                between(found, lean, depth - 1)
+
+        leanest = self._solve(tables, kept + 1e-12 * busy)
+        if leanest is None:
+            return None
+        between(solved(0.0), point(leanest), DEPTH)
+        every = np.array(sorted(prices.items()))
+        more = np.interp(np.arange(0, len(every), 1 / BETWEEN), np.arange(len(every)), every[:, 0])
+        least = np.interp(more, every[:, 0], every[:, 1])  # the least bends down, so that between two it is more
+        return Priced(more, least - self._added, point(leanest)[1])
+
+    @cached_property
+    def _added(self) -> float:
+        """Seconds that parameters add to the kernels of a microbatch, at most."""
+        held = Parameters(self.plain.skeleton, self.plain.homes, self.overlap)
+        return held.most(self._busy) / self.microbatches
 
     def _between(self, fast: Way, lean: Way, weights: np.ndarray, depth: int = DEPTH) -> list[Way]:
         """Ways on the lower hull of time and memory, by halving."""

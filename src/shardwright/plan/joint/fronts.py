@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ...cluster import Device
+import numpy as np
+
+from ...cost.resources import Resource
 from ..tables import Tables
 from .blocks import Blocks, Where
+from .bounds import Priced
 from .front import Front, Way
 from .seats import Seat
 from .setup import Setup
 from .solver import Solver
 from .stage import Sums, sums_of
 from .timed import Timed
+
+Alike = tuple[tuple[int, ...], ...]
+"""Numbers of things that are alike, for each kind."""
+
+COARSE = (1, 16, 64, 256, 1024)
+"""Numbers of parts of a batch from which bounds of those with more parts are made."""
 
 
 class Fronts:
@@ -23,19 +33,26 @@ class Fronts:
         self.setup, self.blocks, self.cluster = setup, blocks, setup.cluster
         self.timed = Timed(
             setup.facts, setup.cluster, setup.training, setup.limits, setup.names,
-            recompute=setup.recompute, local=setup.local,
+            recompute=setup.recompute, local=setup.local, like=setup.frame,
         )  # fmt: skip
         self.where: dict[bool, Where] = {}
         self._solver = Solver()
         self._fronts: dict[tuple[object, ...], Front | None] = {}
-        self._quick: dict[tuple[object, ...], float] = {}
-        self._kinds: dict[Seat, tuple[object, ...]] = {}
+        self._quick: dict[tuple[int, int, int], float] = {}
+        self._known: dict[tuple[int, int], dict[int, float]] = {}  # the same for each group and inner axis
+        self._scales = [group.node.device.scales for group in self.cluster.groups]
+        self._after: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[int, int], Sums] = {}
 
     def kind(self, seat: Seat) -> tuple[object, ...]:
-        if seat not in self._kinds:
-            self._kinds[seat] = seat.kind(self.cluster)
-        return self._kinds[seat]
+        return self.timed.kinds.of(seat)
+
+    def alike(self, seats: Sequence[Seat]) -> Alike:
+        """The numbers of the seats of each kind."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for number, seat in enumerate(seats):
+            found.setdefault(self.kind(seat), []).append(number)
+        return tuple(map(tuple, found.values()))
 
     def of(self, seat: Seat, microbatches: int) -> Front | None:
         """None if some op can't be split as a seat asks for."""
@@ -58,24 +75,63 @@ class Fronts:
         return Front(plain, again, self.where, self._solver, microbatches)
 
     def quick(self, seat: Seat, microbatches: int) -> float:
-        """Seconds of a microbatch if all blocks were on this seat, at least; what is done once a step is left out."""
+        """Seconds of a microbatch if all blocks were on this seat, at least, of ops and conversions alone."""
         key = self._key(seat, microbatches)
         if key not in self._quick:
             front = self.of(seat, microbatches)
             self._quick[key] = math.inf if front is None else front.least
+            self._known.setdefault((key[0], key[2]), {})[key[1]] = self._quick[key]
         return self._quick[key]
 
-    def _key(self, seat: Seat, microbatches: int) -> tuple[Device, int, int]:
-        """What decides how long a microbatch takes: the device, parts of the batch, devices of the inner axis."""
-        return self.cluster.device(seat.devices[0]), seat.data * self.setup.parts(microbatches), seat.inner
+    def _key(self, seat: Seat, microbatches: int) -> tuple[int, int, int]:
+        """What decides how long a microbatch takes: the group of devices, parts of the batch, the inner axis."""
+        return self.cluster.node_of(seat.devices[0])[0], seat.data * self.setup.parts(microbatches), seat.inner
 
     def rough(self, seat: Seat, microbatches: int) -> float:
-        """The same from below, as a part of what the whole batch takes at once; exact where that says nothing."""
-        device, parts, _ = key = self._key(seat, microbatches)
-        if key in self._quick or not device.scales:
+        """The same from below, from what larger parts of the batch take; exact where that says nothing."""
+        group, parts, inner = key = self._key(seat, microbatches)
+        if key in self._quick or not self._scales[group]:
             return self.quick(seat, microbatches)
-        whole = self.quick(replace(seat, devices=seat.devices[: seat.inner], data=1), 1)
-        return whole / parts if whole < math.inf else self.quick(seat, microbatches)
+        if self._coarse(seat, 1) is None:
+            return self.quick(seat, microbatches)
+        return max(
+            seconds * larger / parts
+            for larger, seconds in self._known[group, inner].items()
+            if parts % larger == 0 and seconds < math.inf
+        )
+
+    def _coarse(self, seat: Seat, parts: int) -> Front | None:
+        """The front of the inner axis alone with the batch in so many parts, if there is one."""
+        one = replace(seat, devices=seat.devices[: seat.inner], data=1)
+        return self.of(one, parts) if self.quick(one, parts) < math.inf else None
+
+    def fits(self, seat: Seat, microbatches: int, flight: float, room: float) -> bool:
+        """Whether the fastest of all has room, if all blocks are on this seat: then bounds need not know of memory."""
+        whole = self._coarse(seat, 1)
+        if whole is None or whole.fastest is None:
+            return False
+        kept = float(whole.fastest.total[Resource.KEPT]) / seat.data / self.setup.parts(microbatches)
+        return flight * kept + self.timed.parameters(seat, microbatches).fast_stored(microbatches) <= room
+
+    def floor(self, seat: Seat, microbatches: int, times: float, flight: float) -> Priced | None:
+        """About `Front.tight` from below, as parts of what larger parts take; None where that says nothing."""
+        parts = seat.data * self.setup.parts(microbatches)
+        larger = 1 if self.setup.local else max(at for at in COARSE if parts % at == 0)
+        whole = self._coarse(seat, larger) if self._scales[self._key(seat, 1)[0]] else None
+        floor = whole.floor if whole is not None else None
+        if floor is None:
+            return None
+        held, share = self.timed.parameters(seat, microbatches), larger / parts
+        prices = floor.prices * times / flight
+        least = times * share * floor.least + held.least_at(prices, microbatches)
+        return Priced(prices, least, flight * share * floor.bytes + held.stored)
+
+    def after(self, seat: Seat, microbatches: int) -> float:
+        """Seconds of a step that parameters take by themselves, at least, if all are on this seat."""
+        key = (self.kind(seat), microbatches)
+        if key not in self._after:
+            self._after[key] = float(self.timed.parameters(seat, microbatches).least_at(np.zeros(1), microbatches)[0])
+        return self._after[key]
 
     def sums(self, front: Front, way: Way, width: int) -> Sums:
         key = (id(way), width)

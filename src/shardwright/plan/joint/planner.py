@@ -17,6 +17,7 @@ from ...cost import Memory, Training
 from ...rules import Analysis
 from ..auto import Found, NothingFits, Progress, Wishes
 from ..auto import search as search_flat
+from ..frame import Frame
 from ..limits import bind
 from ..plan import Plan
 from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
@@ -152,10 +153,11 @@ def find(
     limits = bind(wishes.constraints, facts)
     asked = asked_of(limits, wishes)
     only = needs_pipeline(asked, limits)
+    frame = Frame(facts, cluster, training, limits, recompute=wishes.recompute)
     flat: Found | None = None
     fault: NothingFits | None = None
     try:
-        flat = None if only else search_flat(facts, cluster, training, wishes, size=size, progress=progress)
+        flat = None if only else search_flat(facts, cluster, training, wishes, size=size, progress=progress, like=frame)
     except NothingFits as error:
         fault = error
     trained = facts.graph.entry.startswith("train")
@@ -179,6 +181,7 @@ def find(
         local=wishes.local,
         names=axes_of(limits),
         asked=asked,
+        frame=frame,
         slack=wishes.slack,
         upper=upper,
         stop=late,

@@ -11,8 +11,8 @@ One stage with several microbatches is a pipeline too: gradients are added up wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -23,7 +23,8 @@ from ...rules import Analysis
 from ...schedule import kind_named
 from ..segments import Line
 from .blocks import Blocks
-from .candidates import Candidate, Candidates, fill_of
+from .bounds import Priced, fill_of, load_of, together, waiting
+from .candidates import Candidate, Candidates, for_each
 from .cuts import cut_line
 from .front import Way
 from .fronts import Fronts
@@ -32,6 +33,12 @@ from .setup import Setup
 from .stage import Choice, Stage
 from .timed import fault_of_time
 from .trial import Mix, Trial, flights, run_of
+
+Prices = Callable[[Seat, float, float, float], Priced | None]
+"""For a seat, times of a microbatch, microbatches in flight and bytes that there are: what is least at some prices."""
+
+DIVES = 2
+"""Candidates that are tried as soon as their bound is sure, so that there is soon a time to stay below."""
 
 KEPT_TRIALS = 40
 """Trials of which the next best are told."""
@@ -91,9 +98,10 @@ class Search:
                 stopped = True
                 break
             if not candidate.sure:
-                candidate = self.candidates.sure(candidate)
-                heappush(waiting, (candidate.bound, number, candidate))
-                continue
+                candidate = self.closer(candidate)
+                if not candidate.sure or looked >= DIVES or candidate.bound >= self.upper:
+                    heappush(waiting, (candidate.bound, number, candidate))
+                    continue
             looked += 1
             trial = self.tried(candidate)
             if trial is not None:
@@ -122,7 +130,7 @@ class Search:
         kind = kind_named(schedule)
         holders = [seat for (seat,) in kind.holders(len(seats))]
         flight = flights(schedule, len(seats), microbatches)
-        if self.tight(candidate, flight, kind.segments) >= self.upper:
+        if self.tight(candidate) >= self.upper:
             return None
         width = self.width(len(holders))
         choices: list[Choice] = []
@@ -145,16 +153,68 @@ class Search:
             return None
         return self.simulated(candidate, choices, found.bounds)
 
-    def tight(self, candidate: Candidate, flight: Sequence[float], segments: int) -> float:
-        """About what a step takes at least, if all seats share one memory."""
+    def closer(self, candidate: Candidate) -> Candidate:
+        """The same with the next better bound, the cheapest first."""
+        if not candidate.within:
+            return self.within(candidate)
+        found = self.candidates.by_now(candidate)
+        return found if found.bound > candidate.bound * (1 + 1e-9) else self.candidates.sure(candidate)
+
+    def within(self, candidate: Candidate) -> Candidate:
+        """The same with a bound that knows of the memory."""
+        microbatches, found = candidate.microbatches, replace(candidate, within=True)
+
+        def priced(seat: Seat, times: float, flight: float, room: float) -> Priced | None:
+            return self.fronts.floor(seat, microbatches, times, flight)
+
+        if self.roomy(candidate):
+            return found
+        alone = for_each(candidate.seats, candidate.alike, self.fronts.rough, microbatches)
+        return replace(found, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
+
+    def roomy(self, candidate: Candidate) -> bool:
+        """Whether the memory of all seats together is more than enough, so that it is not worth a look."""
         seats, microbatches = candidate.seats, candidate.microbatches
-        front = self.fronts.of(seats[0], microbatches)
-        if len({self.fronts.kind(seat) for seat in seats}) > 1 or front is None:
-            return candidate.bound
-        room = sum(self.setup.room(seat) - self.reserve for seat in seats)
-        least = front.least_within(2.0 ** math.floor(math.log2(max(1.0, min(flight) / segments))), room)
-        fill = fill_of(candidate.schedule)
-        return least * (microbatches / len(seats) + fill * (1 - 1 / len(seats)))
+        flight = flights(candidate.schedule, len(seats), microbatches)
+        each = kind_named(candidate.schedule).segments
+        rooms = sum(len(held) * (self.setup.room(seats[held[0]]) - self.reserve) for held in candidate.alike)
+        return all(
+            self.fronts.fits(seats[held[0]], microbatches, min(flight[number] for number in held) / each, rooms)
+            for held in candidate.alike
+        )
+
+    def tight(self, candidate: Candidate) -> float:
+        """About what a step takes at least, from the ways of its seats, if all seats of a kind share one memory."""
+        microbatches = candidate.microbatches
+
+        def priced(seat: Seat, times: float, flight: float, room: float) -> Priced | None:
+            front = self.fronts.of(seat, microbatches)
+            if front is None or front.fastest is None:
+                return Priced(np.zeros(1), np.array([math.inf]))
+            return front.tight(times, 2.0 ** math.floor(math.log2(max(1.0, flight))), room)
+
+        alone = for_each(candidate.seats, candidate.alike, self.fronts.quick, microbatches)
+        return self.bounded(candidate, alone, priced)
+
+    def bounded(self, candidate: Candidate, alone: Sequence[float], priced: Prices) -> float:
+        """Seconds of a step at least, from those of all blocks on each kind of seat at some prices of memory.
+
+        `alone`: seconds of a microbatch on each seat, whatever the memory.
+        """
+        seats, microbatches, fill = candidate.seats, candidate.microbatches, fill_of(candidate.schedule)
+        flight = flights(candidate.schedule, len(seats), microbatches)
+        each = kind_named(candidate.schedule).segments
+        same = len(candidate.alike) == 1
+        times = microbatches + fill * (len(seats) - 1) if same else float(microbatches)
+        loads = []
+        for held in candidate.alike:
+            seat, kept = seats[held[0]], min(flight[number] for number in held) / each
+            room = self.setup.room(seat) - self.reserve
+            found = priced(seat, times, kept, room * len(held) if same else room)
+            if found is None:
+                return candidate.bound
+            loads.append(load_of(len(held), found, room))
+        return together(loads) + self.leaving + (0.0 if same else waiting(alone, fill))
 
     def stages(self, choices: Sequence[Choice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Seconds of each stage: what it computes, or what its link is busy. Without the runs that are not allowed."""

@@ -111,5 +111,24 @@ def seated(
         )
 
 
+class SeatKinds:
+    """The kinds of seats, each found once: seats that begin at the same place of like nodes are of one kind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._known: dict[tuple[object, ...], tuple[object, ...]] = {}
+
+    def of(self, seat: Seat) -> tuple[object, ...]:
+        first, last = seat.devices[0], seat.devices[-1]
+        groups, group = self.cluster.groups, self.cluster.node_of(first)[0]
+        start: object = seat.devices  # seats of several groups, or with gaps, are looked at one by one
+        if group == self.cluster.node_of(last)[0] and last - first + 1 == len(seat.devices):
+            start = (group, (first - sum(held.size for held in groups[:group])) % groups[group].node.devices)
+        key = (start, len(seat.devices), seat.data, seat.inner, seat.names)
+        if key not in self._known:
+            self._known[key] = seat.kind(self.cluster)
+        return self._known[key]
+
+
 def _inside(cluster: Cluster, rank: int) -> int:
     return cluster.groups[cluster.node_of(rank)[0]].node.devices

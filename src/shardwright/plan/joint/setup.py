@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ...cluster import Cluster
 from ...cost import Training
 from ...rules import Analysis
+from ..frame import Frame
 from ..limits import Limits
 from .seats import Seat
 
@@ -30,6 +31,7 @@ class Setup:
     room       bytes that a device of a seat may use
     local      the graph is that of one microbatch
     names      of the outer and the inner axis of a seat
+    frame      that of a flat search, of which what can be is used again
     slack      what another pipeline must be better by, relatively, to be worth a look
     upper      seconds that a pipeline has to stay below
     """
@@ -44,6 +46,7 @@ class Setup:
     local: bool = False
     names: tuple[str, str] = ("x", "y")
     asked: Asked = field(default_factory=Asked)
+    frame: Frame | None = None
     slack: float = 0.005
     upper: float = math.inf
     stop: Callable[[], bool] = lambda: False

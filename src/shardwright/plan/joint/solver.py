@@ -1,8 +1,8 @@
-"""Eliminations for many seats: tables of one structure and of the same sizes are eliminated by the same steps."""
+"""Eliminations for many seats: tables of one structure are eliminated by the same steps."""
 
 from __future__ import annotations
 
-from ..search.elimination import Elimination, TooWide, eliminate
+from ..search.elimination import LITTLE_WORK, MUCH_MORE, Elimination, TooWide, eliminate
 from ..tables import Tables
 
 
@@ -10,20 +10,27 @@ class Solver:
     """Finds the steps of tables once for each structure."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[Elimination, list[int]] | None] = {}
+        self._known: dict[tuple[int, tuple[int, ...] | None], tuple[Elimination, list[int]]] = {}
 
     def elimination(self, tables: Tables) -> Elimination | None:
         """None if the graph is too wide to be eliminated."""
-        plain = not tables.skeleton.together and len({id(array) for array in tables.arrays}) == len(tables.arrays)
-        if not plain:  # where tables are added up, or one stands for several, groups are not those of other tables
+        if not tables.is_plain:  # then groups are not those of other tables
             return self._made(tables)
-        key = (id(tables.skeleton), tables.sizes)
-        if key not in self._known:
-            found = self._made(tables)
-            self._known[key] = None if found is None else (found, self._numbers(tables, found))
-            return found
-        known = self._known[key]
-        return None if known is None else known[0].with_tables([tables.arrays[number] for number in known[1]])
+        known = self._known.get((id(tables.skeleton), tables.sizes)) or self._known.get((id(tables.skeleton), None))
+        if known is not None:
+            try:
+                found = known[0].with_tables([tables.arrays[number] for number in known[1]])
+            except TooWide:
+                pass
+            else:
+                if found.work <= max(LITTLE_WORK, MUCH_MORE * known[0].work):
+                    return found
+        made = self._made(tables)
+        if made is not None:
+            new = (made, self._numbers(tables, made))
+            self._known[id(tables.skeleton), tables.sizes] = new
+            self._known.setdefault((id(tables.skeleton), None), new)
+        return made
 
     def _made(self, tables: Tables) -> Elimination | None:
         try:

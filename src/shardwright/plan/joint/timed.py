@@ -11,7 +11,7 @@ time. So ops and conversions cost what they cost for one microbatch. What else d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,13 +29,14 @@ from ...rules import Analysis, Signature
 from ..constraints import Demand
 from ..draft import Draft
 from ..frame import Frame
-from ..homes import Sent, Storage, Storing, level_of
+from ..homes import Homes, Sent, Storage, Storing, level_of
 from ..limits import Limits
 from ..policies import dp
 from ..skeleton import Skeleton
 from ..spaces import Spaces
-from ..tables import Tables
-from .seats import Seat
+from ..tables import Tables, homes_of
+from .parameters import Parameters
+from .seats import Seat, SeatKinds
 
 NEVER = 1e9
 """Seconds of what can't be done."""
@@ -50,15 +51,32 @@ def split_by(seat: Seat, microbatches: int) -> Mesh:
     return Mesh(axes=tuple(Axis(name=n, size=s) for n, s in zip(seat.names, sizes, strict=True) if s > 1))
 
 
+Known = dict[tuple[object, ...], dict[tuple[object, ...], np.ndarray]]
+
+
 class TimedMoves(Moves):
     """Prices of conversions of one microbatch."""
 
-    def __init__(self, seat: Seat, cluster: Cluster, microbatches: int) -> None:
+    def __init__(self, seat: Seat, cluster: Cluster, microbatches: int, known: Known) -> None:
+        """`known`: prices of conversions along the inner axis, of all seats."""
         mesh = split_by(seat, microbatches)
         sizes = {seat.names[0]: seat.data, seat.names[1]: seat.inner}
         real = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in mesh.names), devices=seat.devices)
         super().__init__(mesh, cluster, real)
         self.time = seat.names[0] if microbatches > 1 else None
+        inner = self._spans.get(seat.names[1:])
+        self._shared = known.setdefault((mesh.axes, self.device, inner), {})
+        self._outer = mesh.names.index(seat.names[0]) if seat.names[0] in mesh.names else None
+
+    def prices(self, starts: Sequence[Layout], goals: Sequence[Layout], bytes: float, gradient: bool) -> np.ndarray:
+        """Where nothing moves on the outer axis, seats differ in nothing that counts."""
+        places = [self._places_of(layout, gradient) for layout in (*starts, *goals)]
+        if self._outer is not None and len({held[self._outer] for held in places}) > 1:
+            return super().prices(starts, goals, bytes, gradient)
+        key = (starts, goals, bytes, gradient)
+        if key not in self._shared:
+            self._shared[key] = super().prices(starts, goals, bytes, gradient)
+        return self._shared[key].copy()
 
     def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if self.time not in axes:
@@ -81,10 +99,19 @@ class TimedMoves(Moves):
 class TimedStoring(Storing):
     """Homes of parameters in a pipeline."""
 
-    def __init__(self, spaces: Spaces, microbatches: int, most: Mapping[str, int]) -> None:
+    def __init__(
+        self, spaces: Spaces, microbatches: int, most: Mapping[str, int], known: dict[tuple[object, ...], Homes]
+    ) -> None:
+        """`known`: homes on seats of this kind, where several microbatches are as any other number of them."""
         super().__init__(spaces, most=most)
-        self.microbatches = microbatches
+        self.microbatches, self._known = microbatches, known
         self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
+
+    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
+        key = (parameter.key, tuple(tuple(dict.fromkeys(held)) for held in asked), unit)
+        if key not in self._known:
+            self._known[key] = super().homes(parameter, asked, unit)
+        return self._known[key]
 
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
         sizes = self.mesh.sizes
@@ -144,9 +171,9 @@ class Timed:
 
     def __init__(
         self, facts: Analysis, cluster: Cluster, training: Training, limits: Limits, names: tuple[str, str],
-        *, recompute: bool = True, local: bool = False,
+        *, recompute: bool = True, local: bool = False, like: Frame | None = None,
     ) -> None:  # fmt: skip
-        """`local`: the graph is that of one microbatch."""
+        """`local`: the graph is that of one microbatch. `like`: the frame of a flat search."""
         self.local = local
         self.facts, self.cluster, self.training, self.names = facts, cluster, training, names
         self.picks = over_time(facts, names[0])
@@ -154,12 +181,32 @@ class Timed:
         for op, pick in self.picks.items():
             demands[op] = (*demands.get(op, ()), Demand((pick,), names[0]))
         self.limits = replace(limits, demands=demands)
-        self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute)
+        self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute, like=like)
+        self._untimed = {
+            op: tuple(demand for demand in held if demand.axis != names[0]) for op, held in self.limits.demands.items()
+        }
+        self._axes = {demand.axis for held in self.limits.demands.values() for demand in held}
         self._known: dict[tuple[object, ...], Tables | None] = {}
+        self._parameters: dict[tuple[object, ...], Parameters] = {}
+        self.kinds = SeatKinds(cluster)
+        self._prices: Known = {}
+        self._homes: dict[tuple[object, ...], dict[tuple[object, ...], Homes]] = {}
+        self._like: dict[tuple[object, ...], Spaces] = {}
+
+    def parameters(self, seat: Seat, microbatches: int) -> Parameters:
+        """What all parameters take on a seat; microbatches, if there are several, may be any number of them."""
+        key = (self.kinds.of(seat), microbatches > 1)
+        if key not in self._parameters:
+            skeleton, homes = self.frame.plain, list[Homes]()
+            spaces = self._spaces(skeleton, seat, microbatches)
+            if spaces is not None:
+                homes = homes_of(skeleton, spaces, self._storing(seat, spaces, microbatches))
+            self._parameters[key] = Parameters(skeleton, homes, self.cluster.overlap)
+        return self._parameters[key]
 
     def tables(self, seat: Seat, microbatches: int, *, again: bool = False) -> Tables | None:
         """The numbers of a seat; `again`: with layers that may be recomputed. None if an op has no way."""
-        key = (seat.kind(self.cluster), microbatches, again)
+        key = (self.kinds.of(seat), microbatches, again)
         if key not in self._known:
             self._known[key] = self._make(seat, microbatches, again)
         return self._known[key]
@@ -172,19 +219,27 @@ class Timed:
         return self._plain(skeleton, seat, microbatches)
 
     def _plain(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Tables | None:
-        moves = TimedMoves(seat, self.cluster, 1 if self.local else microbatches)
-        demands = self.limits.demands
-        if self.names[0] not in moves.mesh.names:
-            demands = {op: tuple(d for d in held if d.axis != self.names[0]) for op, held in demands.items()}
-        if any(demand.axis not in (None, *moves.mesh.names) for held in demands.values() for demand in held):
-            return None  # it is about an axis that the seat does not have
-        spaces = Spaces(
-            skeleton.kinds, moves, data=(self.names[0],), demands=demands, twins=skeleton.twins.values(),
-        )  # fmt: skip
+        spaces = self._spaces(skeleton, seat, microbatches)
         try:
-            if not all(spaces.of(kind).size for kind in range(len(skeleton.kinds.first))):
+            if spaces is None or not all(spaces.of(kind).size for kind in range(len(skeleton.kinds.first))):
                 return None
         except PlanError:
             return None
-        rows = tuple(name for name in self.names[:1] if name in moves.mesh.names)  # outputs are joined by the loop
-        return Tables(skeleton, spaces, TimedStoring(spaces, microbatches, self.limits.most), rows)
+        rows = tuple(name for name in self.names[:1] if name in spaces.mesh.names)  # outputs are joined by the loop
+        return Tables(skeleton, spaces, self._storing(seat, spaces, microbatches), rows)
+
+    def _storing(self, seat: Seat, spaces: Spaces, microbatches: int) -> TimedStoring:
+        known = self._homes.setdefault((self.kinds.of(seat), microbatches > 1), {})
+        return TimedStoring(spaces, microbatches, self.limits.most, known)
+
+    def _spaces(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Spaces | None:
+        moves = TimedMoves(seat, self.cluster, 1 if self.local else microbatches, self._prices)
+        demands = self.limits.demands if self.names[0] in moves.mesh.names else self._untimed
+        if not self._axes <= {None, self.names[0], *moves.mesh.names}:
+            return None  # something is asked of an axis that the seat does not have
+        key = (moves.mesh.axes, moves.device)
+        spaces = Spaces(
+            skeleton.kinds, moves, data=(self.names[0],), demands=demands, twins=skeleton.twins.values(),
+            like=self._like.get(key),
+        )  # fmt: skip
+        return self._like.setdefault(key, spaces) and spaces

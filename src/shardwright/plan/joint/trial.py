@@ -90,10 +90,18 @@ def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
     """For each seat the most microbatches of segments that it keeps at once."""
     if seats == 1:
         return (1.0,)
-    kind = kind_named(schedule)
+    kind, some = kind_named(schedule), min(microbatches, 3 * seats)
     if kind.name == "1f1b":
-        return tuple(float(min(microbatches, seats - seat)) for seat in range(seats))
-    return in_flight(kind.make(seats, min(microbatches, 3 * seats)))
+        return tuple(float(min(some, seats - seat)) for seat in range(seats))
+    if kind.name == "zb":
+        return (float(min(some, seats)),) * seats
+    if kind.name == "zbv":
+        return tuple(float(min(2 * some, 2 * seats, some + 1 + seat)) for seat in range(seats))
+    if kind.name.startswith("interleaved"):
+        first = -(-some // max(1, some // seats))  # microbatches of the first round
+        before = (kind.segments - 1) * first + 1
+        return tuple(float(min(kind.segments * some, 2 * (seats - seat - 1) + before)) for seat in range(seats))
+    return in_flight(kind.make(seats, some))
 
 
 def run_of(

@@ -10,8 +10,8 @@ is at most the time of every x within the limit. L is concave, and each minimise
     L(y) <= a(r) + g(r) . y        y = (mu without each phase's first form, lambda)          Multipliers.cut
 
 `Dual.steps` walks: solve at some y, add the plane, let the planes say where L may be largest (`Dual.highest`, a tiny
-linear programme), go on halfway between there and the best y so far. a(r) is at least L(0), which is solved first, so
-the linear programme has an easy start. The least memory is solved second: its plane keeps lambda finite.
+linear programme), go on halfway between there and the best y so far. a(r) is at least L(0), which is solved before the
+planes are asked, so the linear programme has an easy start. So is the least memory: its plane keeps lambda finite.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class Dual:
         if not self.elimination.possible:
             self.bound = self.least_memory = math.inf
             return
+        if self.hint is not None and len(self.hint) == len(origin):
+            yield self.solve(self.hint)  # first of all, since its bound may be all that is asked for
         yield self.solve(origin)
         if self.limited:
             self.least_memory, states = self.elimination.least(self.problem.memory)
@@ -102,8 +104,6 @@ class Dual:
             if not self.problem.fits(self.least_memory):
                 self.bound = math.inf
                 return
-        if self.hint is not None and len(self.hint) == len(origin):
-            yield self.solve(self.hint)
         for y in self._middles(origin):
             yield self.solve(y)
         share = 0.5

@@ -15,7 +15,7 @@ inputs are older than it, so when steps are walked from the youngest, the states
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,9 +27,12 @@ from ...errors import PlanError
 from .order import Borders, Scope, split_variables
 from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
 
-CHUNK = 2**18  # cells of a temporary array: 2 MB, which stays in the cache
+CHUNK = 2**16  # cells of a temporary array: half a MB, which stays in the cache
+FEW_CELLS = 2**12  # of a step that needs no such care
 MOST_CELLS = 2**24  # of a table that is kept: 128 MB
 MOST_DIMS = 60  # of a table: numpy has no more than 64
+LITTLE_WORK = 2**20  # cells that any order may look at
+MUCH_MORE = 4  # times the work of a problem that is like another, so that an order of its own is worth its while
 MOST_WORK = 2**31  # cells that all steps together look at for one solve: some seconds
 
 
@@ -57,14 +60,23 @@ class Step:
     inputs: tuple[Input, ...]  # the smallest first, so that sums stay small as long as they can
     shape: tuple[int, ...]
 
-    def lowest(self, tables: Sequence[Floats]) -> Floats:
-        """The new table: the sum of the inputs, and its least over the first axis."""
+    def lowest(self, tables: Sequence[Floats], space: Floats) -> Floats:
+        """The new table: the sum of the inputs, and its least over the first axis. `space` is for sums."""
         views = [given.view(tables) for given in self.inputs]
-        states = self.shape[0]
-        width = max(1, CHUNK // math.prod(self.shape[1:]))
-        best = np.asarray(np.minimum.reduce(add([view[:width] for view in views]), axis=0))
-        for start in range(width, states, width):
-            np.minimum(best, np.minimum.reduce(add([view[start : start + width] for view in views]), axis=0), out=best)
+        states, rest = self.shape[0], self.shape[1:]
+        cells = math.prod(rest)
+        if cells * states <= FEW_CELLS:
+            return np.asarray(np.minimum.reduce(add(views), axis=0))
+        width = min(states, max(1, CHUNK // cells))
+        best: Floats | None = None
+        for start in range(0, states, width):
+            count = min(width, states - start)
+            room = space if count * cells <= len(space) else np.empty(count * cells)
+            into = room[: count * cells].reshape(count, *rest)
+            total = add_into([view[start : start + width] for view in views], into)
+            least = np.asarray(np.minimum.reduce(total, axis=0))
+            best = least if best is None else np.minimum(best, least, out=best)
+        assert best is not None
         return best
 
     def costs(self, tables: Sequence[Floats], rest: Ints) -> Floats:
@@ -81,6 +93,15 @@ def add(arrays: Sequence[Floats]) -> Floats:
     total = arrays[0]
     for array in arrays[1:]:
         total = total + array
+    return total
+
+
+def add_into(arrays: Sequence[Floats], into: Floats) -> Floats:
+    """The same in memory that is there: what is as large as the sum is written to it."""
+    total = arrays[0]
+    for array in arrays[1:]:
+        full = total is into or np.broadcast_shapes(total.shape, array.shape) == into.shape
+        total = np.add(total, array, out=into) if full else total + array
     return total
 
 
@@ -108,9 +129,15 @@ class Elimination:
         return not self.forbidden.any() or math.isfinite(self.least(np.zeros(self.leaves.shape[1]))[0])
 
     def with_tables(self, tables: Sequence[Floats]) -> Elimination:
-        """The same steps for a problem that differs in the numbers of its tables only, one for each group."""
+        """The same steps for a problem that differs in its tables only, one for each group; or TooWide.
+
+        An order is right for any sizes, and may only be slower than one that was made for them.
+        """
         groups = tuple(Group(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
-        return replace(self, groups=groups, known={}, **_leaves(groups, self.leaves.shape[1]))
+        steps = self.steps
+        if any(new.shape != old.table.shape for new, old in zip(tables, self.groups, strict=True)):
+            steps = _resized(self.steps, [table.shape[:-1] for table in tables])
+        return replace(self, groups=groups, steps=steps, known={}, **_leaves(groups, self.leaves.shape[1]))
 
     def least(self, weights: Floats) -> tuple[float, Ints]:
         """The least value at these weights, and the states that attain it."""
@@ -122,7 +149,7 @@ class Elimination:
 
     def run(self, weights: Floats) -> Run:
         """All tables for these weights."""
-        cells = self.leaves @ weights
+        cells = np.einsum("ck,k->c", self.leaves, weights)  # by one thread: more are in each other's way here
         cells[self.forbidden] = np.inf
         tables, start = [], 0
         for group in self.groups:
@@ -130,8 +157,9 @@ class Elimination:
             stop = start + math.prod(shape)
             tables.append(cells[start:stop].reshape(shape))
             start = stop
+        space = np.empty(CHUNK)
         for step in self.steps:
-            tables.append(step.lowest(tables))
+            tables.append(step.lowest(tables, space))
         return Run(self, tables)
 
 
@@ -161,11 +189,27 @@ def eliminate(problem: Problem) -> Elimination:
     """The steps of this problem, or TooWide."""
     first = problem.first or problem
     if first not in _KNOWN:
-        try:
-            _KNOWN[first] = _by_layers(first)
-        except TooWide:
-            _KNOWN[first] = _at_large(first)
+        _KNOWN[first] = _like(first) or _made(first)
     return _KNOWN[first]
+
+
+def _made(problem: Problem) -> Elimination:
+    try:
+        return _by_layers(problem)
+    except TooWide:
+        return _at_large(problem)
+
+
+def _like(problem: Problem) -> Elimination | None:
+    """The steps of a problem that is like this one but for its tables; None if they are not known, or not good."""
+    known = _KNOWN.get(problem.like) if problem.like is not None else None
+    if known is None:
+        return None
+    try:
+        found = known.with_tables([group.table for group in problem.groups])
+    except TooWide:
+        return None
+    return found if found.work <= max(LITTLE_WORK, MUCH_MORE * known.work) else None
 
 
 class _Steps:
@@ -186,10 +230,8 @@ class _Steps:
         if key not in self.known:
             shape = tuple(sizes[v] for v in (variable, *rest))
             self.work += math.prod(shape)
-            if math.prod(shape[1:]) > MOST_CELLS or self.work > MOST_WORK or len(shape) > MOST_DIMS:
-                raise TooWide(f"a table over {len(rest)} variables would have {math.prod(shape[1:]):,} cells")
-            inputs = [_input(node, places, shape) for node, places in key]
-            self.steps.append(Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape))
+            _check_width(shape, self.work)
+            self.steps.append(_step((_input(node, places, shape) for node, places in key), shape))
             self.rows.append([])
             self.known[key] = len(self.shapes)
             self.shapes.append(shape[1:])
@@ -205,6 +247,34 @@ class _Steps:
         roots = tuple(sorted((node, left.count(node)) for node in set(left)))
         leaves = _leaves(problem.groups, len(problem.memory))
         return Elimination(problem.groups, tuple(self.steps), rows, roots, len(problem.sizes), **leaves)
+
+
+def _resized(steps: Sequence[Step], shapes: list[tuple[int, ...]]) -> tuple[Step, ...]:
+    """Steps on leaves of other shapes, to which those of the steps' own tables are added."""
+    found, work = [], 0
+    for step in steps:
+        sizes = [1] * len(step.shape)
+        for given in step.inputs:
+            for place, size in zip(given.places, shapes[given.node], strict=True):
+                sizes[place] = size
+        shape = tuple(sizes)
+        work += math.prod(shape)
+        _check_width(shape, work)
+        inputs = [_input(given.node, given.places, shape) for given in step.inputs] if shape != step.shape else ()
+        found.append(_step(inputs, shape) if inputs else step)
+        shapes.append(shape[1:])
+    return tuple(found)
+
+
+def _check_width(shape: tuple[int, ...], work: int) -> None:
+    """Refuse a step that is too large, or steps that together are; a step has its variable first."""
+    cells = math.prod(shape[1:])
+    if cells > MOST_CELLS or work > MOST_WORK or len(shape) > MOST_DIMS:
+        raise TooWide(f"a table over {len(shape) - 1} variables would have {cells:,} cells")
+
+
+def _step(inputs: Iterable[Input], shape: tuple[int, ...]) -> Step:
+    return Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape)
 
 
 def _leaves(groups: Sequence[Group], kinds: int) -> dict[str, Any]:

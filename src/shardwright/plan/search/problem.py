@@ -72,6 +72,7 @@ class Problem:
     memory: Floats
     limit: float = math.inf
     first: Problem | None = field(default=None, init=False, repr=False)  # the same with another limit
+    like: Problem | None = field(default=None, repr=False)  # the same but for tables, and so for sizes
 
     def __post_init__(self) -> None:
         raise_all(PlanError, "the search problem is malformed:", self._faults_of_shape() or self._faults_of_tables())
@@ -85,6 +86,9 @@ class Problem:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
+        if self.like is not None:
+            distinct = {id(factor.table): factor.table for factor in self.factors}.values()
+            return tuple(Group(table, old.rows) for table, old in zip(distinct, self.like.groups, strict=True))
         tables: dict[int, Floats] = {}
         rows: dict[int, list[tuple[int, ...]]] = {}
         for factor in self.factors:
@@ -127,7 +131,7 @@ class Problem:
         for form in (form for forms in self.phases for form in forms):
             if form.shape != (kinds,):
                 faults.append(f"a form has shape {form.shape}, but memory counts {kinds} resources")
-        for factor in self.factors:
+        for factor in self.factors if self.like is None else ():  # whose factors were looked at
             if not 1 <= len(factor.variables) <= MOST_VARIABLES:
                 faults.append(f"a factor of {len(factor.variables)} variables; from 1 to {MOST_VARIABLES} are possible")
             elif factor.table.ndim != len(factor.variables) + 1 or factor.table.shape[-1] != kinds:

@@ -32,7 +32,7 @@ def maximise(c: Floats, a: Floats, b: Floats) -> Floats | None:
         _pivot(tableau, row, column)
         basis[row] = column
     y = np.zeros(columns + rows)
-    y[basis] = tableau[:rows, -1]
+    y[basis] = np.maximum(tableau[:rows, -1], 0.0)  # not a little below, by rounding
     return y[:columns]
 
 
