@@ -40,8 +40,9 @@ from .skeleton import Skeleton
 from .spaces import Spaces
 from .tables import Tables
 
-ATTEMPTS = 4
-"""How often a mesh is solved until it fits: what comes and goes in a step is known only when there is one."""
+ATTEMPTS = 12
+"""How often a mesh is solved until it fits: what comes and goes in a step is known only when there is one. Each attempt
+leaves more room for it, so that most end after two or three."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being looked at, and the best time so far in seconds (infinity if there is none)."""
