@@ -1,6 +1,9 @@
 """What holds for all tests."""
 
 import gc
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests fork, and a fork has none of the threads that OpenMP waits for
 
 from hypothesis import settings
 
