@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
+from .parameters import Untouched
+
 
 @contextmanager
 def fused(optimizer: Optimizer) -> Iterator[None]:
     """Within this, groups that may be updated by the fused kernel are; afterwards they are as they were."""
-    groups = [group for group in optimizer.param_groups if _may_be(group, optimizer)]
+    with Untouched():
+        groups = [group for group in optimizer.param_groups if _may_be(group, optimizer)]
     try:
         for group in groups:
             group["fused"] = True
