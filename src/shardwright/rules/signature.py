@@ -136,6 +136,11 @@ class Signature:
         """An op that differs from another one in its name alone has its layouts: what one knows, both know."""
         object.__setattr__(self, "known", other.known)
 
+    @property
+    def kind(self) -> int:
+        """A number that ops have in common which are known to be alike."""
+        return id(self.known)
+
     def _layouts(self, picked: Picked) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         found = tuple(self._layout(number, picked) for number in range(len(self.inputs) + len(self.outputs)))
         return found[: len(self.inputs)], found[len(self.inputs) :]
