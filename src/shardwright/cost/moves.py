@@ -146,15 +146,16 @@ class Moves:
         dims = np.array([place[1] for place in held])
         split = (index == LETTERS.index("S"))[:, None] & (index == LETTERS.index("S"))[None, :]
         crosses = split & (dims[:, None] != dims[None, :])
-        found = np.zeros((len(held), len(held), 2 ** len(others), 4))
-        for mask in range(2 ** len(others)):
-            base = bytes
-            for bit, other in enumerate(others):
-                base /= other.size if mask >> bit & 1 else 1
-            letters, exchange, regather = self._table(axes, base, gradient)
-            found[:, :, mask] = letters[index[:, None], index[None, :]]
-            found[crosses, mask] = exchange
-            found[split & ~crosses, mask] = regather
+        bases = [bytes]
+        for other in others:  # the first is the lowest bit of a mask
+            bases += [base / other.size for base in bases]
+        letters, exchange, regather = map(
+            np.array, zip(*(self._table(axes, base, gradient) for base in bases), strict=True)
+        )
+        found: np.ndarray = letters[:, index[:, None], index[None, :]].transpose(1, 2, 0, 3).copy()
+        if split.any():
+            found[crosses] = exchange
+            found[split & ~crosses] = regather
         found[np.arange(len(held)), np.arange(len(held))] = 0.0
         return found
 
@@ -232,7 +233,9 @@ class _Pairs:
         self.at_start: list[np.ndarray] = []
         self.at_goal: list[np.ndarray] = []
         for axis in self.axes:
-            held, at = np.unique(every[:, axis], return_inverse=True)
+            column = every[:, axis]
+            held = np.array(sorted(set(column.tolist())), dtype=np.intp)
+            at = np.searchsorted(held, column)
             self.places.append([known[place] for place in held])
             self.at_start.append(at[:starts])
             self.at_goal.append(at[starts:])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..conversion import Form, forget_gradient, forms_of, home_layout
 from ..ir import Op
@@ -127,6 +128,7 @@ class _Builder:
         self.sizes, self.copies = mesh.sizes, habits.copies
         self.program = RankProgram()
         self.strides: Strides = strides_of(facts.graph)
+        self.constant = {op.name for op in self.graph.ops if facts.is_constant(op)}
         self.placed = {op.name: facts.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.graph.values}
         for op in self.graph.ops:
@@ -139,13 +141,14 @@ class _Builder:
         self.alive: list[Form] = []  # so that identities stay theirs
         self.known: dict[object, tuple[Keeps, Flow, bool]] = {}  # layers that are alike are looked at once
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
+        self.regions: dict[str, str | None] = {}  # of a module
 
     def _border(self, name: str) -> Layout:
         """How a value lies when it comes in or goes out."""
         return self.borders.get(name) or whole(len(self.graph.values[name].shape))
 
     def _choice(self, op: Op) -> Mapping[str, str]:
-        return {} if self.facts.is_constant(op) else self.choices.get(op.name, {})
+        return {} if op.name in self.constant else self.choices.get(op.name, {})
 
     def run(self) -> RankProgram:
         graph, program = self.graph, self.program
@@ -204,14 +207,14 @@ class _Builder:
         if key not in self.elements:
             self.elements[key] = local_elements(value.shape, layout, self.mesh)
         size = self.elements[key] * self.training.item(value)
-        self.program.tensors.append(Local(size, value.gradient, value.shape, _SUFFIX.sub("", name), fixed=fixed))
+        self.program.tensors.append(Local(size, value.gradient, value.shape, _word(name), fixed=fixed))
         return len(self.program.tensors) - 1
 
     def _produce(self, name: str, layout: Layout, fixed: bool = False) -> int:
         value = self.graph.values[name]
         item = ITEM_SIZE.get(value.dtype, 4)
         goals = self.uses[name]
-        if all(goal == layout for goal in goals):  # the common case, without a search
+        if all(goal is layout or goal == layout for goal in goals):  # the common case, without a search
             root = Form(layout=layout)
             self.forms[name] = {layout if value.gradient else forget_gradient(layout): root}
         else:
@@ -264,16 +267,19 @@ class _Builder:
     def _region(self, op: Op) -> str | None:
         if op.region is not None:
             return op.region
-        return next((path for path in prefixes(op.module_path) if path in self.recompute), None)
+        path = op.module_path
+        if path not in self.regions:
+            self.regions[path] = next((held for held in prefixes(path) if held in self.recompute), None)
+        return self.regions[path]
 
     def _place(self, op: Op) -> None:
         inputs, outputs = self.placed[op.name]
         numbers = [self._use(name, layout, op) for name, layout in zip(op.inputs, inputs, strict=True)]
         shared = op.name in self.strides.views
-        if self.facts.is_constant(op):
+        if op.name in self.constant:
             for name, layout in zip(op.outputs, outputs, strict=True):
                 self._produce(name, layout, fixed=True)
-                if not shared and any(not self.facts.is_constant(user) for user, _ in self.graph.users[name]):
+                if not shared and any(user.name not in self.constant for user, _ in self.graph.users[name]):
                     self.program.constants += self.graph.values[name].bytes
             return
         kept, memory, gradient = self._look_at(op)
@@ -299,16 +305,18 @@ class _Builder:
 
     def _look_at(self, op: Op) -> tuple[Keeps, Flow, bool]:
         """What is kept of an op, what its work is, and whether it has a backward."""
-        values, choice = self.graph.values, self._choice(op)
-        read = [values[name] for name in op.inputs]
-        flat = [self.strides.flat(value.name, value.shape) for value in read]
-        tensors = tuple((v.shape, v.dtype, v.gradient) for v in (*read, *(values[name] for name in op.outputs)))
-        key = (op.target, op.arguments, op.no_grad, tensors, tuple(flat), tuple(choice.items()))
+        values, choice, signature = self.graph.values, self._choice(op), self.facts.signatures[op.name]
+        flat = [self.strides.flat(name, values[name].shape) for name in op.inputs]
+        key = (signature.kind, tuple(flat), tuple(choice.items()))
         if key not in self.known:
-            signature = self.facts.signatures[op.name]
             call = call_of(signature, choice, self.mesh, self.training)
             self.known[key] = keeps(call, signature, flat), flow(call, signature), call.gradient
         return self.known[key]
 
 
 _SUFFIX = re.compile(r"(_\d+)+$")
+
+
+@lru_cache(maxsize=2**16)
+def _word(name: str) -> str:
+    return _SUFFIX.sub("", name)

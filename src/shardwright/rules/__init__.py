@@ -5,7 +5,8 @@ from .atoms import Atoms
 from .chance import DROPOUTS, is_drawn_whole
 from .notation import Rule, parse
 from .registry import Call, find_rule, known_targets, register
-from .signature import FAN, ROWS, Analysis, Find, Role, Signature, analyse
+from .role import FAN, ROWS, Role
+from .signature import Analysis, Find, Signature, analyse
 
 __all__ = [
     "DROPOUTS",

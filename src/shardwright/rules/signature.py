@@ -8,39 +8,20 @@ and outputs (the two tables of docs/design.md, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import FANNED, SUMMED, WHOLE, Cut, Layout, Mesh, Partial, Placement, fills, make_layout, whole
+from ..layout import FANNED, SUMMED, WHOLE, Axis, Cut, Layout, Mesh, Partial, Placement, make_layout
 from . import notation
 from .atoms import Atoms, Dim
 from .chance import constants_of, is_drawn_whole
 from .notation import Rule, Term
 from .registry import Call, find_rule
-
-FAN = "fan"
-"""The choice of an op that runs whole and hands gradients back in parts."""
-
-ROWS = "partial:"
-"""Prefix of the choice that lets a partial sum through a group of linear inputs ("partial:1")."""
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """One way to split an op: a label, and the atom of it that an axis takes."""
-
-    name: str
-    label: str
-    atom: int
-    size: int
-
-    def fills(self, parts: int) -> bool:
-        """Whether every part gets something: not every kernel can work on nothing."""
-        return fills(self.size, parts)
+from .role import FAN, ROWS, Picked, Place, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,51 +129,72 @@ class Signature:
         """The layouts of all inputs and of all outputs under a choice {axis: role}."""
         key = tuple((axis.name, axis.size, choice[axis.name]) for axis in mesh.axes if axis.name in choice)
         if key not in self.known:
-            self.known[key] = self._layouts({name: role for name, _, role in key}, mesh)
+            self.known[key] = self._layouts(key)
         return cast("tuple[tuple[Layout, ...], tuple[Layout, ...]]", self.known[key])
 
     def is_like(self, other: Signature) -> None:
         """An op that differs from another one in its name alone has its layouts: what one knows, both know."""
         object.__setattr__(self, "known", other.known)
 
-    def _layouts(self, picked: Mapping[str, str], mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        values, once = self.facts.graph.values, self.facts.once
-        bounds = (*((held, True) for held in self.inputs), *((held, False) for held in self.outputs))
-        made = [self._layout(held, picked, mesh, given, values[held.value].gradient) for held, given in bounds]
-        found = tuple(once.setdefault(layout, layout) for layout in made)
+    @property
+    def kind(self) -> int:
+        """A number that ops have in common which are known to be alike."""
+        return id(self.known)
+
+    def _layouts(self, picked: Picked) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        found = tuple(self._layout(number, picked) for number in range(len(self.inputs) + len(self.outputs)))
         return found[: len(self.inputs)], found[len(self.inputs) :]
 
-    def _layout(self, bound: Bound, choice: Mapping[str, str], mesh: Mesh, is_input: bool, gradient: bool) -> Layout:
-        if not choice:
-            return whole(len(bound.dims))
+    def _layout(self, number: int, picked: Picked) -> Layout:
+        """The layout of a tensor, inputs counted before outputs. Tensors of equal dims that are cut alike have one."""
+        is_input = number < len(self.inputs)
+        bound = self.inputs[number] if is_input else self.outputs[number - len(self.inputs)]
+        places = tuple((name, size, self._place(number, bound, role)) for name, size, role in picked)
+        once, key = self.facts.once, (self.facts.dims[bound.value], places)
+        if key not in once:
+            made = self._made(bound, places, picked)
+            once[key] = once.setdefault(made, made)
+        return once[key]
+
+    def _made(self, bound: Bound, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
         cuts: list[list[Cut]] = [[] for _ in bound.dims]
         taken: list[list[tuple[int, int]]] = [[] for _ in bound.dims]
         rest: dict[str, Placement] = {}
-        for name, picked in choice.items():
-            if picked == FAN or picked.startswith(ROWS):
-                rest[name] = self._unsplit(bound, picked, is_input)
+        for (name, size, place), (_, _, role) in zip(places, picked, strict=True):
+            if not isinstance(place, tuple):
+                rest[name] = place
                 continue
-            role = self.role(picked)
-            at, atom = self._dim_of(bound, role.label), role.atom
-            if at is None and (other := self._beside_label(role.label)) is not None:
-                at, atom = self._dim_of(bound, other), cast(int, self.beside(role.label))
-            if at is None:
-                rest[name] = self._absent(bound, role, is_input)
-                continue
-            axis = mesh.axis(name)
-            dim = self.facts.dims[bound.value][at]
-            cut = self.facts.atoms.cut(dim, atom, axis, taken[at])
+            at, atom = place
+            cut = self.facts.atoms.cut(self.facts.dims[bound.value][at], atom, Axis(name=name, size=size), taken[at])
             if cut is None:
                 raise PlanError(
-                    f"{self.op}: {name}={axis.size} can't take {role.name} of {bound.value}, dim {at} of size "
+                    f"{self.op}: {name}={size} can't take {role} of {bound.value}, dim {at} of size "
                     f"{self.facts.graph.values[bound.value].shape[at]}, after {', '.join(c.axis for c in cuts[at])}; "
                     "the sizes do not divide"
                 )
             cuts[at].append(cut)
-            taken[at].append((atom, axis.size))
-        if not gradient:
-            rest = {name: held for name, held in rest.items() if held != FANNED}
+            taken[at].append((atom, size))
         return make_layout(cuts, rest)
+
+    def _place(self, number: int, bound: Bound, picked: str) -> Place:
+        """What a role does to a tensor, whatever the axis."""
+        key = (self.op.name, number, picked)  # ops that are alike have atoms of their own
+        if key not in self.known:
+            self.known[key] = self._placed(bound, picked, number < len(self.inputs))
+        return cast("Place", self.known[key])
+
+    def _placed(self, bound: Bound, picked: str, is_input: bool) -> Place:
+        if picked == FAN or picked.startswith(ROWS):
+            held = self._unsplit(bound, picked, is_input)
+        else:
+            role = self.role(picked)
+            at, atom = self._dim_of(bound, role.label), role.atom
+            if at is None and (other := self._beside_label(role.label)) is not None:
+                at, atom = self._dim_of(bound, other), cast(int, self.beside(role.label))
+            if at is not None:
+                return at, atom
+            held = self._absent(bound, role, is_input)
+        return held if held != FANNED or self.facts.graph.values[bound.value].gradient else WHOLE
 
     def _unsplit(self, bound: Bound, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
@@ -225,7 +227,7 @@ class Analysis:
     signatures: dict[str, Signature]
     batch_dim: Dim
     constants: frozenset[str]
-    once: dict[Layout, Layout] = field(default_factory=dict, repr=False, compare=False)  # equal layouts are one
+    once: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # equal layouts are one
 
     @cached_property
     def batch(self) -> frozenset[int]:

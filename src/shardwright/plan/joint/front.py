@@ -242,17 +242,19 @@ class Front:
         """The cells of all tables one after the other, where each table begins, and the strides of its variables."""
         if id(tables) not in self._cells:
             kinds, width = list(tables.skeleton.tables), self.where[bool(tables.skeleton.layers)].rows.shape[1]
-            cells, strides = [], []
-            for kind, array in zip(kinds, tables.arrays, strict=True):
-                more = np.zeros((*array.shape[:-1], COLUMNS - COUNT))
+            counts = [math.prod(array.shape[:-1]) for array in tables.arrays]
+            offsets = np.cumsum([0, *counts])
+            cells, strides = np.zeros((offsets[-1], COLUMNS)), np.zeros((len(counts), width), dtype=np.intp)
+            for at, (kind, array) in enumerate(zip(kinds, tables.arrays, strict=True)):
+                part, size = cells[offsets[at] : offsets[at + 1]], 1
+                part[:, :COUNT] = array.reshape(-1, COUNT)
                 if isinstance(kind, OpTable):
                     held = self._weights(tables, kind.kind)
-                    more += held if array.ndim == 2 else held[:, None]
-                cells.append(np.concatenate([array, more], axis=-1).reshape(-1, COLUMNS))
-                steps = np.cumprod([1, *reversed(array.shape[1:-1])])[::-1]
-                strides.append([*steps, *[0] * (width - len(steps))])
-            offsets = np.cumsum([0, *(len(held) for held in cells[:-1])])
-            self._cells[id(tables)] = np.concatenate(cells), offsets, np.array(strides)
+                    part[:, COUNT:] = held if array.ndim == 2 else held.repeat(array.shape[1], axis=0)
+                for variable in reversed(range(array.ndim - 1)):
+                    strides[at, variable] = size
+                    size *= array.shape[variable]
+            self._cells[id(tables)] = cells, offsets[:-1], strides
         return self._cells[id(tables)]
 
     def _weights(self, tables: Tables, kind: int) -> np.ndarray:

@@ -39,6 +39,7 @@ class Refiner:
         self.where, self.stop = where, stop
         self._anchors: dict[int, Way | None] = {}
         self._known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        self._problems: dict[tuple[object, ...], Problem] = {}  # whatever the room
 
     def solve(self, front: Front, begin: int, end: int, flight: float, room: float) -> Solved | None:
         """The fastest way for a run of blocks that keeps within `room` bytes; None if none was found."""
@@ -64,10 +65,14 @@ class Refiner:
         at_anchor = np.where(held[variables], anchor.states[variables], -1)
         relative = np.where(real, np.searchsorted(variables, rows), -1)
         alike = (where.tables[entries].tobytes(), relative.tobytes(), at_anchor.tobytes())
-        key = (id(tables), alike, flight, round(room / 2**20))
+        same = (id(tables), alike, flight)
+        key = (*same, round(room / 2**20))
         if key not in self._known:
-            problem = self._problem(front, tables, where, entries, variables, held, anchor, flight, room)
-            self._known[key] = solve(problem, stop=self.stop, aim=AIM, exact=False).states
+            if same not in self._problems:
+                problem = self._problem(front, tables, where, entries, variables, held, anchor, flight)
+                self._problems[same] = problem
+            within = self._problems[same].within(room)
+            self._known[key] = solve(within, stop=self.stop, aim=AIM, exact=False).states
         found = self._known[key]
         if found is None:
             return None
@@ -79,7 +84,7 @@ class Refiner:
 
     def _problem(
         self, front: Front, tables: Tables, where: Where, entries: np.ndarray, variables: np.ndarray,
-        held: np.ndarray, anchor: Way, flight: float, room: float,
+        held: np.ndarray, anchor: Way, flight: float,
     ) -> Problem:  # fmt: skip
         number = {int(variable): at for at, variable in enumerate(variables)}
         cut: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
@@ -102,5 +107,4 @@ class Refiner:
             blocks=tuple(blocks[v] for v in variables),
             phases=phases(front.overlap, front.microbatches),
             memory=row(stored=1.0, kept=flight),
-            limit=room,
         )

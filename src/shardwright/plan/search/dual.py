@@ -117,6 +117,15 @@ class Dual:
             fell = high - self.ceiling > 0.3 * wide
             share = 0.5 if fell else 1.0  # halfway is calmer, all the way is sure to cut, or to meet the ceiling
 
+    def fits(self) -> bool:
+        """Whether anything is within the limit; if not, no y is better than the one that was handed in."""
+        least, _ = self.elimination.least(self.problem.memory)
+        if self.problem.fits(least):
+            return True
+        self.bound, self.least_memory = math.inf, least
+        self.best = self.hint if self.hint is not None and len(self.hint) == len(self.best) else self.best
+        return False
+
     @property
     def closed(self) -> bool:
         return self.ceiling - self.bound <= ROUNDING * max(abs(self.ceiling), abs(self.bound))

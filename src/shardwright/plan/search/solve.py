@@ -96,6 +96,9 @@ class _Search:
     def run(self) -> Solution:
         limited = math.isfinite(self.problem.limit)
         dual = Dual(self.problem, eliminate(self.problem), limited=limited, hint=self.hint)
+        if limited and math.isinf(self.upper) and not dual.fits():  # with nothing to beat it is asked in any case
+            self.bound = math.inf
+            return self.solution(dual)
         for point in dual.steps():
             self.offer(point)
             self.mix(dual, self.best, point)

@@ -1,0 +1,34 @@
+"""What an op may do on an axis: split on a role, or run whole and pass sums on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..layout import Placement, fills
+
+FAN = "fan"
+"""The choice of an op that runs whole and hands gradients back in parts."""
+
+ROWS = "partial:"
+"""Prefix of the choice that lets a partial sum through a group of linear inputs ("partial:1")."""
+
+
+Picked = tuple[tuple[str, int, str], ...]
+"""The axes of a choice: name, size, role."""
+
+Place = Placement | tuple[int, int]
+"""What a role does to a tensor: it cuts a dim at an atom, or the tensor is placed otherwise on the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One way to split an op: a label, and the atom of it that an axis takes."""
+
+    name: str
+    label: str
+    atom: int
+    size: int
+
+    def fills(self, parts: int) -> bool:
+        """Whether every part gets something: not every kernel can work on nothing."""
+        return fills(self.size, parts)
