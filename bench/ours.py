@@ -1,8 +1,11 @@
-"""Our own contenders: the same GPT, one call of sw.parallelize."""
+"""Our own contenders: the same GPT, one call of sw.parallelize; and a yardstick for tensor parallelism."""
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 import shardwright as sw
+from shardwright.runtime import nearby
 
 from .peers import Contender, training_step
 from .workload import Workload, optimizer_of
@@ -15,3 +18,17 @@ def ours(plan: str) -> Callable[[Workload], Contender]:
         return Contender(name=f"shardwright {plan}", step=training_step(model, optimizer, rows=False))
 
     return build
+
+
+def silent_tp(work: Workload) -> Contender:
+    """Tensor parallelism that leaves its sums out, and so computes something else: how fast it could be at most."""
+    talking, whole = nearby.all_reduce, ours("tp=2")(work)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nearby.all_reduce = lambda *given: nearby.DONE  # type: ignore[assignment]
+        try:
+            return whole.step(x, y)
+        finally:
+            nearby.all_reduce = talking
+
+    return Contender(name="tp=2, silent", step=step, is_whole=False)

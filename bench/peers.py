@@ -27,6 +27,7 @@ class Contender:
     name: str
     step: Step  # (inputs, targets) -> loss
     loss_is_share: bool = False  # the loss is of this rank's rows: the mean over ranks is the loss
+    is_whole: bool = True  # it does all the work, and so has the losses of one device
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rows: bool) -> Step:

@@ -37,11 +37,13 @@ def order(names: Sequence[str], number: int) -> list[str]:
 
 
 def check_agreement(contenders: Mapping[str, Contender], work: Workload, *, steps: int = 3) -> None:
-    """Before anything is timed: every contender has the losses of one device, and so does the same work."""
+    """Before anything is timed: every contender that is whole has the losses of one device: it does the same work."""
     batches = work.batches(steps)
     reference = eager(work)
     expected = [reference.step(*batch).item() for batch in batches]
     for name, contender in contenders.items():
+        if not contender.is_whole:
+            continue
         losses = [whole_loss(contender, contender.step(*batch)) for batch in batches]
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 

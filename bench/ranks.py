@@ -41,9 +41,9 @@ def builder(name: str) -> Callable[[Workload], Contender]:
     }
     if name in known:
         return known[name]
-    from .ours import ours
+    from .ours import ours, silent_tp
 
-    return ours(name)
+    return silent_tp if name == "silent" else ours(name)
 
 
 def run(heat: Heat) -> Times:

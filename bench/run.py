@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--only", choices=parts)
-    parser.add_argument("--race", help="contenders, separated by spaces or commas: eager ddp fsdp2 dtensor hand")
+    parser.add_argument("--race", help="contenders, separated by spaces or commas: eager ddp fsdp2 dtensor hand silent")
     parser.add_argument("--wide", action="store_true", help="with --race: the wider model")
     args = parser.parse_args()
     console = Console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwright.capture import capture
+from shardwright.cluster import Curve, Efficiency
 from shardwright.cluster.catalogue import DEVICES
 from shardwright.cost import OpTime, Training, call_of, join_time, op_time, update_time
 from shardwright.ir.graph import Slot
@@ -54,6 +56,18 @@ def test_a_thin_product_reaches_less_and_a_batch_of_matrices_is_thin_if_they_are
     many = call("bmm", tensors, [tensor(64, 512, 512)], flops=2.0 * 64 * 512 * 128 * 512)
     one = linear(512 * 64, 512, 128)
     assert op_time(many, device).forward == pytest.approx(op_time(one, device).forward, rel=0.02)
+
+
+def test_pooling_is_as_slow_as_a_device_says_and_only_forward():
+    slow = Efficiency(kind="pooling", curve=Curve(((1.0, 0.05),)))
+    device = replace(HALF, efficiency=tuple(slow if one.kind == "pooling" else one for one in HALF.efficiency))
+    pool = call("max_pool2d", [tensor(MEGA)], [tensor(MEGA // 4)])
+    usual, slower = op_time(pool, HALF), op_time(pool, device)
+    assert slower.forward == pytest.approx(10 * usual.forward)
+    assert slower.backward == usual.backward > 0
+    assert op_time(call("relu", [tensor(MEGA)], [tensor(MEGA)]), device) == op_time(
+        call("relu", [tensor(MEGA)], [tensor(MEGA)]), HALF
+    )
 
 
 def test_a_large_product_reaches_what_the_catalogue_says():

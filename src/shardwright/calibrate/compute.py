@@ -69,7 +69,7 @@ def measure_edge(device: torch.device, measured: tuple[Series, ...], effort: Eff
 
 def series_of(effort: Effort) -> list[tuple[Kind, torch.dtype]]:
     kinds: tuple[Kind, ...] = ("matmul", "attention", "pointwise")
-    once: tuple[Kind, ...] = ("convolution", "function", "copy")
+    once: tuple[Kind, ...] = ("convolution", "function", "pooling", "copy")
     return [*((kind, dtype) for kind in kinds for dtype in effort.dtypes), *((kind, torch.float32) for kind in once)]
 
 
@@ -103,6 +103,10 @@ def _sizes(
             x = make(length * length)
             largest = x.nbytes
             yield 2.0 * x.nbytes, lambda x=x: functional.gelu(x)  # type: ignore[misc]
+        elif kind == "pooling":
+            x = make(1, 16, length // 4, length // 4)
+            largest = x.nbytes
+            yield 1.25 * x.nbytes, lambda x=x: functional.max_pool2d(x, 2)  # type: ignore[misc]
         else:
             x, y = make(length * length), make(length * length)
             largest = x.nbytes
@@ -137,7 +141,7 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
     for series in measured:
         peak = flops[series.dtype] if series.kind in PRODUCTS else bandwidth
         curve = Curve(tuple((size, _rounded(rate / peak)) for size, rate in series.rates))
-        dtype = "" if series.kind in ("copy", "function", "convolution") else series.dtype
+        dtype = "" if series.kind in ("copy", "function", "pooling", "convolution") else series.dtype
         efficiency.append(Efficiency(kind=series.kind, dtype=dtype, curve=curve))
     name = known.name if known else _name(device)
     return Device(

@@ -4,8 +4,9 @@ The time of an op is a roofline with the efficiency of its kind at its size:
 
     matmul, attention    max(flops / (peak * efficiency at flops), bytes / (bandwidth * efficiency of copies))
     pointwise, copy      bytes / (bandwidth * efficiency at bytes)
-    convolution          as matmul; function (gelu, exp, tanh, ...) as pointwise; a device that does not say them has
-                         the efficiency of these. On a CPU they are much slower.
+    convolution          as matmul; function (gelu, exp, tanh, ...) and pooling (the largest of some neighbours) as
+                         pointwise; a device that does not say them has the efficiency of these. On a CPU they are much
+                         slower.
 
 A product whose smallest side is `edge` reaches half of what the curve says, one of large sides all of it: products work
 in tiles, and fill and empty a pipeline along what they sum. Curves that were measured are of products as they are, with
@@ -26,9 +27,9 @@ from typing import Literal, get_args
 from ..errors import ClusterError
 from .curve import Curve
 
-Kind = Literal["matmul", "attention", "convolution", "pointwise", "function", "copy"]
+Kind = Literal["matmul", "attention", "convolution", "pointwise", "function", "pooling", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-LIKE: dict[Kind, Kind] = {"convolution": "matmul", "function": "pointwise"}
+LIKE: dict[Kind, Kind] = {"convolution": "matmul", "function": "pointwise", "pooling": "pointwise"}
 """Kinds that a device need not say, and what they are like then."""
 
 # Bytes of an element, by the names that torch has for dtypes.
@@ -112,7 +113,7 @@ class Device:
 
     def op_time(self, flops: float, bytes: float, kind: Kind, dtype: str) -> float:
         """Seconds for an op that does so much arithmetic and reads and writes so many bytes."""
-        if kind in ("pointwise", "function", "copy"):
+        if kind in ("pointwise", "function", "pooling", "copy"):
             return self._memory_time(bytes, kind, dtype)
         return max(self._compute_time(flops, kind, dtype), self._memory_time(bytes, "copy", dtype))
 

@@ -81,6 +81,10 @@ FUNCTIONS = frozenset(
 )
 """What is computed rather than moved, where there are no units for it."""
 
+POOLS = frozenset(f"{name}{n}d{more}" for name in ("max_pool", "adaptive_max_pool") for n in "123"
+                  for more in ("", "_with_indices"))  # fmt: skip
+"""What compares neighbours, forward."""
+
 VIEWS = frozenset(
     """view _unsafe_view reshape flatten unflatten squeeze unsqueeze permute transpose t detach view_as_real
     view_as_complex movedim swapaxes expand expand_copy broadcast_to diagonal alias numpy_T mT conj real imag""".split()
@@ -217,9 +221,11 @@ def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
     made = sum(held.bytes for held in call.outputs)
     is_bias = call.op.name.endswith("/ bias")  # folded into the product before it
     forward = 0.0 if is_bias else passes.inputs * sum(held.bytes for held in call.inputs) + passes.outputs * made
-    kind: Kind = "function" if _known(call.op.target)[0] in FUNCTIONS else "pointwise"
+    name = _known(call.op.target)[0]
+    kind: Kind = "function" if name in FUNCTIONS else "pointwise"
+    first: Kind = "pooling" if name in POOLS else kind
     if not call.gradient:
-        return OpTime(_moved(forward, device, 1, kind), 0.0)
+        return OpTime(_moved(forward, device, 1, first), 0.0)
     backward = 0.0
     wanted = [held for held in call.inputs if held.gradient]
     for held in wanted:
@@ -232,7 +238,7 @@ def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
     if passes.kernels > 1 and wanted:  # norms: their passes are said for all their inputs together
         largest = max(held.bytes for held in wanted)
         backward = passes.results * made + passes.given * largest
-    return OpTime(_moved(forward, device, 1, kind), _moved(backward, device, kernels, kind))
+    return OpTime(_moved(forward, device, 1, first), _moved(backward, device, kernels, kind))
 
 
 def _view(call: Call, device: Device) -> OpTime:
