@@ -260,7 +260,7 @@ def megatron_step(row: Row, layer: Part, rest: Part, cluster: Cluster) -> float:
     activations = row.microbatch * row.seq * row.d * 2
     one = cluster.collective_time("all_reduce", activations, mesh, ["tp"])
     forward = layer.forward + 2 * one  # after attention and after the layer
-    backward = layer.backward + 2 * one + (layer.forward + 2 * one if row.recompute == "full" else again(row, layer))
+    backward = layer.backward + again(row, layer) + (4 if row.recompute == "full" else 2) * one
     held = row.layers / row.pp * layer.parameters + rest.parameters
     step = staged(row, (forward, backward), (rest.forward + one, rest.backward + one), activations, mesh, cluster)
     gradients = cluster.collective_time("all_reduce", held * 4, mesh, ["dp"])

@@ -19,6 +19,7 @@ from .timing import Effort, seconds
 
 HEADS, HEAD = 4, 64
 PRODUCTS = ("matmul", "attention", "convolution")
+ONCE: tuple[Kind, ...] = ("convolution", "function", "pooling", "copy")  # in float32 alone, for all dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,7 @@ def measure_edge(device: torch.device, measured: tuple[Series, ...], effort: Eff
 
 def series_of(effort: Effort) -> list[tuple[Kind, torch.dtype]]:
     kinds: tuple[Kind, ...] = ("matmul", "attention", "pointwise")
-    once: tuple[Kind, ...] = ("convolution", "function", "pooling", "copy")
-    return [*((kind, dtype) for kind in kinds for dtype in effort.dtypes), *((kind, torch.float32) for kind in once)]
+    return [*((kind, dtype) for kind in kinds for dtype in effort.dtypes), *((kind, torch.float32) for kind in ONCE)]
 
 
 def _sizes(
@@ -141,7 +141,7 @@ def as_device(device: torch.device, measured: tuple[Series, ...], sharing: int, 
     for series in measured:
         peak = flops[series.dtype] if series.kind in PRODUCTS else bandwidth
         curve = Curve(tuple((size, _rounded(rate / peak)) for size, rate in series.rates))
-        dtype = "" if series.kind in ("copy", "function", "pooling", "convolution") else series.dtype
+        dtype = "" if series.kind in ONCE else series.dtype
         efficiency.append(Efficiency(kind=series.kind, dtype=dtype, curve=curve))
     name = known.name if known else _name(device)
     return Device(

@@ -22,8 +22,9 @@ from .parameters import Untouched
 @contextmanager
 def fused(optimizer: Optimizer) -> Iterator[None]:
     """Within this, groups that may be updated by the fused kernel are; afterwards they are as they were."""
+    plain = inspect.unwrap(type(optimizer).step) is inspect.unwrap(Adam.step)  # torch wraps the step of every class
     with Untouched():
-        groups = [group for group in optimizer.param_groups if _may_be(group, optimizer)]
+        groups = [group for group in optimizer.param_groups if plain and _may_be(group, optimizer)]
     try:
         for group in groups:
             group["fused"] = True
@@ -35,8 +36,7 @@ def fused(optimizer: Optimizer) -> Iterator[None]:
 
 def _may_be(group: dict[str, Any], optimizer: Optimizer) -> bool:
     said = group.get("fused") is not None or group.get("foreach") is not None
-    own = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step)  # torch wraps the step of every class
-    if own or said or group["differentiable"] or isinstance(group["lr"], Tensor):
+    if said or group["differentiable"] or isinstance(group["lr"], Tensor):
         return False
     return all(_alike(leaf, optimizer.state.get(leaf, {})) for leaf in group["params"] if leaf.grad is not None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..search.elimination import LITTLE_WORK, MUCH_MORE, Elimination, TooWide, eliminate
+from ..search.elimination import Elimination, TooWide, eliminate
 from ..tables import Tables
 
 
@@ -17,14 +17,9 @@ class Solver:
         if not tables.is_plain:  # then groups are not those of other tables
             return self._made(tables)
         known = self._known.get((id(tables.skeleton), tables.sizes)) or self._known.get((id(tables.skeleton), None))
-        if known is not None:
-            try:
-                found = known[0].with_tables([tables.arrays[number] for number in known[1]])
-            except TooWide:
-                pass
-            else:
-                if found.work <= max(LITTLE_WORK, MUCH_MORE * known[0].work):
-                    return found
+        found = known[0].fitting([tables.arrays[number] for number in known[1]]) if known is not None else None
+        if found is not None:
+            return found
         made = self._made(tables)
         if made is not None:
             new = (made, self._numbers(tables, made))

@@ -242,4 +242,5 @@ class Timed:
             skeleton.kinds, moves, data=(self.names[0],), demands=demands, twins=skeleton.twins.values(),
             like=self._like.get(key),
         )  # fmt: skip
-        return self._like.setdefault(key, spaces) and spaces
+        self._like.setdefault(key, spaces)
+        return spaces

@@ -139,6 +139,14 @@ class Elimination:
             steps = _resized(self.steps, [table.shape[:-1] for table in tables])
         return replace(self, groups=groups, steps=steps, known={}, **_leaves(groups, self.leaves.shape[1]))
 
+    def fitting(self, tables: Sequence[Floats]) -> Elimination | None:
+        """`with_tables`, or None where an order of its own is worth its while."""
+        try:
+            found = self.with_tables(tables)
+        except TooWide:
+            return None
+        return found if found.work <= max(LITTLE_WORK, MUCH_MORE * self.work) else None
+
     def least(self, weights: Floats) -> tuple[float, Ints]:
         """The least value at these weights, and the states that attain it."""
         key = weights.tobytes()
@@ -203,13 +211,7 @@ def _made(problem: Problem) -> Elimination:
 def _like(problem: Problem) -> Elimination | None:
     """The steps of a problem that is like this one but for its tables; None if they are not known, or not good."""
     known = _KNOWN.get(problem.like) if problem.like is not None else None
-    if known is None:
-        return None
-    try:
-        found = known.with_tables([group.table for group in problem.groups])
-    except TooWide:
-        return None
-    return found if found.work <= max(LITTLE_WORK, MUCH_MORE * known.work) else None
+    return known.fitting([group.table for group in problem.groups]) if known is not None else None
 
 
 class _Steps:
