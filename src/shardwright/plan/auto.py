@@ -44,6 +44,9 @@ ATTEMPTS = 12
 """How often a mesh is solved until it fits: what comes and goes in a step is known only when there is one. Each attempt
 leaves more room for it, so that most end after two or three."""
 
+ROUGH = 0.02
+"""The gap that is good enough for the first attempt, which is only to tell what comes and goes."""
+
 Progress = Callable[[str, float], None]
 """Called with what is being looked at, and the best time so far in seconds (infinity if there is none)."""
 
@@ -211,17 +214,20 @@ class _Search:
 
     def _fit(self, looked: Looked) -> Looked:
         """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
+        rough = self.reserve == 0.0  # any plan that is short of memory tells what comes and goes
         for _ in range(ATTEMPTS):
-            looked = self._solve(looked)
+            looked = self._solve(looked, rough)
             if looked.solution is None or looked.solution.states is None:
                 return looked
             if self.best is not None and looked.time >= self.best.time:
                 return looked
             solution, memory = looked.solution, self._memory(looked)
-            if memory.peak <= self.limit:
+            if memory.peak <= self.limit and not (rough and solution.gap > self.wishes.aim):
                 self.best = replace(looked, memory=memory)
                 return self.best
-            self.reserve = max(self.reserve, (memory.peak - solution.memory) * 1.01)
+            rough = False
+            if memory.peak > self.limit:
+                self.reserve = max(self.reserve, (memory.peak - solution.memory) * 1.01)
         return replace(looked, solution=replace(solution, states=None))
 
     def _memory(self, looked: Looked) -> Memory:
@@ -229,12 +235,12 @@ class _Search:
         states, tables = looked.solution.states, looked.tables
         return tables.peak(tables.choices(states), tables.storage(states), tables.recompute(states))
 
-    def _solve(self, looked: Looked) -> Looked:
+    def _solve(self, looked: Looked, rough: bool) -> Looked:
         """Recomputing is looked at only where memory is short: it never makes a step faster."""
         limit, upper = self.limit - self.reserve, self.upper
         solution = None
         if True not in self.hints:  # else another mesh was short of memory, and this one will be
-            solution = self._solved(looked.plain, limit, upper, False)
+            solution = self._solved(looked.plain, limit, upper, rough)
             looked = replace(looked, tables=looked.plain, solution=solution)
             short = solution.states is None or solution.time > looked.bound * (1 + self.wishes.aim)
             if not short or not self.frame.may_recompute:
@@ -243,15 +249,17 @@ class _Search:
         tables = looked.again or self.frame.tables(self.frame.recomputing, looked.candidate, like=looked.plain)
         if tables is None:
             return looked
-        again = self._solved(tables, limit, upper, True)
+        again = self._solved(tables, limit, upper, rough, recompute=True)
         if solution is not None and solution.states is not None and not again.time < solution.time:
             lower = min(solution.bound, again.bound)
             return replace(looked, again=tables, solution=replace(solution, bound=lower))
         return replace(looked, tables=tables, again=tables, solution=again)
 
-    def _solved(self, tables: Tables, limit: float, upper: float, recompute: bool) -> Solution:
-        hint = self.hints.get(recompute)
-        found = solve(tables.problem(limit), upper=upper, stop=self.late, aim=self.wishes.aim, hint=hint)
+    def _solved(
+        self, tables: Tables, limit: float, upper: float, rough: bool, *, recompute: bool = False
+    ) -> Solution:
+        hint, aim = self.hints.get(recompute), max(ROUGH, self.wishes.aim) if rough else self.wishes.aim
+        found = solve(tables.problem(limit), upper=upper, stop=self.late, aim=aim, hint=hint, exact=not rough)
         if found.multipliers is not None:
             self.hints[recompute] = found.multipliers
         return found
