@@ -44,7 +44,7 @@ ATTEMPTS = 12
 """How often a mesh is solved until it fits: what comes and goes in a step is known only when there is one. Each attempt
 leaves more room for it, so that most end after two or three."""
 
-ROUGH = 0.02
+ROUGH = 0.05
 """The gap that is good enough for the first attempt, which is only to tell what comes and goes."""
 
 Progress = Callable[[str, float], None]
@@ -214,7 +214,7 @@ class _Search:
 
     def _fit(self, looked: Looked) -> Looked:
         """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
-        rough = self.reserve == 0.0  # any plan that is short of memory tells what comes and goes
+        rough = self.best is None and self.reserve == 0.0  # any plan tells what comes and goes
         for _ in range(ATTEMPTS):
             looked = self._solve(looked, rough)
             if looked.solution is None or looked.solution.states is None:

@@ -33,8 +33,8 @@ from .elimination import Elimination, Step, add
 from .problem import ROUNDING, Floats, Ints, Point, Problem
 
 MOST_CELLS = 2**23  # of a step
-MOST_ROWS = 2**22  # vectors looked at in all
-MOST_COMPARED = 2**28  # pairs of vectors in all
+MOST_ROWS = 2**20  # vectors looked at in all
+MOST_COMPARED = 2**26  # pairs of vectors in all
 BLOCK = 64  # vectors of a cell up to which all pairs are compared one distance after the other
 EXACT_BITS = 48  # of a sum, so that sums of grid points are exact
 

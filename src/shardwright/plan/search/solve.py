@@ -30,7 +30,7 @@ SHARES = (0.25, 0.5, 0.75)  # of blends
 THIN = (64, 16)  # vectors of a cell in a mix of points
 POOL = 6  # points of which all pairs are mixed
 SMALL = 0.01  # a gap that is worth little effort
-LITTLE = 1 / 32  # of the exact search's effort
+LITTLE = 1 / 8  # of the exact search's effort
 
 Stop = Callable[[], bool]
 Progress = Callable[[float, float], None]  # the best time so far (maybe inf) and the bound
