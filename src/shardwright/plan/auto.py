@@ -47,6 +47,12 @@ leaves more room for it, so that most end after two or three."""
 ROUGH = 0.05
 """The gap that is good enough for the first attempt, which is only to tell what comes and goes."""
 
+FULL = 0.95
+"""The part of the memory that a plan should use before it trades time for it."""
+
+REFILLS = 2
+"""How often a mesh is solved with less in reserve."""
+
 Progress = Callable[[str, float], None]
 """Called with what is being looked at, and the best time so far in seconds (infinity if there is none)."""
 
@@ -222,13 +228,31 @@ class _Search:
             if self.best is not None and looked.time >= self.best.time:
                 return looked
             solution, memory = looked.solution, self._memory(looked)
+            looked = replace(looked, memory=memory)
             if memory.peak <= self.limit and not (rough and solution.gap > self.wishes.aim):
-                self.best = replace(looked, memory=memory)
-                return self.best
-            rough = False
-            if memory.peak > self.limit:
-                self.reserve = max(self.reserve, (memory.peak - solution.memory) * 1.01)
+                self.best = looked
+                return self._fill(looked)
+            self.reserve, rough = max(self.reserve, _passing(looked)), False
         return replace(looked, solution=replace(solution, states=None))
+
+    def _fill(self, best: Looked) -> Looked:
+        """The same with less in reserve, where much memory is left: less comes and goes in a leaner plan."""
+        known, tried = self.reserve, best
+        for _ in range(REFILLS):
+            assert best.memory is not None
+            self.reserve = _passing(tried)
+            if best.memory.peak > FULL * self.limit or self.reserve >= known:
+                break
+            found = self._solve(tried, rough=False)
+            if found.solution is None or found.solution.states is None or found.time >= best.time:
+                break
+            tried = replace(found, memory=self._memory(found))
+            assert tried.memory is not None
+            if tried.memory.peak <= self.limit:
+                best = self.best = tried
+                known = self.reserve
+        self.reserve = known
+        return best
 
     def _memory(self, looked: Looked) -> Memory:
         assert looked.solution is not None and looked.solution.states is not None
@@ -291,6 +315,12 @@ class _Search:
             f"found needs {size_of(least)} on a device, and there are {size_of(self.limit - self.reserve)}; use more "
             "devices, a smaller batch or a larger memory="
         )
+
+
+def _passing(looked: Looked) -> float:
+    """Bytes that come and go in a plan, with a little more."""
+    assert looked.solution is not None and looked.memory is not None
+    return (looked.memory.peak - looked.solution.memory) * 1.01
 
 
 def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
