@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..conversion import Form, forget_gradient, forms_of, home_layout
 from ..ir import Op
@@ -90,6 +91,16 @@ class Held:
         return self.share if self.level == 3 else self.bytes
 
 
+class Home(NamedTuple):
+    """How parameters that are used and stored alike are held."""
+
+    layout: Layout
+    elements: float
+    sums: tuple[str, ...]  # axes
+    level: int
+    parts: int
+
+
 @dataclass(slots=True)
 class RankProgram:
     steps: list[Step] = field(default_factory=list)
@@ -142,6 +153,7 @@ class _Builder:
         self.known: dict[object, tuple[Keeps, Flow, bool]] = {}  # layers that are alike are looked at once
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
         self.regions: dict[str, str | None] = {}  # of a module
+        self.homes: dict[object, Home] = {}
 
     def _border(self, name: str) -> Layout:
         """How a value lies when it comes in or goes out."""
@@ -171,35 +183,47 @@ class _Builder:
         order = sorted(self.graph.parameters, key=lambda held: first.get(held.value, len(first)))
         for parameter in order:
             value = self.graph.values[parameter.value]
-            uses = self.uses[parameter.value]
-            home = home_layout(uses, self.mesh, len(value.shape))
-            wish = tuple(self.storage.get(parameter.key, ()))
-            for axis, _ in wish if uses else ():
-                home = home.with_placement(axis, FANNED) if home.placement(axis) == WHOLE else home
-            zero = [held for held in wish if not parameter.trainable or home.placement(held[0]) == FANNED]
-            local = home.local_shape(value.shape, self.sizes, dict.fromkeys(self.mesh.names, 0))
-            elements = local_elements(value.shape, home, self.mesh)
-            parts = 1
-            for axis, _ in zero:
-                if max(local, default=0) > 1:
-                    parts *= self.sizes[axis]
-            number = self._produce(parameter.value, home if parameter.trainable else forget_gradient(home), fixed=True)
+            uses, wish = tuple(self.uses[parameter.value]), tuple(self.storage.get(parameter.key, ()))
+            key = (uses, value.shape, wish, parameter.trainable)
+            if key not in self.homes:
+                self.homes[key] = self._home(*key)
+            home = self.homes[key]
+            number = self._produce(parameter.value, home.layout, fixed=True)
             self.program.tensors[number].parameter = parameter.key
-            sums = tuple(axis.name for axis in self.mesh.axes if axis.size > 1 and home.placement(axis.name) == FANNED)
             self.program.held.append(
                 Held(
                     key=parameter.key,
                     value=number,
-                    bytes=elements * ITEM_SIZE.get(value.dtype, 4),
-                    gathered=elements * self.training.item(value),
+                    bytes=home.elements * ITEM_SIZE.get(value.dtype, 4),
+                    gathered=home.elements * self.training.item(value),
                     trainable=parameter.trainable,
-                    sums=sums,
-                    state=elements * self.training.state_item(value),
+                    sums=home.sums,
+                    state=home.elements * self.training.state_item(value),
                     wider=self.training.true_item(value) / ITEM_SIZE.get(value.dtype, 4),
-                    level=zero[0][1] if zero and parts > 1 else 0,
-                    parts=parts,
+                    level=home.level,
+                    parts=home.parts,
                 )
             )
+
+    def _home(
+        self, uses: tuple[Layout, ...], shape: tuple[int, ...], wish: tuple[tuple[str, int], ...], trainable: bool
+    ) -> Home:
+        layout = home_layout(uses, self.mesh, len(shape))
+        for axis, _ in wish if uses else ():
+            layout = layout.with_placement(axis, FANNED) if layout.placement(axis) == WHOLE else layout
+        zero = [held for held in wish if not trainable or layout.placement(held[0]) == FANNED]
+        local = layout.local_shape(shape, self.sizes, dict.fromkeys(self.mesh.names, 0))
+        parts = 1
+        for axis, _ in zero:
+            if max(local, default=0) > 1:
+                parts *= self.sizes[axis]
+        return Home(
+            layout=layout if trainable else forget_gradient(layout),
+            elements=local_elements(shape, layout, self.mesh),
+            sums=tuple(axis.name for axis in self.mesh.axes if axis.size > 1 and layout.placement(axis.name) == FANNED),
+            level=zero[0][1] if zero and parts > 1 else 0,
+            parts=parts,
+        )
 
     def _new(self, name: str, layout: Layout, fixed: bool = False) -> int:
         value = self.graph.values[name]

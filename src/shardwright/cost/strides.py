@@ -7,8 +7,11 @@ worked out as torch would, at global shape. A share of a value is cut out of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir import Graph, Op
 from ..rules.pointwise import BINARY, LINEAR_UNARY, UNARY
@@ -38,15 +41,14 @@ class Strides:
 
     of: dict[str, Sizes]
     views: frozenset[str]
+    _flat: dict[str, bool] = field(default_factory=dict, repr=False)
 
     def flat(self, value: str, shape: Sizes) -> bool:
         """Whether all dims but the last can be seen as one without a copy."""
-        if len(shape) < 3:
-            return True
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        return viewed(shape, self.of[value], (rows, shape[-1])) is not None
+        if value not in self._flat:
+            after = (math.prod(shape[:-1]), *shape[-1:])
+            self._flat[value] = len(shape) < 3 or viewed(shape, self.of[value], after) is not None
+        return self._flat[value]
 
 
 def shares(op: Op, strides: Strides) -> bool:
@@ -54,8 +56,17 @@ def shares(op: Op, strides: Strides) -> bool:
     return op.name in strides.views
 
 
+_KNOWN: MutableMapping[Graph, Strides] = WeakIdKeyDictionary()
+
+
 def strides_of(graph: Graph) -> Strides:
-    """The strides of every value of a graph, from contiguous inputs on."""
+    """The strides of every value of a graph, from contiguous inputs on. Worked out once."""
+    if graph not in _KNOWN:
+        _KNOWN[graph] = _worked_out(graph)
+    return _KNOWN[graph]
+
+
+def _worked_out(graph: Graph) -> Strides:
     found: dict[str, Sizes] = {}
     views: set[str] = set()
     made_here = {name for op in graph.ops for name in op.outputs}
