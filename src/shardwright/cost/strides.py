@@ -8,10 +8,9 @@ worked out as torch would, at global shape. A share of a value is cut out of the
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir import Graph, Op
 from ..rules.pointwise import BINARY, LINEAR_UNARY, UNARY
@@ -56,14 +55,15 @@ def shares(op: Op, strides: Strides) -> bool:
     return op.name in strides.views
 
 
-_KNOWN: MutableMapping[Graph, Strides] = WeakIdKeyDictionary()
+_KNOWN: dict[int, Strides] = {}  # by the identity of a graph that is alive
 
 
 def strides_of(graph: Graph) -> Strides:
     """The strides of every value of a graph, from contiguous inputs on. Worked out once."""
-    if graph not in _KNOWN:
-        _KNOWN[graph] = _worked_out(graph)
-    return _KNOWN[graph]
+    if id(graph) not in _KNOWN:
+        _KNOWN[id(graph)] = _worked_out(graph)
+        weakref.finalize(graph, _KNOWN.pop, id(graph), None)
+    return _KNOWN[id(graph)]
 
 
 def _worked_out(graph: Graph) -> Strides:
