@@ -3,8 +3,9 @@
 python -m bench.planning                    all
 python -m bench.planning --models gpt3      some of them
 
-Models are on the meta device, so nothing is allocated. Seconds are those of the search alone; capture is beside them,
-and so is the time of the processor: on a machine that does other things it says how long a quiet one would take.
+Models are on the meta device, so nothing is allocated. Seconds are those of the search alone, without pipelines (flat)
+and with them, as users get it; capture is beside them, and so is the time of the processor: on a machine that does
+other things it says how long a quiet one would take.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,12 +26,14 @@ from torch import Tensor, nn
 
 from shardwright.cluster import find
 from shardwright.cost import Training, flops
+from shardwright.errors import PlanError
+from shardwright.ir import Graph
 from shardwright.parallelize import captured_graph
 from shardwright.plan import Plan
 from shardwright.plan.auto import Wishes
 from shardwright.planning import Batching, Setting, make_plan, only_scalars
 from shardwright.probe import probing
-from shardwright.rules import analyse
+from shardwright.rules import Analysis, analyse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,15 +193,25 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     )
     plan = make_plan(graph, facts, "auto", cluster.size, setting, case.batching)
     took, busy = time.monotonic() - middle, time.process_time() - processor
+    flat = seconds_flat(graph, analyse(graph, probing(captured.functions)), setting, case.batching)
     said = plan.predicted["train"]
     count = sum(parameter.numel() for parameter in module.parameters())
     work = 3 * sum(flops(facts.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
     rate = work / said["seconds"] / cluster.size / 1e12
-    colour = "green" if took <= case.limit else "red"
+    coloured = [f"[{'green' if seconds <= case.limit else 'red'}]{seconds:.1f}" for seconds in (flat, took)]
     return (
-        name, f"{count / 1e9:.1f} B", case.cluster, f"{middle - began:.1f}", f"[{colour}]{took:.1f}", f"{busy:.1f}",
+        name, f"{count / 1e9:.1f} B", case.cluster, f"{middle - began:.1f}", *coloured, f"{busy:.1f}",
         f"{case.limit:.0f}", in_words(plan), f"{said['seconds']:.3g}", f"{rate:.0f}",
     )  # fmt: skip
+
+
+def seconds_flat(graph: Graph, facts: Analysis, setting: Setting, batching: Batching) -> float:
+    """How long it takes without pipelines, to find a plan or that there is none."""
+    setting = replace(setting, wishes=replace(setting.wishes, pipelines=False))
+    began = time.monotonic()
+    with suppress(PlanError):
+        make_plan(graph, facts, "auto", setting.cluster.size, setting, batching)
+    return time.monotonic() - began
 
 
 def in_words(plan: Plan) -> str:
@@ -216,8 +230,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     console = Console(width=200)
     table = Table(
-        "model", "parameters", "cluster", "capture s", "search s", "processor s", "at most", "plan", "a step, s",
-        "TFLOP/s a device",
+        "model", "parameters", "cluster", "capture s", "flat s", "search s", "processor s", "at most", "plan",
+        "a step, s", "TFLOP/s a device",
         title="Plans for large models",
         caption=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {platform.machine()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}",

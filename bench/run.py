@@ -2,7 +2,7 @@
 
 python -m bench.run                          all of it
 python -m bench.run --only races --rounds 5  a part, quickly; writes no results
-python -m bench.run --race ddp,eager         any contenders against the first; writes no results
+python -m bench.run --race ddp,eager         any contenders against the first; writes no results (--d 512: wider)
 """
 
 import argparse
@@ -19,18 +19,19 @@ from .compile_llama import in_own_process
 from .entries import OVERHEAD, PAIRS, Entry, compile_entries, unmeasured_compile
 from .race import Times, ratio_of, ratio_of_minima
 from .ranks import Heat, run
-from .workload import NARROW, WIDE, Workload
+from .workload import NARROW, WIDE, WIDEST, Workload
 
 RESULTS = Path(__file__).parent / "results.json"
-STEPS = {NARROW: 3, WIDE: 2}  # in a row, so that a cell of the race lasts about a second
+STEPS = {NARROW: 3, WIDE: 2, WIDEST: 2}  # in a row, so that a cell of the race lasts about a second
+WIDTHS = {work.d: work for work in STEPS}
 SINGLE = "single"  # the plan string of a program for one rank
 
 
 def races(rounds: int) -> list[Entry]:
     entries = []
-    for work in (NARROW, WIDE):
+    for work in STEPS:
         names = tuple(name for pair in PAIRS for name in (pair.ours, pair.peer))
-        claims = {pair: pair.claim(work.name) for pair in PAIRS}
+        claims = {pair: pair.claim(work.name, 1.0 if work is WIDEST else pair.goal) for pair in PAIRS}
         try:
             times = run(Heat(work=work, contenders=names, rounds=rounds, steps=STEPS[work]))
         except Exception as error:
@@ -93,12 +94,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--only", choices=parts)
     parser.add_argument("--race", help="contenders, separated by spaces or commas: eager ddp fsdp2 dtensor hand silent")
-    parser.add_argument("--wide", action="store_true", help="with --race: the wider model")
+    parser.add_argument("--d", type=int, choices=WIDTHS, default=NARROW.d, help="with --race: the width of the model")
     args = parser.parse_args()
     console = Console()
     if args.race:
         names = tuple(args.race.replace(",", " ").split())
-        console.print(free_race(names, WIDE if args.wide else NARROW, args.rounds))
+        console.print(free_race(names, WIDTHS[args.d], args.rounds))
         return
     chosen = [args.only] if args.only else list(parts)
     entries = [entry for name in chosen for entry in parts[name](args.rounds)]

@@ -32,7 +32,8 @@ class Workload:
 
 
 NARROW = Workload(name="GPT 4 layers, d=256", d=256)
-WIDE = Workload(name="GPT 4 layers, d=512", d=512)
+WIDE = Workload(name="GPT 4 layers, d=384", d=384)
+WIDEST = Workload(name="GPT 4 layers, d=512", d=512)  # where products are nearly all of a step, and alike for everybody
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
