@@ -1,5 +1,6 @@
 """The plans that the search chooses are those that an expert would respect, and fixed policies never beat them."""
 
+import importlib
 import itertools
 import math
 
@@ -155,6 +156,43 @@ def test_little_memory_brings_zero_and_recomputation_and_no_more_than_is_needed(
     # with one region less the tightest plan would not fit: the search stops at what is needed
     less = peak_of(deep, found.plan, segment.recompute[1:])
     assert less.peak > held.peak
+
+
+class Layers(nn.Module):
+    """Many layers with few rows: nearly all memory is for parameters, and most of it in the update."""
+
+    def __init__(self, layers: int = 12, width: int = 512) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+
+    def forward(self, x):
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("room", [1.01, 1.06, 1.12])
+def test_what_sums_overstate_is_not_left_unused(room):
+    """Gradients come as activations go: a plan that a walk through the step says to fit is not given up for its sum."""
+    facts, cluster = facts_of(Layers, torch.zeros(512, 512, device="meta")), find("8xA100-80GB")
+    free = search(facts, cluster, MIXED)
+    limit = room * free.best.memory.peak
+    assert free.best.solution.memory > limit, "the sum is beyond the limit"
+    held = search(facts, cluster, MIXED, Wishes(memory=limit))
+    assert held.best.memory.peak <= limit
+    assert held.best.time == pytest.approx(free.best.time, rel=0.01) and not held.plan.entries["train"][0].recompute
+
+
+def test_what_the_first_plan_would_have_needed_is_not_kept_in_reserve(deep, monkeypatch):
+    """The first plan that is walked through is too large, and more comes and goes in it than in those that fit."""
+    wishes = Wishes(memory=0.8 * 2**30)
+    found = search(deep, find("8xA100-80GB"), MIXED, wishes)
+    monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "REFILLS", 0)
+    before = search(deep, find("8xA100-80GB"), MIXED, wishes)
+    assert found.best.memory.peak <= wishes.memory
+    assert found.limit > before.limit and found.best.time < 0.998 * before.best.time
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_missing(deep):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Memory, Training, flops, is_product
+from ..cost import Memory, Training
 from ..cost.moves import Moves
 from ..errors import PlanError
 from ..layout import Axis, Mesh
@@ -32,7 +32,7 @@ from .frame import Frame
 from .homes import Storing
 from .kinds import Kinds
 from .limits import bind
-from .meshes import NAMES, Candidate, left_out
+from .meshes import Candidate, axis_names, left_out
 from .outcomes import outcomes
 from .plan import Plan
 from .search import Solution, relax, solve
@@ -41,17 +41,16 @@ from .spaces import Spaces
 from .tables import Tables
 
 ATTEMPTS = 12
-"""How often a mesh is solved until it fits: what comes and goes in a step is known only when there is one. Each attempt
-leaves more room for it, so that most end after two or three."""
+"""How often a mesh is solved until it fits. Most do after two or three."""
+
+OVERSTATED = 0.5
+"""The part of the memory by which sums may overstate what is there at once: gradients come as activations go."""
 
 ROUGH = 0.05
 """The gap that is good enough for the first attempt, which is only to tell what comes and goes."""
 
-FULL = 0.95
-"""The part of the memory that a plan should use before it trades time for it."""
-
-REFILLS = 2
-"""How often a mesh is solved with less in reserve."""
+REFILLS, WORTH = 2, 0.02
+"""How often a mesh is solved again with less in reserve, and the part of the memory that has to be at stake."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being looked at, and the best time so far in seconds (infinity if there is none)."""
@@ -103,6 +102,18 @@ class Looked:
     def time(self) -> float:
         """Seconds of the best step that was found on it; infinity if none was, or if it was bounded away."""
         return self.solution.time if self.solution is not None and self.solution.states is not None else math.inf
+
+    @property
+    def needs(self) -> float:
+        """Bytes of its solution, as a walk has found them."""
+        assert self.memory is not None
+        return self.memory.peak
+
+    @property
+    def passing(self) -> float:
+        """Bytes of its solution that come and go, with a little more; less than 0 where sums overstate what is kept."""
+        assert self.solution is not None
+        return (self.needs - self.solution.memory) * 1.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +212,8 @@ class _Search:
             if self.late() and looked:
                 stopped = True
                 break
-        for at in sorted(range(len(looked)), key=lambda at: looked[at].bound):
+        order = sorted(range(len(looked)), key=lambda at: looked[at].bound)
+        for at in order:
             if looked[at].bound >= self.upper:
                 break
             if self.late() and self.best is not None:
@@ -209,6 +221,8 @@ class _Search:
                 break
             looked[at] = self._fit(looked[at])
             self.progress(f"solved {looked[at].candidate}", self.best.time if self.best is not None else math.inf)
+        if self.best is None:
+            self._fit_beyond(looked, order)
         if self.best is None:
             raise NothingFits(lambda: self._nothing_fits(looked))
         return self._found(self.best, looked, stopped, left_out(self.cluster, self.size))
@@ -218,37 +232,51 @@ class _Search:
         """What another mesh must stay below to be worth a look."""
         return self.best.time * (1 - self.wishes.slack) if self.best is not None else math.inf
 
-    def _fit(self, looked: Looked) -> Looked:
+    def _fit(self, looked: Looked, attempts: int = ATTEMPTS) -> Looked:
         """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
-        rough = self.best is None and self.reserve == 0.0  # any plan tells what comes and goes
-        for _ in range(ATTEMPTS):
+        rough = self.best is None and self.reserve <= 0.0  # any plan tells what comes and goes
+        for _ in range(attempts):
             looked = self._solve(looked, rough)
-            if looked.solution is None or looked.solution.states is None:
+            solution = looked.solution
+            if solution is None or solution.states is None:
                 return looked
             if self.best is not None and looked.time >= self.best.time:
                 return looked
-            solution, memory = looked.solution, self._memory(looked)
-            looked = replace(looked, memory=memory)
-            if memory.peak <= self.limit and not (rough and solution.gap > self.wishes.aim):
+            looked = replace(looked, memory=self._memory(looked))
+            if looked.needs <= self.limit and not (rough and solution.gap > self.wishes.aim):
                 self.best = looked
                 return self._fill(looked)
-            self.reserve, rough = max(self.reserve, _passing(looked)), False
+            self.reserve, rough = max(self.reserve, looked.passing), False
+        assert solution is not None
         return replace(looked, solution=replace(solution, states=None))
 
+    def _fit_beyond(self, looked: list[Looked], order: Sequence[int]) -> None:
+        """Where no sum is within the limit, look at some beyond it: they overstate what is there at once."""
+        known = self.reserve
+        for at in order:
+            if self.late():
+                break
+            self.reserve = -OVERSTATED * self.limit
+            looked[at] = self._fit(looked[at], attempts=2)
+            if self.best is not None:
+                return
+        self.reserve = known
+
     def _fill(self, best: Looked) -> Looked:
-        """The same with less in reserve, where much memory is left: less comes and goes in a leaner plan."""
+        """The same with less in reserve, where the plan needs less than there is.
+
+        Less comes and goes in a leaner plan; and where little does, the sums count what is never there at once.
+        """
         known, tried = self.reserve, best
         for _ in range(REFILLS):
-            assert best.memory is not None
-            self.reserve = _passing(tried)
-            if best.memory.peak > FULL * self.limit or self.reserve >= known:
+            self.reserve = tried.passing
+            if known - self.reserve < WORTH * self.limit or best.bound >= self.upper:
                 break
             found = self._solve(tried, rough=False)
             if found.solution is None or found.solution.states is None or found.time >= best.time:
                 break
             tried = replace(found, memory=self._memory(found))
-            assert tried.memory is not None
-            if tried.memory.peak <= self.limit:
+            if tried.needs <= self.limit:
                 best = self.best = tried
                 known = self.reserve
         self.reserve = known
@@ -279,9 +307,7 @@ class _Search:
             return replace(looked, again=tables, solution=replace(solution, bound=lower))
         return replace(looked, tables=tables, again=tables, solution=again)
 
-    def _solved(
-        self, tables: Tables, limit: float, upper: float, rough: bool, *, recompute: bool = False
-    ) -> Solution:
+    def _solved(self, tables: Tables, limit: float, upper: float, rough: bool, *, recompute: bool = False) -> Solution:
         hint, aim = self.hints.get(recompute), max(ROUGH, self.wishes.aim) if rough else self.wishes.aim
         found = solve(tables.problem(limit), upper=upper, stop=self.late, aim=aim, hint=hint, exact=not rough)
         if found.multipliers is not None:
@@ -298,7 +324,7 @@ class _Search:
             best=best,
             looked=tuple(looked),
             bound=min(bound, best.time),
-            limit=self.limit - self.reserve,
+            limit=self.limit - max(0.0, self.reserve),
             slack=self.wishes.slack,
             seconds=time.monotonic() - self.began,
             stopped=stopped or best.solution.stopped,
@@ -306,21 +332,16 @@ class _Search:
 
     def _nothing_fits(self, looked: Sequence[Looked]) -> PlanError:
         """Say what clashes, or if the model alone does not fit, how far it is from it."""
-        found = find_clash(self.constraints, self._frame, self.reserve)
+        reserve = max(0.0, self.reserve)
+        found = find_clash(self.constraints, self._frame, reserve)
         if found is not None and any(item in self.wishes.constraints.items for item in found.items):
             return PlanError(str(found))
         least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
         return PlanError(
             f"{self.facts.graph.name} with a batch of {self.facts.graph.batch} does not fit: the leanest plan that was "
-            f"found needs {size_of(least)} on a device, and there are {size_of(self.limit - self.reserve)}; use more "
+            f"found needs {size_of(least)} on a device, and there are {size_of(self.limit - reserve)}; use more "
             "devices, a smaller batch or a larger memory="
         )
-
-
-def _passing(looked: Looked) -> float:
-    """Bytes that come and go in a plan, with a little more."""
-    assert looked.solution is not None and looked.memory is not None
-    return (looked.memory.peak - looked.solution.memory) * 1.01
 
 
 def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
@@ -360,32 +381,6 @@ def _plan(facts: Analysis, cluster: Cluster, best: Looked, constraints: Constrai
     for item in constraints.items:
         draft.note(f"keeps to {item.said}")
     return draft.finish("auto", str(cluster), settle=False)
-
-
-def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """dp for an axis that splits mostly the batch, ep if it splits experts, else tp; numbered if there are several.
-
-    Axes that somebody has named keep their names.
-    """
-    found = {name: name for name in mesh.names if name not in NAMES}
-    for axis in mesh.axes:
-        if axis.name in found:
-            continue
-        work = {"dp": 1e-9, "tp": 0.0}
-        experts = False
-        for name, choice in choices.items():
-            picked = choice.get(axis.name)
-            signature = facts.signatures[name]
-            role = next((role for role in signature.roles if role.name == picked), None)
-            if role is None:
-                continue
-            experts = experts or signature.beside(role.label) is not None
-            weight = flops(signature) if is_product(signature) else 1e-6
-            work["dp" if role.atom in facts.batch else "tp"] += weight
-        kind = "ep" if experts else max(work, key=lambda name: work[name])
-        numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))
-        found[axis.name] = next(name for name in numbered if name not in found.values())
-    return found
 
 
 __all__ = ["Found", "Looked", "Wishes", "search"]

@@ -8,7 +8,8 @@ Neighbours on the last axis are neighbours on the cluster. So with nodes of 8
     2 x 4 x 2     three: the first lies between nodes and splits the batch, nothing else
 
 Any axis may do anything (an op picks its split on each), so that no other order of the axes is needed. The last of two
-axes spans two nodes at most: lossy pruning, since two axes that both span many do what one does.
+axes spans two nodes at most: lossy pruning, since two axes that both span many do what one does. When it is known what
+they do, they are named for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ..cluster import Cluster
+from ..cost import flops, is_product
 from ..layout import Axis, Mesh
+from ..rules import Analysis
 from .constraints import NamedAxis
 
 NAMES = ("x", "y", "z")
@@ -111,3 +114,29 @@ def _candidate(sizes: tuple[int, ...], data_only: bool) -> Candidate:
 
 def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """dp for an axis that splits mostly the batch, ep if it splits experts, else tp; numbered if there are several.
+
+    Axes that somebody has named keep their names.
+    """
+    found = {name: name for name in mesh.names if name not in NAMES}
+    for axis in mesh.axes:
+        if axis.name in found:
+            continue
+        work = {"dp": 1e-9, "tp": 0.0}
+        experts = False
+        for name, choice in choices.items():
+            picked = choice.get(axis.name)
+            signature = facts.signatures[name]
+            role = next((role for role in signature.roles if role.name == picked), None)
+            if role is None:
+                continue
+            experts = experts or signature.beside(role.label) is not None
+            weight = flops(signature) if is_product(signature) else 1e-6
+            work["dp" if role.atom in facts.batch else "tp"] += weight
+        kind = "ep" if experts else max(work, key=lambda name: work[name])
+        numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))
+        found[axis.name] = next(name for name in numbered if name not in found.values())
+    return found

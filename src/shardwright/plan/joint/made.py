@@ -13,8 +13,8 @@ from ...ir.paths import is_inside
 from ...layout import Axis, Layout, Mesh, make_layout
 from ...rules import Analysis
 from ...schedule import kind_named
-from ..auto import axis_names
 from ..draft import Draft
+from ..meshes import axis_names
 from ..pipeline import MB, timed
 from ..plan import Plan, Segment
 from ..segments import Cut, Line, cut_graph
