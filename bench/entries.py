@@ -51,10 +51,10 @@ class Pair:
     ours: str
     goal: float
 
-    def claim(self, work: str, goal: float) -> Claim:
+    def claim(self, work: str) -> Claim:
         names = {"ddp": "DDP", "fsdp2": "FSDP2", "dtensor": "DTensor TP"}
         name = f"{names.get(self.peer, self.peer)} time / {self.ours} time, {work}"
-        return Claim(name=name, goal=goal, better="more")
+        return Claim(name=name, goal=self.goal, better="more")
 
 
 PAIRS = (

@@ -31,7 +31,7 @@ def races(rounds: int) -> list[Entry]:
     entries = []
     for work in STEPS:
         names = tuple(name for pair in PAIRS for name in (pair.ours, pair.peer))
-        claims = {pair: pair.claim(work.name, 1.0 if work is WIDEST else pair.goal) for pair in PAIRS}
+        claims = {pair: pair.claim(work.name) for pair in PAIRS}
         try:
             times = run(Heat(work=work, contenders=names, rounds=rounds, steps=STEPS[work]))
         except Exception as error:
