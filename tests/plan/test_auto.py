@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shardwright.errors import PlanError
 from shardwright.plan import draw, read_request
 from shardwright.plan.auto import Wishes, search
 from shardwright.plan.price import price
+from shardwright.plan.search import solve
 from shardwright.planning import only_scalars
 from shardwright.probe import probing
 from shardwright.rules import analyse
@@ -193,6 +195,16 @@ def test_what_the_first_plan_would_have_needed_is_not_kept_in_reserve(deep, monk
     before = search(deep, find("8xA100-80GB"), MIXED, wishes)
     assert found.best.memory.peak <= wishes.memory
     assert found.limit > before.limit and found.best.time < 0.998 * before.best.time
+
+
+def test_a_rough_plan_that_fits_is_kept_where_no_better_one_is_found(deep, monkeypatch):
+    def only_rough(problem, *, exact, **more):
+        found = solve(problem, exact=exact, **more)
+        return replace(found, states=None, time=math.inf, bound=math.inf) if exact else found
+
+    monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "solve", only_rough)
+    found = search(deep, find("8xA100-80GB"), MIXED, Wishes(memory=64 * 2**30, aim=-1.0))
+    assert found.best.memory.peak <= 64 * 2**30 and math.isfinite(found.best.time)
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_missing(deep):

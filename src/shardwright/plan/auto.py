@@ -235,20 +235,24 @@ class _Search:
     def _fit(self, looked: Looked, attempts: int = ATTEMPTS) -> Looked:
         """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
         rough = self.best is None and self.reserve <= 0.0  # any plan tells what comes and goes
+        fitting: Looked | None = None  # a rough plan that fits, for which a better one may not be found
         for _ in range(attempts):
             looked = self._solve(looked, rough)
             solution = looked.solution
             if solution is None or solution.states is None:
-                return looked
+                break
             if self.best is not None and looked.time >= self.best.time:
                 return looked
             looked = replace(looked, memory=self._memory(looked))
-            if looked.needs <= self.limit and not (rough and solution.gap > self.wishes.aim):
-                self.best = looked
-                return self._fill(looked)
+            if looked.needs <= self.limit:
+                fitting = looked
+                if not rough or solution.gap <= self.wishes.aim:
+                    break
             self.reserve, rough = max(self.reserve, looked.passing), False
-        assert solution is not None
-        return replace(looked, solution=replace(solution, states=None))
+        if fitting is not None:
+            self.best = fitting
+            return self._fill(fitting)
+        return replace(looked, solution=replace(solution, states=None)) if solution is not None else looked
 
     def _fit_beyond(self, looked: list[Looked], order: Sequence[int]) -> None:
         """Where no sum is within the limit, look at some beyond it: they overstate what is there at once."""
