@@ -21,7 +21,7 @@ def branch_method(graph: Graph, sizes: SizeNames, context: Callable[[Op], str]) 
     yield f"    def {graph.name}(self{''.join(', ' + word for word in words)}):  # {said}"
     last = ""
     for at, op in enumerate(graph.ops):
-        op = _keyed(graph, op)
+        op = keyed(graph, op)
         inputs = {index: names.words[name] for index, name in enumerate(op.inputs)}
         text = call_text(op, inputs, sizes, {})
         made: list[str] = []
@@ -40,7 +40,7 @@ def _shape(graph: Graph, value: str) -> str:
     return str(list(graph.values[value].shape))
 
 
-def _keyed(graph: Graph, op: Op) -> Op:
+def keyed(graph: Graph, op: Op) -> Op:
     """Masks are drawn by the name of the op, as everywhere."""
     if op.target in DROPOUTS:
         return replace(op, target="runtime.dropout").with_arguments(op_key=f"{graph.name}: {op.name}", splits=())

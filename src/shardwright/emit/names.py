@@ -21,6 +21,10 @@ RESERVED = {
     "share",
     "Piece",
     "Stage",
+    "MESH",
+    "GROUPS",
+    "PIECES",
+    "UNITS",
     *keyword.kwlist,
     *dir(builtins),
 }
