@@ -83,7 +83,8 @@ def _parameters(callee: str) -> list[str]:
 
 SPELLED = {"self": ("input", "self", "x", "logits", "logp"), "indices": ("input", "ids"), "axes": ("group", "rows"),
            "p": ("p",), "pad": ("pad",), "cut": ("cut", "gather_cut"), "to_cut": ("take_cut",),
-           "to_dim": ("take_dim", "to_dim"), "dim": ("dim", "gather_dim"), "op_key": ("op",), "train": ("training",), "x": ("x",),
+           "to_dim": ("take_dim", "to_dim"), "dim": ("dim", "gather_dim"), "op_key": ("op",), "x": ("x",),
+           "train": ("training",),
            "split_size": ("split_size", "split_sizes"), "split_sizes": ("split_size", "split_sizes")}  # fmt: skip
 
 
