@@ -45,7 +45,7 @@ from ..plan.rows import replica_axes
 from ..plan.strings import REPLICAS
 from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
 from ..precision import Precision
-from ..probe import probing
+from ..probe import check_splits, probing
 from ..rules import Analysis, analyse
 from ..runtime.inputs import Mode, rows_of
 from ..runtime.model import Entry, ParallelModel
@@ -154,6 +154,7 @@ class Compiler:
             model.plan = plan = self._plan(model.plan, graph, facts)
             if model.training and model.flops is None:
                 model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
+            check_splits(facts, [segment.choices for segment in plan.entries[graph.entry]])
             self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)

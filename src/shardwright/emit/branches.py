@@ -16,7 +16,7 @@ def branch_method(graph: Graph, sizes: SizeNames, context: Callable[[Op], str]) 
     """The lines of a method that runs a graph."""
     outputs = [output.value for output in graph.outputs if output.value is not None]
     names = Names(graph.ops, outputs, sizes.used)
-    words = [names.bind(held.value, -1) for held in graph.inputs]
+    words = names.bind_all(held.value for held in graph.inputs)
     said = ", ".join(f"{word} {_shape(graph, held.value)}" for word, held in zip(words, graph.inputs, strict=True))
     yield f"    def {graph.name}(self{''.join(', ' + word for word in words)}):  # {said}"
     last = ""

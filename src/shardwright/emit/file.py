@@ -171,7 +171,7 @@ class Writer:
         if not program.early:
             return
         names = Names(program.prologue, [early.source for early in program.early], self.sizes.used)
-        words = [names.bind(held.value, -1) for held in program.asked]
+        words = names.bind_all(held.value for held in program.asked)
         self.fixed |= known_names(program)
         yield f"    counts = ({', '.join(counts(program))},)"
         yield ""
@@ -183,9 +183,7 @@ class Writer:
         program, graph = self.program, self.program.graph
         outputs = [name for name in (*program.outputs, *(name for _, name in program.updates)) if name is not None]
         names = Names(items, outputs, self.sizes.used)
-        words = []
-        for held in graph.inputs:
-            words.append(names.bind(held.value, -1))
+        words = names.bind_all(held.value for held in graph.inputs)
         self.inputs = tuple(words)
         yield f"    def forward(self{''.join(', ' + word for word in words)}):{self.said_inputs()}"
         yield from self.body(items, names, None)
@@ -200,7 +198,7 @@ class Writer:
 
     def method(self, method: Method) -> Iterator[str]:
         names = Names(method.items, method.outputs, self.sizes.used)
-        words = [names.bind(name, -1) for name in method.inputs]
+        words = names.bind_all(method.inputs)
         at = ", at" if method.lead is not None else ""
         shapes = [shape_of(name, self.program, self.sizes) for name in method.inputs]
         said = ", ".join(f"{word} {shape}" for word, shape in zip(words, shapes, strict=True))
