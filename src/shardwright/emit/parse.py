@@ -168,7 +168,9 @@ def _by_form(op: Op, node: ast.Call, form: str) -> Arguments:
     if names[-1].startswith("*"):
         count = len(names) - 1
         read |= dict(zip(names, node.args[:count], strict=False))
-        read[_size_name(op, names[-1][1:])] = _tuple(node.args[count:])
+        name, rest = _size_name(op, names[-1][1:]), node.args[count:]
+        alone = len(rest) == 1 and not isinstance(op.argument(name), tuple)
+        read[name] = rest[0] if alone else _tuple(rest)
     else:
         positional = NAMED_ONLY.get(op.target, NAMED_ONLY.get(base_name(op), len(names)))
         if len(node.args) > positional:
@@ -236,7 +238,7 @@ def _only_dim(items: list[ast.expr]) -> int:
     chosen = [at for at, item in enumerate(items) if not _is_all(item)]
     if len(chosen) > 1:
         raise UnreadableLineError("it subscripts several dims")
-    if isinstance(items[0], ast.Constant):
+    if isinstance(items[0], ast.Constant) and items[0].value is Ellipsis:
         return (chosen[0] if chosen else 1) - len(items)
     return chosen[0] if chosen else len(items) - 1
 
