@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..batch_dim import BatchDim
 from ..capture import (
     Body,
     Captured,
@@ -31,6 +33,7 @@ from ..capture import (
     capture,
     cast,
     casting,
+    input_paths,
     without_collection,
 )  # fmt: skip
 from ..cost import training_flops
@@ -47,7 +50,8 @@ from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, on
 from ..precision import Precision
 from ..probe import probing
 from ..rules import Analysis, analyse
-from ..runtime.inputs import Mode, rows_of
+from ..runtime.comparison import CallSignature
+from ..runtime.inputs import PLAIN, CallInputs, Mode
 from ..runtime.model import Entry, ParallelModel
 from ..runtime.optimizer import Optimizers, adopt, several
 from ..runtime.pipeline import Loop, Running
@@ -131,6 +135,7 @@ class Compiler:
         batching: Batching | None = None,
         backward: Backward = "inside",
         precision: Precision | None = None,
+        unbatched: Sequence[str] | None = None,
     ) -> None:
         self.module: nn.Module | None = module
         self.precision = precision or Precision()
@@ -139,6 +144,7 @@ class Compiler:
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
+        self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched)
         self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
         self.programs: list[Program] = []
         self.bodies: dict[str, Body] = {}
@@ -178,20 +184,24 @@ class Compiler:
         scale = count_replicas(self.wish, self.world) if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        if rows is not None and rows % parts:
-            raise InputError(f"a batch of {rows} rows does not divide into {parts} microbatches")
-        shown = [_stand_in(leaf, rows, scale, parts) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        batch = self.call_inputs.batch_dim(args, kwargs, model.passing, needed=scale * parts > 1)
+        if batch.size is not None and batch.size % parts:
+            raise InputError(f"a batch of {batch.size} rows does not divide into {parts} microbatches")
+        shown = [
+            _stand_in(leaf, batched, scale, parts) if isinstance(leaf, Tensor) else leaf
+            for leaf, batched in zip(leaves, batch.batched, strict=True)
+        ]
         given = (args, kwargs)
         args, kwargs = pytree.tree_unflatten(shown, spec)
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
-        real = self._real(model, given, rows, scale)
+        real = self._real(model, given, batch.batched, scale)
         with _CAPTURING, casting(self.skeleton, self.precision):
             found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
+        found = replace(found, graph=with_batch(found, batch, scale, parts))
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
-    def _real(self, model: ParallelModel, given: Any, rows: int | None, scale: int) -> Real:
+    def _real(self, model: ParallelModel, given: Any, batched: Sequence[bool], scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.
 
         The rows of other groups are not here: the own ones are repeated. Once the pieces are the truth, the whole
@@ -203,8 +213,7 @@ class Compiler:
             if self.precision.casts:
                 raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
             leaves, spec = pytree.tree_flatten(given)
-            many = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows for x in leaves]
-            whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, many, strict=True)]
+            whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, batched, strict=True)]
             return module, *pytree.tree_unflatten(whole, spec)
 
         return make
@@ -311,6 +320,7 @@ class Compiler:
             "unflatten": captured.unflatten,
             "literals": tuple(output.value is None for output in captured.graph.outputs),
             "dtypes": tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
+            "signature": signature_of(captured),
         }
 
     def _stage(
@@ -339,10 +349,35 @@ class Compiler:
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
 
 
-def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:
+def signature_of(captured: Captured) -> CallSignature:
+    """What calls of a program are compared by between ranks."""
+    graph, arguments = captured.graph, dict[str, str]()
+    for leaf in captured.input_leaves:
+        if leaf.value is not None:
+            arguments[leaf.path] = f"{leaf.dtype} {list(leaf.shape)}"
+        elif isinstance(leaf.literal, PLAIN):
+            arguments[leaf.path] = repr(leaf.literal)
+    return CallSignature(
+        program=f"{graph.name} ({graph.entry}, {graph.fingerprint})",
+        arguments=arguments,
+        tensors=tuple(held.path for held in graph.inputs),
+        batched=tuple(graph.is_batched(held) for held in graph.inputs),
+    )
+
+
+def with_batch(captured: Captured, batch: BatchDim, scale: int, parts: int) -> Graph:
+    """The graph with the batch that the call has, where people say or an earlier call told which inputs have it."""
+    graph = captured.graph
+    named = {leaf.value: has for leaf, has in zip(captured.input_leaves, batch.batched, strict=True)}
+    inputs = tuple(replace(held, batched=named[held.value]) for held in graph.inputs)
+    size = None if batch.size is None else batch.size * scale // parts
+    return graph if (inputs, size) == (graph.inputs, graph.batch) else replace(graph, inputs=inputs, batch=size)
+
+
+def _stand_in(tensor: Tensor, batched: bool, scale: int, parts: int) -> Tensor:
     """A tensor without memory, at global shape, or at that of one of several parts."""
     shape = list(tensor.shape)
-    if shape and shape[0] == rows:
+    if batched:
         shape[0] = shape[0] * scale // parts
     made = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)
