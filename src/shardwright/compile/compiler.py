@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..batch_dim import BatchDim
 from ..capture import (
     Body,
     Captured,
@@ -50,8 +49,7 @@ from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, on
 from ..precision import Precision
 from ..probe import probing
 from ..rules import Analysis, analyse
-from ..runtime.comparison import CallSignature
-from ..runtime.inputs import PLAIN, CallInputs, Mode
+from ..runtime.inputs import CallInputs, Mode
 from ..runtime.model import Entry, ParallelModel
 from ..runtime.optimizer import Optimizers, adopt, several
 from ..runtime.pipeline import Loop, Running
@@ -59,6 +57,8 @@ from ..runtime.pipeline.loop import Backward
 from ..runtime.random import Randomness
 from ..runtime.stage import Stage, stage_class
 from ..runtime.world import Groups, Moment, World
+from .agreement import check_programs, check_settings
+from .batched import signature_of, with_batch
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
@@ -144,14 +144,23 @@ class Compiler:
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
+        self.stated: dict[str, object] = {}  # options that others act on, which ranks must have in common too
         self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched)
         self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
         self.programs: list[Program] = []
         self.bodies: dict[str, Body] = {}
         self.looked = False  # whether an opaque part had to be seen running
         self.loop: Loop | None = None
+        self._agreed = False
+
+    def agree(self) -> None:
+        """See that all ranks have the same packages and options, once. All ranks must call it."""
+        if not self._agreed:
+            check_settings(self)
+            self._agreed = True
 
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        self.agree()
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
@@ -167,6 +176,7 @@ class Compiler:
             else:
                 programs = (lower(graph, plan, facts, homes=self.homes[0] if self.homes else None, mode=mode),)
             made = [generate(program, self.directory) for program in programs]
+        check_programs(graph, plan, made)
         self.programs.append(programs[0])
         seats = find_seats(plan.entries[graph.entry], made)
         if self.precision.master and self.optimizer is not None:
@@ -198,7 +208,7 @@ class Compiler:
         real = self._real(model, given, batch.batched, scale)
         with _CAPTURING, casting(self.skeleton, self.precision):
             found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
-        found = replace(found, graph=with_batch(found, batch, scale, parts))
+        found = with_batch(found, batch, batch.size and batch.size * scale // parts)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
     def _real(self, model: ParallelModel, given: Any, batched: Sequence[bool], scale: int) -> Real:
@@ -347,31 +357,6 @@ class Compiler:
         if call.path not in self.bodies:
             self.bodies[call.path] = Body(copy.deepcopy(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
-
-
-def signature_of(captured: Captured) -> CallSignature:
-    """What calls of a program are compared by between ranks."""
-    graph, arguments = captured.graph, dict[str, str]()
-    for leaf in captured.input_leaves:
-        if leaf.value is not None:
-            arguments[leaf.path] = f"{leaf.dtype} {list(leaf.shape)}"
-        elif isinstance(leaf.literal, PLAIN):
-            arguments[leaf.path] = repr(leaf.literal)
-    return CallSignature(
-        program=f"{graph.name} ({graph.entry}, {graph.fingerprint})",
-        arguments=arguments,
-        tensors=tuple(held.path for held in graph.inputs),
-        batched=tuple(graph.is_batched(held) for held in graph.inputs),
-    )
-
-
-def with_batch(captured: Captured, batch: BatchDim, scale: int, parts: int) -> Graph:
-    """The graph with the batch that the call has, where people say or an earlier call told which inputs have it."""
-    graph = captured.graph
-    named = {leaf.value: has for leaf, has in zip(captured.input_leaves, batch.batched, strict=True)}
-    inputs = tuple(replace(held, batched=named[held.value]) for held in graph.inputs)
-    size = None if batch.size is None else batch.size * scale // parts
-    return graph if (inputs, size) == (graph.inputs, graph.batch) else replace(graph, inputs=inputs, batch=size)
 
 
 def _stand_in(tensor: Tensor, batched: bool, scale: int, parts: int) -> Tensor:

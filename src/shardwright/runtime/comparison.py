@@ -78,8 +78,13 @@ class InputComparison:
         self._stream: torch.Stream | None = None
 
     @told
-    def begin(self, signature: CallSignature, tensors: Sequence[Tensor], mode: Mode, replica: tuple[int, int]) -> None:
-        """A call begins: post what it passes. `replica` is the data-parallel group of this rank, and their number."""
+    def begin(
+        self, signature: CallSignature, tensors: Sequence[Tensor], mode: Mode, replica: tuple[int, int], at_once: bool
+    ) -> None:
+        """A call begins: post what it passes; with `at_once` read what all pass too.
+
+        `replica` is the data-parallel group of this rank, and their number.
+        """
         self.settle()
         self.calls += 1
         is_first = signature.number not in self._programs
@@ -94,7 +99,7 @@ class InputComparison:
         self._posted = PostedDigests(
             call=self.calls, signature=signature, mode=mode, is_first=is_first, each=each, read=self._post(own)
         )
-        if is_first:
+        if is_first or at_once:
             self.settle()
 
     def until_backward(self, outputs: Sequence[Tensor]) -> None:

@@ -45,6 +45,8 @@ class CallInputs:
     def __init__(
         self, paths: Callable[[Sequence[Any], Mapping[str, Any]], list[str]], unbatched: Sequence[str] | None = None
     ) -> None:
+        if isinstance(unbatched, str):
+            raise InputError(f"unbatched={unbatched!r} is a list of names of inputs: unbatched=[{unbatched!r}]")
         self.paths = paths
         self.unbatched = None if unbatched is None else tuple(unbatched)
         self._known: dict[str, bool] = {}

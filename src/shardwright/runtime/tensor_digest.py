@@ -34,7 +34,8 @@ def tensor_digest(tensor: Tensor) -> Tensor:
 def _words(tensor: Tensor) -> Tensor:
     """The bits of a tensor as a flat row of int32, filled up with zeros."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    plain = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().view(-1)
+    plain = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # a single element may have any stride
     size = plain.element_size()
     if (plain.numel() * size) % 4 or (plain.storage_offset() * size) % 4:
         octets = plain.view(torch.uint8)
