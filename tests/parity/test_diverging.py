@@ -15,7 +15,7 @@ from shardwright.compile import agreement
 from shardwright.errors import DriftError, InputError
 from shardwright.parallelize import parallelize
 from tests.models.zoo import ZOO
-from tests.runtime.ranks import run_ranks
+from tests.runtime.ranks import run_processes, run_ranks
 
 LIMIT = 120.0
 compiler = import_module("shardwright.compile.compiler")
@@ -137,6 +137,32 @@ def test_calls_may_be_compared_now_and_then(tmp_path, monkeypatch, every, found)
     wrong = 6 if every == "3" else 7
     for text, _, _ in run_ranks(2, train, "mlp", "dp=2", tmp_path, wrong, timeout=LIMIT):
         assert text.startswith(found) and bool(text) == bool(found)
+
+
+def evaluate_and_train(rank, directory, wrong):
+    """Evaluations in inference mode between steps; the error, if there is one."""
+    case = ZOO["mlp"]()
+    optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
+    model, optimizer = parallelize(case.module, optimizer, plan="dp=2", directory=directory, example=case.args)
+    try:
+        for batch in batches_of("mlp", rank, wrong):
+            model.eval()
+            with torch.inference_mode():
+                model(*batch)
+            model.train()
+            model(*batch).backward()
+            optimizer.step()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_inference_between_steps(tmp_path, monkeypatch, shared):
+    monkeypatch.setenv("SHARDWRIGHT_SHARED_MEMORY", shared)
+    assert run_processes(2, evaluate_and_train, str(tmp_path), 0, timeout=LIMIT) == ["", ""]
+    for text in run_processes(2, evaluate_and_train, str(tmp_path), 4, timeout=LIMIT):
+        assert text.startswith("in call 7 of the model rank 1 passes another batch than rank 0: y differs")
 
 
 # Values that are no tensors.

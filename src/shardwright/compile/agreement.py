@@ -7,7 +7,6 @@ them; then what was made: the graph, the plan and the text of every program.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -85,6 +84,10 @@ def bare(plan: Plan) -> Plan:
 
 
 def code_digest(text: str) -> str:
-    """Eight digits of a program's code. Comments name files of the user, which may lie elsewhere on another machine."""
-    tree = ast.parse(text)
-    return hashlib.sha256(ast.unparse(ast.Module(tree.body[1:], [])).encode()).hexdigest()[:8]  # after the docstring
+    """Eight digits of a program's code, without its head and its comments.
+
+    They name the plan with its predictions, and files of the user, which may lie elsewhere on another machine.
+    """
+    lines = (line.split("  # ")[0].rstrip() for line in text.split('"""', 2)[-1].splitlines())
+    code = "\n".join(line for line in lines if not line.lstrip().startswith("# "))
+    return hashlib.sha256(code.encode()).hexdigest()[:8]

@@ -75,6 +75,7 @@ class InputComparison:
         self.calls, self.every = 0, world.compare_every()
         self._posted: PostedDigests | None = None
         self._programs: set[int] = set()  # numbers of programs that were called
+        self._constants: dict[tuple[int, tuple[int, int]], tuple[Tensor, Tensor]] = {}
         self._stream: torch.Stream | None = None
 
     @told
@@ -94,10 +95,10 @@ class InputComparison:
             return
         self._programs.add(signature.number)
         each = _digests(signature, tensors, mode, is_first)
-        head = [signature.number, replica[0] << 32 | replica[1]]
-        own = torch.cat([torch.tensor(head, device=each.device), _joined(each, signature.batched)])
+        head, mixing = self._constants_of(signature, replica, each.device)
+        read = self._post(torch.cat([head, (each * mixing).sum(1)]))
         self._posted = PostedDigests(
-            call=self.calls, signature=signature, mode=mode, is_first=is_first, each=each, read=self._post(own)
+            call=self.calls, signature=signature, mode=mode, is_first=is_first, each=each, read=read
         )
         if is_first or at_once:
             self.settle()
@@ -117,6 +118,20 @@ class InputComparison:
             if fault is not None:
                 raise InputError(fault)
 
+    def _constants_of(
+        self, signature: CallSignature, replica: tuple[int, int], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The first two numbers of a post, and what makes one digest of the batched and one of the unbatched tensors.
+
+        Kept, since to bring numbers to an accelerator is to wait for it.
+        """
+        key = signature.number, replica
+        if key not in self._constants:
+            head = torch.tensor([signature.number, replica[0] << 32 | replica[1]], device=device)
+            chosen = torch.tensor([signature.batched, [not has for has in signature.batched]], device=device)
+            self._constants[key] = head, chosen.view(2, -1) * weights(chosen.shape[1], device)
+        return self._constants[key]
+
     def _post(self, own: Tensor) -> Callable[[], list[list[int]]]:
         """Begin to gather; what is returned waits for the end of it."""
         size = dist.get_world_size()
@@ -132,14 +147,18 @@ class InputComparison:
             return read
         # A stream of its own, so that the host waits for these few numbers and not for what was launched after them.
         self._stream = self._stream or torch.Stream(own.device)
+        self._stream.wait_stream(torch.accelerator.current_stream(own.device))
         with self._stream:
             work.wait()
             there = torch.empty(every.shape, dtype=every.dtype, pin_memory=True).copy_(every, non_blocking=True)
         event = self._stream.record_event()
+        sources = own, every  # whose memory is not to be used again before the copy is done
 
         def read_there() -> list[list[int]]:
+            nonlocal sources
             event.synchronize()
-            return [list(row) for row in there.view(size, -1).tolist()] if every.numel() else []
+            sources = ()  # type: ignore[assignment]
+            return [list(row) for row in there.view(size, -1).tolist()]
 
         return read_there
 
@@ -158,12 +177,6 @@ def _digests(signature: CallSignature, tensors: Sequence[Tensor], mode: Mode, is
         for tensor, batched in zip(tensors, signature.batched, strict=True)
     ]
     return torch.stack(found) if found else nothing.new_zeros(0)
-
-
-def _joined(each: Tensor, batched: Sequence[bool]) -> Tensor:
-    """One digest of the batched and one of the unbatched tensors."""
-    chosen = torch.tensor([batched, [not has for has in batched]], device=each.device)
-    return (each * weights(each.numel(), each.device) * chosen.view(2, -1)).sum(1)
 
 
 def _fault(posted: PostedDigests, rows: list[list[int]]) -> str | None:

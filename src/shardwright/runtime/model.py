@@ -375,6 +375,11 @@ class ParallelModel(nn.Module):
                 return
 
 
+def samples_in(model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many samples the arguments of a call have, if that is known."""
+    return model._call_inputs.batch_dim(args, kwargs, "same", needed=False).size
+
+
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:
     """A state dict is loaded into the module that this model is a part of: load the own values, and leave pieces."""
     holding = model._holding

@@ -76,7 +76,7 @@ def compile_model(trainer: Trainer) -> Compiled:
         precision=trainer.precision, unbatched=trainer.unbatched,
     )  # fmt: skip
     model.sync_by_hand()
-    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares, dtype=dtype)
+    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch, model) * shares, dtype=dtype)
 
 
 def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
