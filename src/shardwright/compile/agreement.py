@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 
 def check_settings(compiler: Compiler) -> None:
     """Raise on all ranks if versions or options differ. All ranks must call it."""
+    if compiler.world.size == 1:
+        return
     remedy = "install the same packages everywhere, and pass the same arguments to parallelize on every rank"
     roll_call.check_equal(versions() | settings_of(compiler), "versions and settings", remedy)
 
 
-def check_programs(graph: Graph, plan: Plan, made: Sequence[Generated]) -> None:
+def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[Generated]) -> None:
     """Raise on all ranks if they have compiled different things. All ranks must call it."""
+    if compiler.world.size == 1:
+        return
     programs = [program.program.title or "program" for program in made]
     facts = {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
     facts |= {title: code_digest(program.path.read_text()) for title, program in zip(programs, made, strict=True)}
@@ -44,7 +48,11 @@ def check_programs(graph: Graph, plan: Plan, made: Sequence[Generated]) -> None:
 
 def versions() -> dict[str, str]:
     """The packages that decide what a program computes."""
-    return {"shardwright": version("shardwright"), "torch": torch.__version__}
+    try:
+        ours = version("shardwright")
+    except PackageNotFoundError:  # run from its source
+        ours = "not installed"
+    return {"shardwright": ours, "torch": torch.__version__}
 
 
 def settings_of(compiler: Compiler) -> dict[str, str]:

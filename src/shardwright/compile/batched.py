@@ -8,10 +8,10 @@ from dataclasses import replace
 from ..batch_dim import BatchDim, find_batch_dim, said_by
 from ..capture import Captured
 from ..runtime.comparison import CallSignature
-from ..runtime.inputs import PLAIN
+from ..runtime.inputs import PLAIN, Mode
 
 
-def signature_of(captured: Captured) -> CallSignature:
+def signature_of(captured: Captured, mode: Mode) -> CallSignature:
     """What calls of a program are compared by between ranks."""
     graph, arguments = captured.graph, dict[str, str]()
     for leaf in captured.input_leaves:
@@ -20,10 +20,11 @@ def signature_of(captured: Captured) -> CallSignature:
         elif isinstance(leaf.literal, PLAIN):
             arguments[leaf.path] = repr(leaf.literal)
     return CallSignature(
-        program=f"{graph.name} ({graph.entry}, {graph.fingerprint})",
+        program=f'{graph.name} ({graph.entry}, {graph.fingerprint}, inputs="{mode}")',
         arguments=arguments,
         tensors=tuple(held.path for held in graph.inputs),
         batched=tuple(graph.is_batched(held) for held in graph.inputs),
+        mode=mode,
     )
 
 

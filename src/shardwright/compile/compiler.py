@@ -145,7 +145,7 @@ class Compiler:
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
         self.stated: dict[str, object] = {}  # options that others act on, which ranks must have in common too
-        self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched)
+        self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched, computed=bool(prefix))
         self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
         self.programs: list[Program] = []
         self.bodies: dict[str, Body] = {}
@@ -176,7 +176,7 @@ class Compiler:
             else:
                 programs = (lower(graph, plan, facts, homes=self.homes[0] if self.homes else None, mode=mode),)
             made = [generate(program, self.directory) for program in programs]
-        check_programs(graph, plan, made)
+        check_programs(self, graph, plan, made)
         self.programs.append(programs[0])
         seats = find_seats(plan.entries[graph.entry], made)
         if self.precision.master and self.optimizer is not None:
@@ -287,7 +287,7 @@ class Compiler:
                 model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
                 for name in program.outputs
             ),
-            **self._ways(captured),
+            **self._ways(captured, model.passing),
         )
 
     def _load_pipeline(
@@ -318,10 +318,10 @@ class Compiler:
             running=Running(pipeline, self.loop),
             path=here.path,
             rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
-            **self._ways(captured),
+            **self._ways(captured, model.passing),
         )
 
-    def _ways(self, captured: Captured) -> dict[str, Any]:
+    def _ways(self, captured: Captured, mode: Mode) -> dict[str, Any]:
         """The way into an entry and out of it."""
         leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
         values = captured.graph.values
@@ -330,7 +330,7 @@ class Compiler:
             "unflatten": captured.unflatten,
             "literals": tuple(output.value is None for output in captured.graph.outputs),
             "dtypes": tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
-            "signature": signature_of(captured),
+            "signature": signature_of(captured, mode),
         }
 
     def _stage(

@@ -34,7 +34,8 @@ from .tensor_digest import tensor_digest, weights
 BLAME = {
     "same": 'inputs="same" means that every rank passes the same global batch; pass the same data everywhere (one seed '
     'and one order on all ranks), or say inputs="rows" (each data-parallel group its own rows) or inputs="gather" '
-    "(each rank its own rows)",
+    "(each rank its own rows); data that a device computed and whose last bits differ is not compared after the first "
+    "call with SHARDWRIGHT_COMPARE_INPUTS=0",
     "rows": 'inputs="rows" means that the ranks that hold parts of one replica pass the same rows; sample by '
     "model.data_rank, not by the rank",
     "unbatched": "an input without a batch dim is the same on every rank; pass the same everywhere, or if it has a "
@@ -50,10 +51,11 @@ class CallSignature:
     arguments: Mapping[str, str]  # by path: a shape, or a plain value
     tensors: tuple[str, ...]  # the paths of the tensors, in their order
     batched: tuple[bool, ...]
+    mode: Mode  # what ranks pass
 
     @cached_property
     def number(self) -> int:
-        return roll_call.number_of(repr((self.program, sorted(self.arguments.items()))))
+        return roll_call.number_of(repr((self.program, self.mode, self.batched, sorted(self.arguments.items()))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +64,16 @@ class PostedDigests:
 
     call: int
     signature: CallSignature
-    mode: Mode
     is_first: bool
     each: Tensor  # the digest of each tensor
     read: Callable[[], list[list[int]]]  # for each rank (program, replica, batched, unbatched)
 
 
 class InputComparison:
-    """The calls of one model on this rank. `every`: how many calls lie between two that are compared."""
+    """The calls of one model on this rank: every `every`-th is compared, and the first of each program."""
 
-    def __init__(self) -> None:
-        self.calls, self.every = 0, world.compare_every()
+    def __init__(self, first_only: bool = False) -> None:
+        self.calls, self.every = 0, 0 if first_only else world.compare_every()
         self._posted: PostedDigests | None = None
         self._programs: set[int] = set()  # numbers of programs that were called
         self._constants: dict[tuple[int, tuple[int, int]], tuple[Tensor, Tensor]] = {}
@@ -80,7 +81,7 @@ class InputComparison:
 
     @told
     def begin(
-        self, signature: CallSignature, tensors: Sequence[Tensor], mode: Mode, replica: tuple[int, int], at_once: bool
+        self, signature: CallSignature, tensors: Sequence[Tensor], replica: tuple[int, int], at_once: bool
     ) -> None:
         """A call begins: post what it passes; with `at_once` read what all pass too.
 
@@ -94,12 +95,10 @@ class InputComparison:
         if not is_first and (not self.every or self.calls % self.every):
             return
         self._programs.add(signature.number)
-        each = _digests(signature, tensors, mode, is_first)
+        each = _digests(signature, tensors, is_first)
         head, mixing = self._constants_of(signature, replica, each.device)
         read = self._post(torch.cat([head, (each * mixing).sum(1)]))
-        self._posted = PostedDigests(
-            call=self.calls, signature=signature, mode=mode, is_first=is_first, each=each, read=read
-        )
+        self._posted = PostedDigests(call=self.calls, signature=signature, is_first=is_first, each=each, read=read)
         if is_first or at_once:
             self.settle()
 
@@ -163,7 +162,7 @@ class InputComparison:
         return read_there
 
 
-def _digests(signature: CallSignature, tensors: Sequence[Tensor], mode: Mode, is_first: bool) -> Tensor:
+def _digests(signature: CallSignature, tensors: Sequence[Tensor], is_first: bool) -> Tensor:
     """The digest of each tensor; 0 for what is not compared: gathered samples, and after the first call activations.
 
     What other modules computed may differ in its last bits between devices, and is nobody's slip.
@@ -172,7 +171,7 @@ def _digests(signature: CallSignature, tensors: Sequence[Tensor], mode: Mode, is
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     found = [
         nothing
-        if (mode == "gather" and batched) or (tensor.grad_fn is not None and not is_first)
+        if (signature.mode == "gather" and batched) or (tensor.grad_fn is not None and not is_first)
         else tensor_digest(tensor).to(device, non_blocking=True)
         for tensor, batched in zip(tensors, signature.batched, strict=True)
     ]
@@ -181,14 +180,14 @@ def _digests(signature: CallSignature, tensors: Sequence[Tensor], mode: Mode, is
 
 def _fault(posted: PostedDigests, rows: list[list[int]]) -> str | None:
     """What does not fit; all ranks find the same, or none."""
-    replicas: dict[int, set[int]] = {}
+    replicas: dict[int, set[int]] = {}  # the digests of batches, by the ranks that must pass the same one
     for _, replica, batched, _ in rows:
-        replicas.setdefault(replica if posted.mode == "rows" else 0, set()).add(batched)
+        replicas.setdefault(replica if posted.signature.mode == "rows" else 0, set()).add(batched)
     fits = len({(row[0], row[3]) for row in rows}) == 1 and all(len(found) == 1 for found in replicas.values())
     if not fits:
         return _named(posted, [row[1] for row in rows])
     alike = posted.is_first and any(posted.signature.batched) and len(replicas) > 1
-    if posted.mode == "rows" and alike and len({found.pop() for found in replicas.values()}) == 1:
+    if alike and len({found.pop() for found in replicas.values()}) == 1:
         return (
             'inputs="rows" means that each data-parallel group passes its own rows, but all groups pass the same; '
             'use model.data_rank and model.data_size in the sampler, or say inputs="same"'
@@ -198,12 +197,12 @@ def _fault(posted: PostedDigests, rows: list[list[int]]) -> str | None:
 
 def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
     """The first rank that passes something else, and what it is. All ranks must call it."""
-    signature = posted.signature
+    signature, mode = posted.signature, posted.signature.mode
     digests = dict(zip(signature.tensors, posted.each.tolist(), strict=True))
     mine = posted.call, signature.program, dict(signature.arguments), digests
     every = roll_call.objects(mine, "which input differs")
     for rank, (call, program, arguments, theirs) in enumerate(every):
-        first = next(at for at in range(len(every)) if posted.mode != "rows" or replicas[at] == replicas[rank])
+        first = next(at for at in range(len(every)) if mode != "rows" or replicas[at] == replicas[rank])
         lead = f"in call {posted.call} of the model rank {rank}"
         if (call, program) != every[0][:2]:
             return (
@@ -216,8 +215,8 @@ def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
         for path, batched in zip(signature.tensors, signature.batched, strict=True):
             other = first if batched else 0
             if theirs[path] != every[other][3][path]:
-                blame = BLAME[posted.mode if batched else "unbatched"]
-                what = "batch" if batched and posted.mode == "same" else path
+                blame = BLAME[mode if batched else "unbatched"]
+                what = "batch" if batched and mode == "same" else path
                 named = f": {path} differs" if what == "batch" else ""
                 return f"{lead} passes another {what} than rank {other}{named}; {blame}. No parameter has changed by it"
     return f"in call {posted.call} of the model the ranks pass different inputs; pass the same everywhere"

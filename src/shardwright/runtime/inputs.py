@@ -43,11 +43,15 @@ class CallInputs:
     """
 
     def __init__(
-        self, paths: Callable[[Sequence[Any], Mapping[str, Any]], list[str]], unbatched: Sequence[str] | None = None
+        self,
+        paths: Callable[[Sequence[Any], Mapping[str, Any]], list[str]],
+        unbatched: Sequence[str] | None = None,
+        computed: bool = False,
     ) -> None:
+        """`computed`: they come from other modules and not from the data, so that their last bits may differ."""
         if isinstance(unbatched, str):
             raise InputError(f"unbatched={unbatched!r} is a list of names of inputs: unbatched=[{unbatched!r}]")
-        self.paths = paths
+        self.paths, self.computed = paths, computed
         self.unbatched = None if unbatched is None else tuple(unbatched)
         self._known: dict[str, bool] = {}
         self._gathered: dict[Any, BatchDim] = {}
@@ -65,6 +69,10 @@ class CallInputs:
             own = zip(inputs, found.batched, strict=True)
             self._known |= {path: batched for (path, shape), batched in own if shape}
         return found
+
+    def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """How many samples a call passes, if that is known."""
+        return self.batch_dim(args, kwargs, "same", needed=False).size
 
     def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with the samples of all ranks, in the order of ranks. All ranks must call it."""

@@ -116,7 +116,8 @@ class ParallelModel(nn.Module):
         self._world, self._mode, self._accumulate = world, mode, accumulate
         self._entries: dict[Any, Entry] = {}
         self._holding: Holding | None = None
-        self._call_inputs, self._comparison = compile_entry.call_inputs, InputComparison()
+        self.call_inputs = compile_entry.call_inputs
+        self._comparison = InputComparison(first_only=self.call_inputs.computed)
         self._whole, self._backwards = False, 0
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
@@ -275,7 +276,7 @@ class ParallelModel(nn.Module):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
         with faults.calling():
-            self._entry(*(self._call_inputs.gather(args, kwargs) if self._mode == "gather" else (args, kwargs)))
+            self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "gather" else (args, kwargs)))
 
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
@@ -299,7 +300,7 @@ class ParallelModel(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.passing == "gather":
-            args, kwargs = self._call_inputs.gather(args, kwargs)
+            args, kwargs = self.call_inputs.gather(args, kwargs)
         entry = self._entry(args, kwargs)
         holding = self._ready()
         holding.check_filled()
@@ -307,7 +308,7 @@ class ParallelModel(nn.Module):
             stage.renew()
         tensors = entry.flatten(args, kwargs)
         place = (self.data_rank, self.data_size) if self.passing == "rows" else (0, 1)
-        self._comparison.begin(entry.signature, tensors, self.passing, place, at_once=self._whole)
+        self._comparison.begin(entry.signature, tensors, place, at_once=self._whole)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
             tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
         if self.training and torch.is_grad_enabled():
@@ -361,7 +362,7 @@ class ParallelModel(nn.Module):
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
-            self._call_inputs.check(args, kwargs)
+            self.call_inputs.check(args, kwargs)
             self._entries[key] = self._around["compile"](self, args, kwargs)
         return self._entries[key]
 
@@ -373,11 +374,6 @@ class ParallelModel(nn.Module):
                 if len(known) == len(given) == len(entry.dtypes):
                     check_dtypes([path for path, _ in entry.dtypes], known, given)
                 return
-
-
-def samples_in(model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """How many samples the arguments of a call have, if that is known."""
-    return model._call_inputs.batch_dim(args, kwargs, "same", needed=False).size
 
 
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:
