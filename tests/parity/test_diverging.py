@@ -222,14 +222,14 @@ def test_other_values_of_calls_that_are_known_are_refused(tmp_path):
 # What is compared when a program is compiled.
 
 
-def diverge(directory, size=2, module=None, **by_rank):
+def diverge(directory, size=2, module=None, rates=(0.1,) * 4, **by_rank):
     """The error of every rank, if each has its own of some options."""
     torch.manual_seed(0)
     case = ZOO["mlp"]()
     nets = [copy.deepcopy((module or (lambda rank: case.module))(rank)) for rank in range(size)]
 
     def run(rank):
-        optimizer = torch.optim.SGD(nets[rank].parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(nets[rank].parameters(), lr=rates[rank])
         options = {"plan": "dp=2", **{name: values[rank] for name, values in by_rank.items()}}
         try:
             parallelize(nets[rank], optimizer, example=case.args, directory=directory / str(rank), **options)
@@ -254,6 +254,11 @@ def test_options_that_differ_are_named_on_all_ranks(tmp_path, name, values):
         if name != "precision":
             kept = ["()" if value == [] else str(value) for value in values]
             assert f"  - {name}: {kept[0]} on rank 0, {kept[1]} on rank 1" in text
+
+
+def test_optimizers_that_differ_are_named_on_all_ranks(tmp_path):
+    for text in diverge(tmp_path, rates=(0.1, 0.2)):
+        assert "  - optimizer, group 0, lr: 0.1 on rank 0, 0.2 on rank 1" in text
 
 
 def test_packages_that_differ_are_named_on_all_ranks(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from ..ir import Graph
 from ..plan import Plan
 from ..planning import PlanLike
 from ..runtime import roll_call, world
+from ..runtime.inputs import PLAIN
 from ..runtime.optimizer import several
 from .files import Generated
 
@@ -69,11 +70,22 @@ def settings_of(compiler: Compiler) -> dict[str, str]:
         "memory": wishes and wishes.memory,
         "seed": compiler.random.seed,
         "unbatched": compiler.call_inputs.unbatched,
-        "optimizer": [type(optimizer).__name__ for optimizer in several(compiler.optimizer)],
         "SHARDWRIGHT_COMPARE_INPUTS": world.compare_every(),
         **compiler.stated,
+        **_optimizer_options(several(compiler.optimizer)),
     }
     return {name: str(value) for name, value in settings.items()}
+
+
+def _optimizer_options(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
+    """The kinds of optimizers and their plain options: a rate that one rank scales lets the replicas drift apart."""
+    found: dict[str, object] = {"optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
+    for number, optimizer in enumerate(optimizers):
+        for at, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {at}" if len(optimizers) > 1 else f"optimizer, group {at}"
+            plain = {name: value for name, value in group.items() if isinstance(value, (*PLAIN, tuple))}
+            found |= {f"{where}, {name}": value for name, value in plain.items()}
+    return found
 
 
 def plan_name(wish: PlanLike) -> str:
