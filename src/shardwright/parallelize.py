@@ -8,7 +8,9 @@ package; `compile.py` walks them for a call, this file is the door.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from .capture import Captured, capture, cast, casting, find_opaque
 from .cluster import find as find_cluster
 from .cluster import quantity
-from .compile import Compiler, Outputs, skeleton_of
+from .compile import Compiler, Outputs, skeleton_of, with_unbatched
 from .cost import Training
 from .errors import InputError
 from .parts import Parts, replace_parts
@@ -31,6 +33,7 @@ from .planning import Batching, PlanLike, Setting, cluster_for, cluster_here, ma
 from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
+from .runtime import faults
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
 from .runtime.pipeline.loop import Backward
@@ -48,7 +51,7 @@ def parallelize(
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
     precision: PrecisionLike = None, inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1,
     reduction: Kind = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
-    parts: Parts | None = None, opaque: How = "marked",
+    parts: Parts | None = None, opaque: How = "marked", unbatched: Sequence[str] | None = None,
 ) -> Any:  # fmt: skip
     """Compile a model for all processes of this run.
 
@@ -79,6 +82,7 @@ def parallelize(
                 module: a list of paths, or a dict of paths and plans. Returns the same model then.
     opaque      "marked": submodules given to sw.opaque stay as they are; "auto": also the smallest submodules that
                 can't be captured, with a warning.
+    unbatched   names of the inputs that have no batch dim, such as ["mask"]; without it sizes tell, see docs/data.md.
 
     Returns the model, or the model and the optimizer if one was given: the same object, now working on the pieces.
     """
@@ -87,7 +91,7 @@ def parallelize(
     exact = _exact(precision, model, optimizer)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
     if parts is not None:
-        _check_parts(example, constraints, exact.casts)
+        _check_parts(example, constraints, exact.casts, unbatched)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
     wishes = Wishes(memory=read_bytes(memory), constraints=asked)
@@ -95,7 +99,7 @@ def parallelize(
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
-        precision=exact,
+        precision=exact, unbatched=unbatched,
     )  # fmt: skip
     made = _made(model, compiler, example, accumulate, opaque, reduction)
     return made if optimizer is None else (made, optimizer)
@@ -114,8 +118,12 @@ def _setting(
 def _made(
     model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: Kind
 ) -> ParallelModel:
+    check_names(model, compiler.call_inputs.unbatched)
+    compiler.stated = {"accumulate": accumulate, "reduction": reduction, "opaque": opaque}
     find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
+    with faults.calling():
+        compiler.agree()
     if example is not None:
         made.prepare(*arguments_of(example))
     else:
@@ -158,11 +166,29 @@ def _check_batching(microbatches: int | None, semantics: str, backward: str) -> 
         raise InputError(f'backward={backward!r} is not known; use "inside" or "outside"')
 
 
-def _check_parts(example: Any, constraints: Any, casts: bool) -> None:
+def check_names(model: nn.Module, unbatched: Sequence[str] | None) -> None:
+    """Refuse a name of an input that a call of the model can't pass: a slip of the pen would be without effect."""
+    if unbatched is None:
+        return
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    strange = [name for name in unbatched if re.split(r"[\[.]", name)[0] not in names]
+    if strange:
+        raise InputError(
+            f"unbatched={list(unbatched)}: {type(model).__name__} has no input {', '.join(strange)}; its inputs "
+            f"are {', '.join(names)}"
+        )
+
+
+def _check_parts(example: Any, constraints: Any, casts: bool, unbatched: Any) -> None:
     if example is not None:
         raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
     if constraints is not None:
         raise InputError("constraints are for the search over a whole model, not over parts of one; leave them out")
+    if unbatched is not None:
+        raise InputError("unbatched names inputs of a whole model, not of parts of one; leave it out")
     if casts:
         raise InputError("precision is for a whole model; cast the parts, or use torch.autocast in the model")
 
@@ -172,7 +198,7 @@ def plan(
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
     precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
     opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, unbatched: Sequence[str] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
 
@@ -184,13 +210,14 @@ def plan(
     microbatches  how many, in a pipeline; without it, about four a stage, or what "auto" finds
     seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
+    unbatched   as `parallelize` takes it: inputs that have no batch dim
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
     made, _ = planned(
         model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
         precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
-        constraints=constraints, progress=progress, microbatches=microbatches,
+        constraints=constraints, progress=progress, microbatches=microbatches, unbatched=unbatched,
     )  # fmt: skip
     return made
 
@@ -200,7 +227,7 @@ def planned(
     entry: str = "train", memory: str | float | None, optimizer: str, precision: PrecisionLike, accumulate: int,
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
-    microbatches: int | None = None,
+    microbatches: int | None = None, unbatched: Sequence[str] | None = None,
 ) -> tuple[Plan, Captured]:  # fmt: skip
     """A plan as `plan` makes it, and the call that it is for.
 
@@ -208,7 +235,8 @@ def planned(
     stop    says when to end the search with the best so far
     """
     exact = read_precision(precision)
-    captured = captured_graph(model, example, entry=entry, opaque=opaque, precision=exact)
+    check_names(model, unbatched)
+    captured = with_unbatched(captured_graph(model, example, entry=entry, opaque=opaque, precision=exact), unbatched)
     if outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
     count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
