@@ -226,12 +226,14 @@ class ParallelModel(nn.Module):
     # -- state ---------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The original keys; DTensors or checkpointable pieces as values (see docs/design.md)."""
+        """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
         if self._holding is None:
             return super().state_dict(*args, **kwargs)
         held = self._holding
         found = state.state_dict(held.held, held.parameters, held.saved_buffers, held.groups)
         into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
+        if into is None and not kwargs.get("prefix"):
+            return found
         into = {} if into is None else into
         into.update({kwargs.get("prefix", "") + key: value for key, value in found.items()})
         return into

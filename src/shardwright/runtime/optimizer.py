@@ -38,6 +38,7 @@ from shardwright.errors import InputError
 
 from .fused import fused
 from .holding import coordinates, gather, scatter
+from .optimizer_state import remember_places
 from .parameters import ShardParameter, Untouched
 from .refresh import Refresh
 
@@ -86,6 +87,7 @@ def sees(optimizer: Optimizer) -> Sees:
 def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | None]) -> None:
     """Make an optimizer work on the pieces that replace its parameters (None: not held on this rank)."""
     kind = _kind(optimizer, elsewhere=any(new is None for new in replaced.values()))
+    remember_places(optimizer, {old: None if new is None else leaf_of(new) for old, new in replaced.items()})
     placed: set[int] = set()
     for group in optimizer.param_groups:
         leaves: list[Any] = []
