@@ -34,9 +34,10 @@ MAY_IMPORT = {
         "compile"
     ),
     "parts": "errors layout capture plan lower runtime planning compile",
+    "wrapping": "errors runtime",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
-        "compile parts verify"
+        "compile parts verify wrapping"
     ),
     "checkpoint": "errors runtime",
     "ema": "errors runtime",

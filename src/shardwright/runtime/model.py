@@ -29,6 +29,7 @@ from .random import Randomness
 from .reduction import Kind, Reduction, total
 from .stage import Stage, shown
 from .world import Groups, World
+from .wrappers import Unwrappable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class Holding:
             )
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Unwrappable):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any

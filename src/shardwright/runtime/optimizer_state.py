@@ -38,6 +38,11 @@ def remember_places(optimizer: Optimizer, replaced: Mapping[Any, Any]) -> None:
         places[:] = [place if place is None else replaced.get(place, place) for place in places]
 
 
+def is_adopted(optimizer: Optimizer) -> bool:
+    """Whether an optimizer knows that its parameters are pieces."""
+    return optimizer in _places
+
+
 def _all_places(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     """Each group with its places; a group that was added later has its parameters as they are."""
     known = _places[optimizer]
@@ -70,7 +75,9 @@ def _taken_over(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             f"the state dict has param groups of {[len(group['params']) for group in saved['param_groups']]} "
             f"parameters, and the optimizer was made with {counts}; build it as it was when the state was saved"
         )
-    numbers = {id(leaf): at for at, leaf in enumerate(leaf for group, _ in pairs for leaf in group["params"])}
+    numbers: dict[int, int] = {}
+    for at, leaf in enumerate(leaf for group, _ in pairs for leaf in group["params"]):
+        numbers.setdefault(id(leaf), at)
     state: dict[Any, Any] = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     groups = []
     for before, (group, places) in zip(saved["param_groups"], pairs, strict=True):
