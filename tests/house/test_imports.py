@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "probe": "errors layout ir rules capture lower",
     "emit": "errors layout schedule ir rules plan lower",
     "runtime": "errors layout tie schedule",
+    "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
         "errors precision layout conversion schedule ir rules capture cluster cost plan lower probe emit runtime "
@@ -31,10 +32,9 @@ MAY_IMPORT = {
     ),
     "verify": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
-        "compile"
+        "compile wrapping"
     ),
     "parts": "errors layout capture plan lower runtime planning compile",
-    "wrapping": "errors runtime",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
         "compile parts verify wrapping"

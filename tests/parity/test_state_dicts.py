@@ -238,3 +238,24 @@ def test_torch_distributed_checkpoint_writes_and_reads_state_dicts(tmp_path, pla
 
     for values in run_ranks(2, run):
         close(values, wanted)
+
+
+def resumed(rank, folder, saved):
+    """On processes: threads can't send and receive."""
+    model, optimizer = compiled("pp=2", folder)
+    values = read(saved)
+    model.load_state_dict(values["model"])
+    optimizer.load_state_dict(values["optimizer"])
+    loss = train(model, optimizer)
+    with pytest.raises(InputError, match=r"sw\.save\("):
+        written(optimizer.state_dict())
+    return loss, model.full_state_dict()
+
+
+def test_a_plain_checkpoint_goes_on_in_a_pipeline(pools, tmp_path):
+    wanted, trained, _ = reference(4)
+    _, model, optimizer = reference(2)
+    saved = written({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    for loss, values in pools[2].run(resumed, str(tmp_path), saved):
+        assert loss == pytest.approx(wanted, abs=1e-10)
+        close(values, trained.state_dict())

@@ -20,6 +20,7 @@ from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
 from shardwright.parallelize import plan as make_plan
 from shardwright.runtime.model import ParallelModel
+from shardwright.verify import verify
 from tests.runtime.ranks import run_ranks
 
 X = torch.linspace(-1, 1, 16, dtype=torch.double).view(4, 4)
@@ -233,10 +234,10 @@ IN = {
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.filterwarnings("ignore:.*Sparse.*invariant")
 @pytest.mark.parametrize("what", IN)
-@pytest.mark.parametrize("take", [parallelize, make_plan])
+@pytest.mark.parametrize("take", [parallelize, make_plan, verify])
 def test_what_can_t_go_in_is_refused_with_the_way_out(tmp_path, what, take):
     make, said = IN[what]
-    options = {"directory": tmp_path} if take is parallelize else {}
+    options = {} if take is make_plan else {"directory": tmp_path}
     with pytest.raises(InputError, match=said):
         take(make(tmp_path), plan="single", example=(X,), **options)
 
