@@ -45,7 +45,7 @@ def net() -> Net:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() == 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]  # a frozen one too
     return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}], lr=0.05)
 
 
@@ -144,6 +144,17 @@ def test_a_rank_does_not_write_its_part_as_if_it_were_the_model(tmp_path, plan, 
     for text in run_ranks(2, run):
         assert "sw.save(" in text
         assert "full_state_dict(rank=0)" in text
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "zero3=2", "pp=2"])
+def test_parameters_are_no_way_around(tmp_path, plan):
+    def run(rank):
+        model, optimizer = compiled(plan, tmp_path)
+        for value in (dict(model.named_parameters()), optimizer):
+            with pytest.raises(InputError, match=r"sw\.save\("):
+                written(value)
+
+    run_ranks(2, run)
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "zero1=2", "zero2=2", "zero3=2", "pp=2"])

@@ -35,14 +35,8 @@ from shardwright.errors import InputError
 from shardwright.layout import Layout, Mesh, piece_of
 
 from .holding import Held, coordinates, cutting_axes, gather, scatter
-from .parameters import Untouched
+from .parameters import INSTEAD, Untouched
 from .world import Groups, here
-
-INSTEAD = (
-    "All ranks together: sw.save(path, model, optimizer) writes a checkpoint that loads under any plan, "
-    "shardwright.checkpoint.save_weights(path, model) writes safetensors, and model.full_state_dict(rank=0) has "
-    "everything whole on rank 0, for torch.save"
-)
 
 
 class Unpicklable:

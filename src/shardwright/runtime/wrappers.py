@@ -28,8 +28,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
 from shardwright.errors import InputError
 
-from .parameters import ShardParameter
-from .state_values import INSTEAD
+from .parameters import INSTEAD, ShardParameter
 
 WRAPPERS = {
     ("torch", "DistributedDataParallel"): 'plan="dp=N" is what it does',
