@@ -73,8 +73,12 @@ def _tensor_faults(model: nn.Module) -> Iterator[str]:
 
 def _behaves_plainly(tensor: Tensor) -> bool:
     """Whether torch's functions do to a tensor what they do to all."""
-    plain = (Tensor.__torch_function__, nn.Parameter.__torch_function__, ReplacedParameter.__torch_function__)
-    return getattr(type(tensor), "__torch_function__", None) in plain
+    plain = {_function_of(kind) for kind in (Tensor, nn.Parameter, ReplacedParameter)}
+    return _function_of(type(tensor)) in plain
+
+
+def _function_of(kind: Any) -> Any:
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
 
 
 # -- optimizers --------------------------------------------------------------------------------

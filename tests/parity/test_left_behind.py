@@ -259,6 +259,34 @@ def test_the_original_is_right_as_long_as_nothing_was_trained(tmp_path):
     assert sum(parameter.numel() for parameter in model.parameters()) == 76
 
 
+class Own(nn.Parameter):
+    """A parameter that a library has a name of its own for."""
+
+
+def test_parameters_of_a_class_of_their_own_are_left_behind_too(tmp_path):
+    model = two()
+    model.first.weight = Own(model.first.weight.detach())
+    made = trained(model, tmp_path)
+    with pytest.raises(InputError, match=r"first\.weight .*values of before"):
+        model(X)
+    assert made is not None
+
+
+def test_in_a_pipeline_the_original_is_right_until_something_is_trained(tmp_path):
+    """Also where another rank has the piece."""
+
+    def run(rank):
+        model = two()
+        made = parallelize(model, plan="pp=2", example=(X,), microbatches=1, directory=tmp_path)
+        torch.testing.assert_close(model(X), two()(X))
+        with torch.no_grad():
+            next(made.parameters()).zero_()
+        with pytest.raises(InputError, match="values of before"):
+            model(X)
+
+    run_ranks(2, run)
+
+
 @pytest.mark.parametrize(
     "train",
     [

@@ -270,3 +270,11 @@ def test_a_plain_checkpoint_goes_on_in_a_pipeline(pools, tmp_path):
     for loss, values in pools[2].run(resumed, str(tmp_path), saved):
         assert loss == pytest.approx(wanted, abs=1e-10)
         close(values, trained.state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_keys_that_a_wrapper_left_are_named(tmp_path, prefix):
+    model, _ = compiled("single", tmp_path)
+    values = {prefix + key: value for key, value in net().state_dict().items()}
+    with pytest.raises(InputError, match=rf"take it off: key\.removeprefix\('{prefix}'\)"):
+        model.load_state_dict(values)

@@ -47,7 +47,7 @@ class ReplacedParameter(nn.Parameter):
     """A parameter for which a piece stands now."""
 
     key: str
-    piece: ReferenceType[Tensor] | None  # None: another rank has it
+    piece: ReferenceType[Tensor] | None  # None: this rank has none at all
     version: int
 
     @classmethod
@@ -96,12 +96,14 @@ class ReplacedParameter(nn.Parameter):
 
 
 def mark_replaced(keys: Mapping[str, nn.Parameter], replaced: Mapping[nn.Parameter, Tensor | None]) -> None:
-    """Leave the parameters of an original behind."""
+    """Leave the parameters of an original behind. Where another rank has the piece, one that is here stands for it."""
+    here = next((piece for piece in replaced.values() if piece is not None), None)
     for key, old in keys.items():
-        if type(old) in (nn.Parameter, ReplacedParameter) and old in replaced:
-            piece = replaced[old]
-            old.__class__ = ReplacedParameter
-            marked = cast(ReplacedParameter, old)
-            with Untouched():
-                marked.key, marked.piece = key, None if piece is None else ref(piece)
-                marked.version = 0 if piece is None else piece._version
+        if old not in replaced:
+            continue
+        piece = here if replaced[old] is None else replaced[old]
+        old.__class__ = ReplacedParameter
+        marked = cast(ReplacedParameter, old)
+        with Untouched():
+            marked.key, marked.piece = key, None if piece is None else ref(piece)
+            marked.version = 0 if piece is None else piece._version

@@ -117,7 +117,7 @@ def load_state(
     unexpected = [key for key in values if key not in known]
     if strict:
         faults = [f"missing: {key}" for key in missing] + [f"unexpected: {key}" for key in unexpected]
-        raise_all(InputError, "the state dict does not fit the model:", faults)
+        raise_all(InputError, f"the state dict does not fit the model{_wrapped_keys(unexpected)}:", faults)
     for one in held:
         key = next((key for key in one.keys if key in values), None)
         if key is not None:
@@ -131,6 +131,14 @@ def load_state(
             given = values[key]
             buffer.copy_(given.full_tensor() if isinstance(given, (DTensor, PieceTensor)) else given)
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _wrapped_keys(unexpected: Sequence[str]) -> str:
+    """What to do about keys that a wrapper of the saved model has left."""
+    for prefix in ("module.", "_orig_mod."):
+        if unexpected and all(key.startswith(prefix) for key in unexpected):
+            return f" (DDP or torch.compile left {prefix!r} in its keys; take it off: key.removeprefix({prefix!r}))"
+    return ""
 
 
 # -- the optimizer -----------------------------------------------------------------------------
