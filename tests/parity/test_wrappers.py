@@ -114,6 +114,20 @@ def test_torch_compile_around_a_compiled_model_is_refused(tmp_path, how):
         COMPILE[how](compiled(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which dynamo reads
+def test_what_torch_compile_made_calls_a_compiled_model_only_outside_of_it(tmp_path):
+    model = compiled(tmp_path)
+
+    @torch.compile(backend="eager")
+    def double(call, x):
+        return call(x) * 2
+
+    with pytest.raises(InputError, match=r"torch\.compiler\.disable a function that makes the call"):
+        double(model, X)
+    torch.testing.assert_close(double(torch.compiler.disable(lambda x: model(x)), X), net()(X) * 2)
+
+
 def test_wrappers_of_other_models_are_left_alone(tmp_path):
     compiled(tmp_path)
     assert isinstance(torch.compile(net(), backend="eager"), nn.Module)

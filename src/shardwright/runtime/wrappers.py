@@ -13,6 +13,7 @@ come by:
     FSDP                                       marks every module that it manages before it flattens parameters
     fully_shard, replicate                     torch keeps what was applied in the module, and looks there before
     copy.deepcopy, pickle, module.compile()    methods of the module
+    a call from what torch.compile made        torch has a callback for frames then
     half(), to(device), ...                    `_apply`, which they all come down to
 """
 
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
 from shardwright.errors import InputError
@@ -67,6 +69,11 @@ class Unwrappable(nn.Module):
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:
         _refuse_around("FullyShardedDataParallel", WRAPPERS["torch", "FullyShardedDataParallel"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if get_eval_frame_callback() is not None:  # something that torch.compile made calls this
+            _refuse_around("torch.compile", "torch.compiler.disable a function that makes the call")
+        return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse_around("torch.compile", "leave it out")
