@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
@@ -216,8 +218,42 @@ def test_where_it_would_be_wrong_it_has_to_be_passed(tmp_path, plan, kind, said)
         made(X).backward()
         optimizer.step(lambda: made(X))
 
-    with pytest.raises(InputError, match=f"not passed to sw.parallelize: .*{said}"):
+    with pytest.raises(InputError, match=f"did not have when it was passed to sw.parallelize: .*{said}"):
         run_ranks(2, run)
+
+
+def test_a_group_that_is_added_later_has_to_be_there_before_where_it_would_be_wrong(tmp_path):
+    def run(rank):
+        model = two()
+        model.second.requires_grad_(False)
+        made, optimizer = parallelize(model, sgd(model.first), plan="zero1=2", example=(X,), directory=tmp_path)
+        made(X).backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [made.first.weight]})
+        optimizer.step()
+
+    with pytest.raises(InputError, match=r"first\.weight is updated through a share.*with all param groups"):
+        run_ranks(2, run)
+
+
+def test_a_step_of_elements_still_runs_without_interceptions(tmp_path, monkeypatch):
+    """Our look at all optimizers is no reason to take the slow way, another hook is."""
+    fast: list[bool] = []
+
+    @contextmanager
+    def fused(optimizer):
+        fast.append(True)
+        yield
+
+    monkeypatch.setattr("shardwright.runtime.optimizer.fused", fused)
+    model = two()
+    made, optimizer = on_one(model, sgd(model), tmp_path)
+    made(X).backward()
+    optimizer.step()
+    hook = register_optimizer_step_pre_hook(lambda *_: None)
+    optimizer.step()
+    hook.remove()
+    assert fast == [True]
 
 
 # -- the original -----------------------------------------------------------------------------------
