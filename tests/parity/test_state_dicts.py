@@ -187,6 +187,29 @@ def test_a_plain_checkpoint_goes_on_under_any_plan(tmp_path, plan):
         close(values, trained.state_dict())
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero1=2"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_plain_checkpoint_may_be_loaded_before_anything_is_compiled(tmp_path, plan, early):
+    """Into the original, or into a model that is compiled at its first call."""
+    wanted, trained, _ = reference(4)
+    _, before, optimizer_before = reference(2)
+
+    def run(rank):
+        model = net()
+        optimizer = adam(model)
+        if not early:
+            model, optimizer = parallelize(model, optimizer, plan=plan, directory=tmp_path)
+        model.load_state_dict(copy.deepcopy(before.state_dict()))
+        optimizer.load_state_dict(copy.deepcopy(optimizer_before.state_dict()))
+        if early:
+            model, optimizer = parallelize(model, optimizer, plan=plan, directory=tmp_path)
+        return train(model, optimizer), model.full_state_dict()
+
+    for loss, values in run_ranks(2, run):
+        assert loss == pytest.approx(wanted, abs=1e-10)
+        close(values, trained.state_dict())
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero1=2", "zero3=2"])
 def test_the_best_so_far_is_kept_in_memory(tmp_path, plan):
     """`copy.deepcopy` of both state dicts, and back."""
