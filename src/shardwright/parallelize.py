@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from .capture import Captured, capture, cast, casting, find_opaque
@@ -36,9 +35,11 @@ from .rules import analyse
 from .runtime import faults
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
+from .runtime.optimizer import Optimizers, several
 from .runtime.pipeline.loop import Backward
 from .runtime.reduction import Kind
 from .runtime.world import World, start
+from .wrapping import check_optimizers, unwrapped
 
 GENERATED = Path(".shardwright")
 How = Literal["marked", "auto"]
@@ -46,7 +47,7 @@ Semantics = Literal["global", "local"]
 
 
 def parallelize(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, example: Any = None, plan: PlanLike = "auto",
+    model: nn.Module, optimizer: Optimizers = None, *, example: Any = None, plan: PlanLike = "auto",
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
     precision: PrecisionLike = None, inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1,
@@ -84,18 +85,20 @@ def parallelize(
                 can't be captured, with a warning.
     unbatched   names of the inputs that have no batch dim, such as ["mask"]; without it sizes tell, see docs/data.md.
 
-    Returns the model, or the model and the optimizer if one was given: the same object, now working on the pieces.
+    Returns the model, or the model and the optimizer (or the list of all that train it), now working on the pieces.
     """
     _check(inputs, outputs, accumulate, reduction)
     _check_batching(microbatches, microbatch_semantics, backward)
     exact = _exact(precision, model, optimizer)
+    model = unwrapped(model)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
+    check_optimizers(model, several(optimizer), rows=inputs == "rows" and world.size > 1)
     if parts is not None:
         _check_parts(example, constraints, exact.casts, unbatched)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
-    wishes = Wishes(memory=read_bytes(memory), constraints=asked)
-    setting = _setting(plan, cluster, world, training_of(optimizer, accumulate, exact), wishes, inputs)
+    training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
+    setting = _setting(plan, cluster, world, training, Wishes(memory=read_bytes(memory), constraints=asked), inputs)
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
@@ -131,7 +134,7 @@ def _made(
     return made
 
 
-def _exact(precision: PrecisionLike, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Precision:
+def _exact(precision: PrecisionLike, model: nn.Module, optimizer: Optimizers) -> Precision:
     found = read_precision(precision)
     if found.master and optimizer is None and model.training:
         raise InputError(
@@ -264,6 +267,7 @@ def captured_graph(
     """What a call of a model computes."""
     exact = read_precision(precision)
     args, kwargs = arguments_of(example)
+    model = unwrapped(model)
     skeleton = find_opaque(cast(skeleton_of(model), exact), opaque)
     held = entry or ("train" if model.training else "eval")
     with casting(skeleton, exact):

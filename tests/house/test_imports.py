@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "probe": "errors layout ir rules capture lower",
     "emit": "errors layout schedule ir rules plan lower",
     "runtime": "errors batch_dim layout tie schedule",
+    "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
         "errors batch_dim precision layout conversion schedule ir rules capture cluster cost plan lower probe emit "
@@ -32,12 +33,12 @@ MAY_IMPORT = {
     ),
     "verify": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
-        "compile"
+        "compile wrapping"
     ),
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
-        "compile parts verify"
+        "compile parts verify wrapping"
     ),
     "checkpoint": "errors runtime",
     "ema": "errors runtime",

@@ -27,6 +27,7 @@ from .interpret import run_plain
 from .leaves import Leaves
 from .part import Body, Opaque, runner
 from .real import Real
+from .registration import nothing_registered
 from .signature import input_paths, output_paths
 from .trace import Trace, trace, without_collection
 
@@ -57,7 +58,8 @@ def capture(
         traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
         return _assembled(traced, module, args, kwargs, entry, promote, name)
 
-    return _widened(module, make)
+    with nothing_registered(module):
+        return _widened(module, make)
 
 
 @without_collection()
@@ -74,7 +76,8 @@ def capture_pair(
         wanted = promote(plain.graph)
         return plain, _assembled(traced, module, args, kwargs, entry, True, None) if wanted else None
 
-    return _widened(module, make)
+    with nothing_registered(module):
+        return _widened(module, make)
 
 
 def _widened(module: nn.Module, make: Callable[[], Made]) -> Made:

@@ -52,10 +52,13 @@ from ..rules import Analysis, analyse
 from ..runtime.inputs import CallInputs, Mode
 from ..runtime.model import Entry, ParallelModel
 from ..runtime.optimizer import Optimizers, adopt, several
+from ..runtime.parameters import Untouched
 from ..runtime.pipeline import Loop, Running
 from ..runtime.pipeline.loop import Backward
 from ..runtime.random import Randomness
+from ..runtime.replaced import mark_replaced
 from ..runtime.stage import Stage, stage_class
+from ..runtime.unadopted import watch_optimizers
 from ..runtime.world import Groups, Moment, World
 from .agreement import check_programs, check_settings
 from .batched import signature_of, with_batch
@@ -73,7 +76,8 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
+        with Untouched():  # of an original that is compiled for the second time
+            empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
@@ -218,7 +222,9 @@ class Compiler:
         The rows of other groups are not here: the own ones are repeated. Once the pieces are the truth, the whole
         is gathered, if anything had to be looked at in the first run.
         """
-        module = self.module or (self._gathered(model) if self.looked else self.skeleton)
+        module = self.module
+        if module is None:
+            module = self._gathered(model) if self.looked else self.skeleton
 
         def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
             if self.precision.casts:
@@ -277,6 +283,8 @@ class Compiler:
         replaced = holder.replaced(holding.parameters, seats)
         for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
+        watch_optimizers()
+        mark_replaced(dict(self.module.named_parameters()), replaced)
         self.module = None  # from here on the pieces are the truth
 
     def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:

@@ -30,6 +30,7 @@ from .random import Randomness
 from .reduction import Kind, Reduction, total
 from .stage import Stage, shown
 from .world import Groups, World
+from .wrappers import Unwrappable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class CompileEntry(Protocol):
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry: ...
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Unwrappable):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any
@@ -237,12 +238,14 @@ class ParallelModel(nn.Module):
     # -- state ---------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The original keys; DTensors or checkpointable pieces as values (see docs/design.md)."""
+        """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
         if self._holding is None:
             return super().state_dict(*args, **kwargs)
         held = self._holding
         found = state.state_dict(held.held, held.parameters, held.saved_buffers, held.groups)
         into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
+        if into is None and not kwargs.get("prefix"):
+            return found
         into = {} if into is None else into
         into.update({kwargs.get("prefix", "") + key: value for key, value in found.items()})
         return into
