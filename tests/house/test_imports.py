@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "lightning": "errors runtime planning compile parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
-        "errors precision schedule ir capture cluster calibrate plan lower emit runtime planning compile verify "
-        "parallelize checkpoint report train"
+        "errors batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime planning compile "
+        "verify parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset(

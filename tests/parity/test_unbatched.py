@@ -130,17 +130,34 @@ class Stacked(nn.Module):
         return x.square().mean()
 
 
-def piped(rank, directory, options):
-    model = parallelize(made(Stacked), plan="pp=2", directory=directory, microbatches=2, **options)
-    model(*samples(Stacked)).backward()
+class Crossing(Stacked):
+    """What is made of the mask in the first stage is read in the second."""
+
+    def forward(self, x, mask):
+        bias = (mask.to(x.dtype) @ mask.to(x.dtype)).tanh()
+        for layer in self.layers:
+            x = (layer(x) @ x.transpose(1, 2) + bias).tanh() @ x
+        return x.square().mean()
+
+
+def piped(rank, kind, seq, directory, options):
+    model = parallelize(made(kind), plan="pp=2", directory=directory, microbatches=2, **options)
+    model(*samples(kind, seq)).backward()
     return gradients(model)
 
 
 @pytest.mark.parametrize("semantics", ["global", "local"])
 def test_a_mask_that_each_stage_of_a_pipeline_reads(pools, tmp_path, semantics):
     wanted = one_device(Stacked, samples(Stacked))[1:]
-    found = pools[2].run(piped, str(tmp_path), {"microbatch_semantics": semantics}, timeout=120)
+    found = pools[2].run(piped, Stacked, 5, str(tmp_path), {"microbatch_semantics": semantics}, timeout=120)
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("semantics", ["global", "local"])
+def test_a_mask_of_the_size_of_the_batch_that_crosses_stages(pools, tmp_path, semantics):
+    wanted = one_device(Crossing, samples(Crossing, seq=8))[1:]
+    options = {"microbatch_semantics": semantics, "unbatched": ["mask"]}
+    assert_close(pools[2].run(piped, Crossing, 8, str(tmp_path), options, timeout=120), wanted)
 
 
 def test_a_batch_is_planned_for_where_a_mask_comes_first():

@@ -159,8 +159,3 @@ def _gather_rows(tensor: Tensor) -> Tensor:
     journal.enter("all_gather", None, "the rows of every rank")
     nearby.all_gather(every, sent, None).wait()
     return every.view(plain.dtype) if plain.dtype == torch.bool else every
-
-
-def rows_of(tensors: Sequence[Tensor]) -> int | None:
-    """How many samples tensors have, if their sizes tell."""
-    return find_batch_dim([("", tuple(tensor.shape)) for tensor in tensors]).size
