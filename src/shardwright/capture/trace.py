@@ -20,7 +20,7 @@ from ..errors import CaptureError
 from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
-from .failure import causes, explain
+from .failure import causes, explain, located
 from .keep import Kept, keeping
 from .known import KnownValues
 from .opaque import marking, opaque_parts
@@ -118,7 +118,7 @@ def _export(
     assert first is not None
     refused = next((error for error in causes(first) if isinstance(error, CaptureError)), None)
     if refused is not None:
-        raise refused
+        raise located(module, refused, first)
     raise explain(module, first) from first
 
 
