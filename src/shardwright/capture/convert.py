@@ -29,7 +29,8 @@ from .keep import Call as Marker
 from .normal import Call, write
 from .part import Opaque
 from .places import place_of
-from .schema import fact_of, literal, named_arguments, target_name
+from .schema import facts_of, literal, named_arguments, target_name
+from .writes import write_to, written_arguments
 
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain", "_functional_assert")
 
@@ -118,7 +119,7 @@ class Conversion:
             return self.run(args[1] if args[0] else args[2], args[3], modes)
         if name in ("cond", "scan", "while_loop"):
             made = {"cond": self._cond, "scan": self._scan, "while_loop": self._while}[name](args, modes, place)
-            names = self.draft.emit(*made, _facts(node.meta["val"], place), place)
+            names = self.draft.emit(*made, facts_of(node.meta["val"], place.source), place)
             self.draft.loose.update(names)
             return [Handle(held) for held in names]
         remedy = "Write it with plain tensor operations, or keep the submodule out with sw.opaque(submodule)."
@@ -196,10 +197,10 @@ class Conversion:
         arguments = named_arguments(op, args, kwargs, lambda held: _read(held, place))
         if op.namespace not in ("aten", "prims"):
             self.functions[target] = Function(call=op, module="torch.ops", qualname=target)
-        written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = written_arguments(op)
         if written and target != "aten.detach_.default":
-            return self._write(op, arguments, raw, written, value, place)
-        names = write(Call(self.draft, target, arguments, _facts(value, place), place))
+            return write_to(self.draft, op, arguments, {name: raw[name] for name in written}, place)
+        names = write(Call(self.draft, target, arguments, facts_of(value, place.source), place))
         if target == "aten.batch_norm.default" and len(names) == 5:
             raw["running_mean"].write(self.draft, names[3], place)
             raw["running_var"].write(self.draft, names[4], place)
@@ -216,7 +217,7 @@ class Conversion:
         shared = [a.name for a in op._schema.arguments if a.alias_info is not None]
         argument = shared[0] if shared else ""
         base = raw.get(argument)
-        facts = _facts(value, place)
+        facts = facts_of(value, place.source)
 
         def take(parent: str) -> list[str]:
             return write(Call(self.draft, target, {**arguments, argument: Ref(parent)}, facts, place))
@@ -231,21 +232,6 @@ class Conversion:
         if many:
             return found
         return found[0] if found else None
-
-    def _write(
-        self, op: Any, arguments: dict[str, Any], raw: dict[str, Any], written: list[str], value: Any, place: Place
-    ) -> Any:
-        """An op that writes in place: its functional twin, and new values for what it wrote to."""
-        twin = _functional_twin(op)
-        if twin is None or len(written) != 1:
-            remedy = "Write it out of place, or keep the submodule out with sw.opaque(submodule)."
-            raise unsupported(f"{target_name(op)} writes in place and has no functional form", place.source, remedy)
-        handle: Handle = raw[written[0]]
-        fact = self.draft.facts[handle.read()]
-        name = write(Call(self.draft, twin, arguments, [Fact(fact.shape, fact.dtype)], place))[0]
-        handle.write(self.draft, name, place)
-        self.draft.loose.update((name, handle.root().name))
-        return handle
 
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, place: Place) -> tuple[Any, Any, Place]:
         """The arguments of an op inside autocast, cast as autocast would."""
@@ -287,7 +273,7 @@ class Conversion:
         call = self.kept.calls[args[0]]
         tensors = [Ref(handle.read()) for handle in args[1]]
         if isinstance(call, Opaque):
-            return self._opaque(call, tensors, _facts(values, place), place)
+            return self._opaque(call, tensors, facts_of(values, place.source), place)
         assert isinstance(call, Marker)
         own = named(call)
         if own is not None:
@@ -304,7 +290,7 @@ class Conversion:
         arguments = {name: _read(value, place) for name, value in held}
         target = f"call.{path}"
         self.functions[target] = function
-        names = self.draft.emit(target, arguments, _facts(values, place), place)
+        names = self.draft.emit(target, arguments, facts_of(values, place.source), place)
         for at, index in call.changed.items():
             args[1][at].write(self.draft, names[index], place)
         return [Handle(name) for name in names]
@@ -357,22 +343,5 @@ def _read(held: Any, place: Place) -> Any:
     return literal(held, place.source)
 
 
-def _facts(value: Any, place: Place) -> list[Fact]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [fact_of(held, place.source) for held in values if isinstance(held, torch.Tensor)]
-
-
 def _storage(value: Any) -> int:
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
-
-
-def _functional_twin(op: Any) -> str | None:
-    """The op "aten.add.Tensor" for "aten.add_.Tensor", "aten.__or__" for "aten.__ior__", if there is such an op."""
-    name = op._opname
-    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
-    special = {"normal_": "aten.normal_functional.default", "zero_": "aten.zero.default"}
-    if op._opname in special:
-        return special[op._opname]
-    packet = getattr(torch.ops.aten, name, None) if op.namespace == "aten" and name != op._opname else None
-    overload = getattr(packet, op._overloadname, None) if packet is not None else None
-    return target_name(overload) if overload is not None else None

@@ -73,7 +73,7 @@ class KnownValues(TorchFunctionMode):
             args = (*like, *rest)
         result = func(*args, **kwargs)
         if known:
-            self._remember(func, args, kwargs, result, _writes(name, kwargs))
+            self._remember(func, args, kwargs, result, writes(name, kwargs))
         self._forget_written(func, name, args, kwargs, mirrored=known)
         return result
 
@@ -85,16 +85,16 @@ class KnownValues(TorchFunctionMode):
                 return None
             return func(*args, **kwargs)
 
-    def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
+    def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, written: bool) -> None:
         tensors = [held for held in pytree.tree_leaves(result) if isinstance(held, torch.Tensor)]
         large = any(held.numel() > _LARGEST or held.requires_grad for held in tensors)
-        if (tensors or writes) and not large:
+        if (tensors or written) and not large:
             values = pytree.tree_leaves(self._run(func, args, kwargs))
             self.values.update(dict(_pairs(tensors, [held for held in values if isinstance(held, torch.Tensor)])))
 
     def _forget_written(self, func: Any, name: str, args: Any, kwargs: Any, mirrored: bool = False) -> None:
         unseen = name in _UPDATING or _is_foreign(func)
-        if unseen or _writes(name, kwargs):
+        if unseen or writes(name, kwargs):
             written = (args, kwargs) if unseen else args[0] if kwargs.get("out") is None else kwargs["out"]
             for held in pytree.tree_leaves(written):
                 if isinstance(held, torch.Tensor):
@@ -139,7 +139,8 @@ def _deciding(name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors[1:] if name in _LIKE else tensors[:1] if name in _SHAPED else tensors
 
 
-def _writes(name: str, kwargs: Any) -> bool:
+def writes(name: str, kwargs: Any) -> bool:
+    """Whether a function of this name writes to its first argument, or to `out=`."""
     if kwargs.get("out") is not None or name in ("__setitem__", "__set__"):
         return True
     return (name.endswith("_") and not name.endswith("__")) or re.fullmatch(r"__i\w+__", name) is not None

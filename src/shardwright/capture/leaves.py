@@ -70,9 +70,12 @@ class Leaves:
         """Buffers may change in a step; parameters and other tensors may not, and a caller's are left alone."""
         for key, handle in self.owned_parameters.items():
             if handle.version:
+                owner = self.module.get_submodule(key.rpartition(".")[0])
+                renormalizes = getattr(owner, "max_norm", None) is not None
+                remedy = "leave max_norm out and renormalize the weight" if renormalizes else "change it"
                 raise CaptureError(
                     f"the forward of {type(self.module).__name__} writes to the parameter {key}; make it a buffer "
-                    "(register_buffer) if the forward has to change it, or change it in the training loop"
+                    f"(register_buffer) if the forward has to change it, or {remedy} in the training loop"
                 )
         for key, handle in self.outside.items():
             if handle.version:

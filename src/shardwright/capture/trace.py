@@ -27,10 +27,12 @@ from .known import KnownValues
 from .opaque import marking, opaque_parts
 from .part import Opaque
 from .places import user_frames
+from .raw_data import RawData
 from .real import NoValues, Real, Seen, check_rows, see
 from .signature import register_containers
 from .stand_in import StandIn
 from .state import Attributes, attributes, carried, left_behind, with_attributes
+from .statistics import tracking
 
 export: Any = _export_module
 _LOUD = (
@@ -118,10 +120,12 @@ def _export(
             keeping(kept),
             marking(module, kept, seen),
             counting(kept),
+            tracking(kept),
             _watching(module, strict, known, left),
             nullcontext() if strict else KnownDraws(),
             nullcontext() if strict else checks,
             nullcontext() if strict else known,
+            nullcontext() if strict else RawData(),
             nullcontext() if strict else masking(kept, known),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
