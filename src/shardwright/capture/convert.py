@@ -30,6 +30,7 @@ from .normal import Call, write
 from .part import Opaque
 from .places import place_of
 from .schema import facts_of, literal, named_arguments, target_name
+from .selected import Selection, is_selection, refuse_selections, selections
 from .writes import write_to, written_arguments
 
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain", "_functional_assert")
@@ -70,7 +71,7 @@ class Conversion:
                 held = getattr(graph, node.target)
                 env[node] = self.constant(held) if isinstance(held, torch.Tensor) else held
             elif node.op == "output":
-                return fx.node.map_arg(node.args[0], env.__getitem__)
+                return refuse_selections(fx.node.map_arg(node.args[0], env.__getitem__))
             elif node.target is operator.getitem:
                 env[node] = env[node.args[0]][node.args[1]]
             else:
@@ -98,9 +99,22 @@ class Conversion:
             raise unsupported("as_strided reads memory that is not in order", place.source, remedy)
         if target_name(op) == MARKER:
             return self._call(args, node.meta["val"], place)
+        if not modes.autocast and (selections((args, kwargs)) or is_selection(op, args, self.draft)):
+            return self._select(node, args, kwargs, place)
         if modes.autocast:
             args, kwargs, place = self._cast(node, args, kwargs, place)
         return self._op(op, args, kwargs, node.meta.get("val"), place)
+
+    def _select(self, node: fx.Node, args: Any, kwargs: Any, place: Place) -> Any:
+        """An op on what a boolean mask selects (selected.py)."""
+        value = node.meta.get("val")
+        dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
+        selection = Selection(self.draft, node.target, place, dtype, lambda held: _read(held, place))
+        if selections((args, kwargs)):
+            return selection.apply(args, kwargs)
+        if node.target is torch.ops.aten.masked_select.default:
+            return selection.take_all(*args)
+        return selection.take(args[0], args[1][0])
 
     def _region(self, node: fx.Node, name: str, args: Sequence[Any], modes: Modes) -> Any:
         if name == "wrap_with_set_grad_enabled":

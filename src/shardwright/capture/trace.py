@@ -29,6 +29,7 @@ from .part import Opaque
 from .places import user_frames
 from .raw_data import RawData
 from .real import NoValues, Real, Seen, check_rows, see
+from .selected import EqualSelections
 from .signature import register_containers
 from .stand_in import StandIn
 from .state import Attributes, attributes, carried, left_behind, with_attributes
@@ -126,6 +127,7 @@ def _export(
             nullcontext() if strict else checks,
             nullcontext() if strict else known,
             nullcontext() if strict else RawData(),
+            nullcontext() if strict else EqualSelections(),
             nullcontext() if strict else masking(kept, known),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
