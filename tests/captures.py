@@ -77,7 +77,7 @@ def _key(module: nn.Module, *call: Any) -> bytes | None:
     written = io.BytesIO()
     try:
         _Described(written).dump((module, pytree.tree_map_only(Tensor, _like, call), setting))
-    except (pickle.PicklingError, AttributeError, TypeError):  # what pickle says of lambdas, local classes, locks
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # lambdas, local classes, parametrizations
         return None
     return written.getvalue()
 

@@ -150,3 +150,61 @@ def test_a_write_to_a_parameter_is_refused_by_name():
 
     with pytest.raises(CaptureError, match="writes to the parameter weight"):
         capture(Clamps(), (torch.ones(3),))
+
+
+def under_no_grad(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        y.clamp_(-0.5, 0.5)
+        y[:, 0] = 3.0
+    return y.sin()
+
+
+def through_detach(y: Tensor) -> Tensor:
+    detached = y.detach()
+    detached.add_(1)
+    y[:, 2:].detach().mul_(3)
+    return y.sin() * detached
+
+
+def into_out(y: Tensor) -> Tensor:
+    values, places = torch.zeros(4, 6).to(y), torch.zeros(4, 6, dtype=torch.long)
+    total = torch.zeros(6, dtype=torch.float64)
+    with torch.no_grad():
+        torch.sort(y, out=(values, places))
+        torch.sum(y.float(), 0, out=total)
+    return y * values + places + total
+
+
+@pytest.mark.parametrize("write", [under_no_grad, through_detach, into_out])
+def test_a_write_that_autograd_does_not_see_leaves_the_gradient_as_it_was(write):
+    agree(Writes(write), torch.randn(4, 6, dtype=torch.float64), tolerance=1e-7 if write is into_out else 1e-12)
+
+
+def data_of_an_activation(y: Tensor) -> Tensor:
+    y.data[:, 1:].clamp_(-1, 1)
+    return y
+
+
+def assigned_data_of_an_activation(y: Tensor) -> Tensor:
+    y.data = y.data * 2
+    return y
+
+
+def assigned_data_of_another_shape(y: Tensor) -> Tensor:
+    y = y.detach()
+    y.data = y.data[:2]
+    return y
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (data_of_an_activation, "writes through .data to a tensor"),
+        (assigned_data_of_an_activation, "writes through .data to a tensor"),
+        (assigned_data_of_another_shape, "values of a graph keep their shape"),
+    ],
+)
+def test_a_write_to_data_that_backward_would_read_is_refused(write, reason):
+    with pytest.raises(CaptureError, match=reason) as caught:
+        capture(Writes(write), (torch.randn(4, 6, dtype=torch.float64),))
+    assert f"{__file__}:" in str(caught.value)

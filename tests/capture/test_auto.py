@@ -37,7 +37,7 @@ class Pooled(nn.Module):
         self.select, self.linear = Select(), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.select(x)).sum(0)
+        return x + self.linear(self.select(x)).amax(0)
 
 
 class Scaled(nn.Module):

@@ -44,3 +44,43 @@ def test_a_branch_on_what_depends_on_nothing_is_decided():
 def test_a_branch_on_an_input_is_an_error(kind):
     with pytest.raises(CaptureError, match="decides by the values"):
         capture(kind(), (torch.rand(2, 6),), {})
+
+
+class Asking(nn.Module):
+    """Every question that can be asked about constants, those held by the module included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.tensor([1.0, 2.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones, eye = torch.ones(4), torch.eye(3)
+        zeros = torch.zeros(8).to(x)
+        zeros[2:] = 7
+        count = torch.tensor(2)
+        count += 1
+        answers = [
+            bool(ones.all()), torch.equal(eye, eye.t()), torch.allclose(eye, eye.clone()), torch.is_nonzero(ones[:1]),
+            bool(zeros.sum() == 42), int(count) == 3, float(self.table.max()) == 2, self.table.tolist() == [1, 2],
+            1.0 in self.table, self.table.numpy().sum() == 3, torch.arange(3)[count - 1].item() == 2,
+        ]  # fmt: skip
+        return x.sin() if all(answers) else x
+
+
+class OverwrittenByInput(nn.Module):
+    """A constant that an op writes to without a name that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = torch.zeros(6)
+        torch.nn.functional.batch_norm(x, mean, torch.ones(6), training=True)
+        return x if mean.any() else x.sin()
+
+
+def test_constants_answer_every_question():
+    graph = capture(Asking(), (torch.rand(2, 6),), {}).graph
+    assert [op.target for op in graph.ops] == ["aten.sin.default"]
+
+
+def test_what_an_op_updates_is_not_known():
+    with pytest.raises(CaptureError, match="decides by the values"):
+        capture(OverwrittenByInput(), (torch.rand(2, 6),), {})

@@ -11,7 +11,7 @@ value of its root, and other views of that root are taken again when they are ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .draft import Draft, Place, Ref
@@ -60,13 +60,29 @@ class Handle:
 
     def write(self, draft: Draft, name: str, place: Place) -> None:
         """Give this tensor, and everything that shares its memory, a new value."""
+        if place.no_grad:
+            name = _unnoticed(draft, self.read(), name, place)
         if self.parent is None or self.view is None:
             self.version += 1
         else:
             before = self.parent.read()
-            self.parent.write(draft, _scatter(draft, self.view, before, name, place), place)
+            new = _scatter(draft, self.view, before, name, place)
+            if self.view.target.startswith("aten.detach"):
+                new = _unnoticed(draft, before, new, place)
+            self.parent.write(draft, new, place)
             self.seen = self.root().version
         self.name = name
+
+
+def _unnoticed(draft: Draft, old: str, new: str, place: Place) -> str:
+    """A write under no_grad, or through detach, as autograd sees it: new values, with the gradient of the old ones."""
+    if not draft.facts[old].gradient or draft.facts[new].gradient:
+        return new
+    place = replace(place, no_grad=False)
+    fact = draft.facts[old]
+    detached = draft.emit_one("aten.detach.default", {"self": Ref(old)}, fact, place)
+    nothing = draft.emit_one("aten.sub.Tensor", {"self": Ref(old), "other": Ref(detached)}, fact, place)
+    return draft.emit_one("aten.add.Tensor", {"self": Ref(new), "other": Ref(nothing)}, fact, place)
 
 
 def _scatter(draft: Draft, view: View, parent: str, new: str, place: Place) -> str:

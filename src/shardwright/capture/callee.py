@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..errors import RuleError
 from .keep import current, mark
+from .signature import register_containers
 
 
 class Callee:
@@ -47,7 +49,7 @@ class Callee:
         tensors = flat(values)
         copies = {at: tensors[at].clone() for at in self.changed}
         result = self._call(function, place(values, [copies.get(at, x) for at, x in enumerate(tensors)]))
-        made = flat(result)
+        made = tensors_of(result)
         made += [copy for copy in copies.values() if not any(copy is held for held in made)]
         return made[0] if len(made) == 1 else tuple(made)
 
@@ -84,6 +86,14 @@ def flat(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
     return [x for held in values for x in flat(held)] if isinstance(values, list | tuple) else []
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors that a function returns, in order, whatever they are nested in."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    register_containers(result)
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 def place(values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:

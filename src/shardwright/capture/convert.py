@@ -30,7 +30,9 @@ from .keep import Call as Marker
 from .normal import Call, write
 from .part import Opaque
 from .places import place_of
-from .schema import fact_of, literal, named_arguments, target_name
+from .schema import facts_of, literal, named_arguments, target_name
+from .selected import Selection, is_selection, refuse_selections, selections
+from .writes import write_to, written_arguments
 
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain", "_functional_assert")
 
@@ -70,7 +72,7 @@ class Conversion:
                 held = getattr(graph, node.target)
                 env[node] = self.constant(held) if isinstance(held, torch.Tensor) else held
             elif node.op == "output":
-                return fx.node.map_arg(node.args[0], env.__getitem__)
+                return refuse_selections(fx.node.map_arg(node.args[0], env.__getitem__))
             elif node.target is operator.getitem:
                 env[node] = env[node.args[0]][node.args[1]]
             else:
@@ -98,9 +100,22 @@ class Conversion:
             raise unsupported("as_strided reads memory that is not in order", place.source, remedy)
         if target_name(op) == MARKER:
             return self._call(args, node.meta["val"], place)
+        if not modes.autocast and (selections((args, kwargs)) or is_selection(op, args, self.draft)):
+            return self._select(node, args, kwargs, place)
         if modes.autocast:
             args, kwargs, place = self._cast(node, args, kwargs, place)
         return self._op(op, args, kwargs, node.meta.get("val"), place)
+
+    def _select(self, node: fx.Node, args: Any, kwargs: Any, place: Place) -> Any:
+        """An op on what a boolean mask selects (selected.py)."""
+        value = node.meta.get("val")
+        dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
+        selection = Selection(self.draft, node.target, place, dtype, lambda held: _read(held, place))
+        if selections((args, kwargs)):
+            return selection.apply(args, kwargs)
+        if node.target is torch.ops.aten.masked_select.default:
+            return selection.take_all(*args)
+        return selection.take(args[0], args[1][0])
 
     def _region(self, node: fx.Node, name: str, args: Sequence[Any], modes: Modes) -> Any:
         if name == "wrap_with_set_grad_enabled":
@@ -119,7 +134,7 @@ class Conversion:
             return self.run(args[1] if args[0] else args[2], args[3], modes)
         if name in ("cond", "scan", "while_loop"):
             made = {"cond": self._cond, "scan": self._scan, "while_loop": self._while}[name](args, modes, place)
-            names = self.draft.emit(*made, _facts(node.meta["val"], place), place)
+            names = self.draft.emit(*made, facts_of(node.meta["val"], place.source), place)
             self.draft.loose.update(names)
             return [Handle(held) for held in names]
         remedy = "Write it with plain tensor operations, or keep the submodule out with sw.opaque(submodule)."
@@ -197,10 +212,10 @@ class Conversion:
         arguments = named_arguments(op, args, kwargs, lambda held: _read(held, place))
         if op.namespace not in ("aten", "prims"):
             self.functions[target] = Function(call=op, module="torch.ops", qualname=target)
-        written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = written_arguments(op)
         if written and target != "aten.detach_.default":
-            return self._write(op, arguments, raw, written, value, place)
-        names = write(Call(self.draft, target, arguments, _facts(value, place), place))
+            return write_to(self.draft, op, arguments, {name: raw[name] for name in written}, place)
+        names = write(Call(self.draft, target, arguments, facts_of(value, place.source), place))
         if target == "aten.batch_norm.default" and len(names) == 5:
             raw["running_mean"].write(self.draft, names[3], place)
             raw["running_var"].write(self.draft, names[4], place)
@@ -217,7 +232,7 @@ class Conversion:
         shared = [a.name for a in op._schema.arguments if a.alias_info is not None]
         argument = shared[0] if shared else ""
         base = raw.get(argument)
-        facts = _facts(value, place)
+        facts = facts_of(value, place.source)
 
         def take(parent: str) -> list[str]:
             return write(Call(self.draft, target, {**arguments, argument: Ref(parent)}, facts, place))
@@ -232,21 +247,6 @@ class Conversion:
         if many:
             return found
         return found[0] if found else None
-
-    def _write(
-        self, op: Any, arguments: dict[str, Any], raw: dict[str, Any], written: list[str], value: Any, place: Place
-    ) -> Any:
-        """An op that writes in place: its functional twin, and new values for what it wrote to."""
-        twin = _functional_twin(op)
-        if twin is None or len(written) != 1:
-            remedy = "Write it out of place, or keep the submodule out with sw.opaque(submodule)."
-            raise unsupported(f"{target_name(op)} writes in place and has no functional form", place.source, remedy)
-        handle: Handle = raw[written[0]]
-        fact = self.draft.facts[handle.read()]
-        name = write(Call(self.draft, twin, arguments, [Fact(fact.shape, fact.dtype)], place))[0]
-        handle.write(self.draft, name, place)
-        self.draft.loose.update((name, handle.root().name))
-        return handle
 
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, place: Place) -> tuple[Any, Any, Place]:
         """The arguments of an op inside autocast, cast as autocast would."""
@@ -288,7 +288,7 @@ class Conversion:
         call = self.kept.calls[args[0]]
         tensors = [Ref(handle.read()) for handle in args[1]]
         if isinstance(call, Opaque):
-            return self._opaque(call, tensors, _facts(values, place), place)
+            return self._opaque(call, tensors, facts_of(values, place.source), place)
         assert isinstance(call, Marker)
         own = named(call)
         if own is not None:
@@ -305,7 +305,7 @@ class Conversion:
         arguments = {name: _read(value, place) for name, value in held}
         target = f"call.{path}"
         self.functions[target] = function
-        names = self.draft.emit(target, arguments, _facts(values, place), place)
+        names = self.draft.emit(target, arguments, facts_of(values, place.source), place)
         for at, index in call.changed.items():
             args[1][at].write(self.draft, names[index], place)
         return [Handle(name) for name in names]
@@ -358,22 +358,5 @@ def _read(held: Any, place: Place) -> Any:
     return literal(held, place.source)
 
 
-def _facts(value: Any, place: Place) -> list[Fact]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [fact_of(held, place.source) for held in values if isinstance(held, torch.Tensor)]
-
-
 def _storage(value: Any) -> int:
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
-
-
-def _functional_twin(op: Any) -> str | None:
-    """The op "aten.add.Tensor" for "aten.add_.Tensor", "aten.__or__" for "aten.__ior__", if there is such an op."""
-    name = op._opname
-    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
-    special = {"normal_": "aten.normal_functional.default", "zero_": "aten.zero.default"}
-    if op._opname in special:
-        return special[op._opname]
-    packet = getattr(torch.ops.aten, name, None) if op.namespace == "aten" and name != op._opname else None
-    overload = getattr(packet, op._overloadname, None) if packet is not None else None
-    return target_name(overload) if overload is not None else None

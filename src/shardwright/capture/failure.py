@@ -25,6 +25,17 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
     return CaptureError(f"can't capture {type(module).__name__}{at}\n{advice}", culprit(module, error))
 
 
+def located(module: nn.Module, refused: CaptureError, error: BaseException) -> CaptureError:
+    """A refusal that was raised while the model ran, with the line that led to it."""
+    where = _user_line(error)
+    if where is not None and f"{where.file}:" not in str(refused):
+        name = type(module).__name__
+        refused.args = (f"can't capture {name} at {where.file}:{where.line}\n    {where.code}\n{refused}",)
+    if refused.path is None:
+        refused.path = culprit(module, error)
+    return refused
+
+
 def culprit(module: nn.Module, error: BaseException) -> str:
     """The path of the innermost submodule whose code an error came from."""
     paths = {id(vars(held)): path for path, held in module.named_modules()}  # in a trace they are proxies

@@ -28,7 +28,7 @@ def join_repeats(draft: Draft) -> None:
 
     for step in draft.steps:
         step.arguments = map_refs(step.arguments, now)
-        if not step.target.startswith("aten.") or not _pure(draft, step):
+        if not _pure(draft, step):
             kept.append(step)
             continue
         key = (step.target, step.place.autocast, repr(sorted(step.arguments.items(), key=lambda item: item[0])))
@@ -44,8 +44,12 @@ def join_repeats(draft: Draft) -> None:
 
 
 def _pure(draft: Draft, step: Step) -> bool:
-    random = RANDOM.search(step.kind) or step.arguments.get("dropout_p")
-    return not random and not any(draft.facts[name].gradient for name in step.outputs)
+    return is_pure(step) and not any(draft.facts[name].gradient for name in step.outputs)
+
+
+def is_pure(step: Step) -> bool:
+    """Whether a step gives the same for the same arguments."""
+    return step.target.startswith("aten.") and not RANDOM.search(step.kind) and not step.arguments.get("dropout_p")
 
 
 def drop_dead(draft: Draft, wanted: Iterable[str]) -> None:

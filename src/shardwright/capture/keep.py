@@ -13,12 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 import torch.fx.traceback
 import torch.utils.checkpoint as checkpointing
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+from .signature import register_containers
 
 REGION = "shardwright_region"
 MARKER = "shardwright_capture.call.default"
@@ -41,6 +46,8 @@ class Named(Protocol):
     def shapes(self, *values: Any) -> Any: ...
 
 
+_FIXED = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+
 CALLEES: dict[type[torch.autograd.Function], Named] = {}
 """Autograd functions that are registered."""
 
@@ -58,28 +65,47 @@ class Call:
 
     function: type[torch.autograd.Function] | Named
     arguments: list[Any]
-    outputs: list[int | None] = field(default_factory=list)  # the marker's output, or None for None
-    single: bool = True
+    result: Any = None  # what it returns, with a place number for each tensor
     changed: dict[int, int] = field(default_factory=dict)  # tensors that it changes -> the marker's output
 
     def shapes(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         copies = [tensor.clone() for tensor in tensors]
         with torch.no_grad(), _Writes() as writes:
             result = _forward(self.function, map_places(self.arguments, copies))
-        self.single = not isinstance(result, tuple | list)
-        leaves = [result] if self.single else list(result)
-        made: list[torch.Tensor] = []
-        self.outputs = []
-        for leaf in leaves:
-            self.outputs.append(len(made) if isinstance(leaf, torch.Tensor) else None)
-            if isinstance(leaf, torch.Tensor):
-                made.append(leaf)
+        register_containers(result)
+        leaves, spec = pytree.tree_flatten(result)
+        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._check_nesting(result, len(made))
+        numbers = iter(range(len(made)))
+        fixed = [Position(next(numbers)) if isinstance(leaf, torch.Tensor) else self._fixed(leaf) for leaf in leaves]
+        self.result = pytree.tree_unflatten(fixed, spec)
         for at, tensor in enumerate(copies):
             if _storage(tensor) in writes.storages:
                 known = [index for index, leaf in enumerate(made) if leaf is tensor]
                 self.changed[at] = known[0] if known else len(made)
                 made += [] if known else [tensor]
         return [torch.empty_like(tensor) for tensor in made]
+
+    def _check_nesting(self, result: Any, count: int) -> None:
+        """Autograd follows the tensors that a Function returns, and not those inside of what it returns."""
+        outer = result if isinstance(result, tuple) else (result,)
+        if isinstance(self.function, type) and sum(isinstance(held, torch.Tensor) for held in outer) < count:
+            raise CaptureError(
+                f"the autograd function {path_of(self.function)} returns tensors inside of a list, a dict or an "
+                "object, and autograd gives them no gradient. Return a tuple of tensors."
+            )
+
+    def _fixed(self, leaf: Any) -> Any:
+        """A result that is no tensor. It was computed without data, so it is the same at every call of this shape."""
+        if leaf is None or isinstance(leaf, _FIXED):
+            return leaf
+        data = isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
+        why = "a number that depends on data" if data else f"an object of type {type(leaf).__name__}"
+        raise CaptureError(
+            f"{path_of(self.function)} returns {why}, which a graph can't hand on. Return tensors, and beside them "
+            "only numbers, strings and None that follow from shapes and arguments, or keep the submodule that calls "
+            "it out of the graph with sw.opaque(submodule)."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +181,11 @@ def named(call: Call) -> Named | None:
     return CALLEES.get(call.function) if isinstance(call.function, type) else call.function
 
 
+def path_of(function: type[torch.autograd.Function] | Named) -> str:
+    """Where a user's function stands in their code."""
+    return f"{function.__module__}.{function.__qualname__}" if isinstance(function, type) else function.path
+
+
 def map_places(held: Any, tensors: Sequence[Any]) -> Any:
     """Arguments with tensors where their positions stand."""
     if isinstance(held, Position):
@@ -192,8 +223,7 @@ def mark(kept: Kept, function: type[torch.autograd.Function] | Named, args: Sequ
     own = named(call)
     if own is not None:
         own.changed = tuple(call.changed)
-    leaves = [None if index is None else found[index] for index in call.outputs]
-    return leaves[0] if call.single else tuple(leaves)
+    return pytree.tree_map_only(Position, lambda at: found[at.index], call.result)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class Leaves:
     buffers: dict[str, Handle] = field(default_factory=dict)  # key -> handle
     buffer_start: dict[str, str] = field(default_factory=dict)  # key -> value at the start
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # by value
+    outside: dict[str, Handle] = field(default_factory=dict)  # tensors that are no buffers, by what export calls them
     owned_parameters: dict[str, Handle] = field(default_factory=dict)  # by key
     input_handles: list[Handle] = field(default_factory=list)
     inputs: list[InputLeaf] = field(default_factory=list)
@@ -66,12 +67,22 @@ class Leaves:
         return found
 
     def check_writes(self) -> None:
-        """Buffers may change in a step; parameters may not, and a caller's tensors are left alone."""
+        """Buffers may change in a step; parameters and other tensors may not, and a caller's are left alone."""
         for key, handle in self.owned_parameters.items():
             if handle.version:
+                owner = self.module.get_submodule(key.rpartition(".")[0])
+                renormalizes = getattr(owner, "max_norm", None) is not None
+                remedy = "leave max_norm out and renormalize the weight" if renormalizes else "change it"
                 raise CaptureError(
                     f"the forward of {type(self.module).__name__} writes to the parameter {key}; make it a buffer "
-                    "(register_buffer) if the forward has to change it, or change it in the training loop"
+                    f"(register_buffer) if the forward has to change it, or {remedy} in the training loop"
+                )
+        for key, handle in self.outside.items():
+            if handle.version:
+                name = "of a global or a list" if "lifted_tensor" in key else f"self.{key}"
+                raise CaptureError(
+                    f"the forward of {type(self.module).__name__} writes to the tensor {name}, which is no buffer: the "
+                    "program would forget it after the call. Make it a buffer (register_buffer)"
                 )
         for leaf, handle in zip([leaf for leaf in self.inputs if leaf.value], self.input_handles, strict=True):
             if handle.version:
@@ -109,7 +120,8 @@ class Leaves:
             what = f"It reads a tensor {list(tensor.shape)} that has no values and is no parameter or buffer"
             remedy = "Register it as a buffer, or build the model on a real device."
             raise unsupported(what, next((line for line in lines if line is not None), None), remedy)
-        return self.constant(tensor, str(spec.target))
+        handle = self.outside[str(spec.target)] = self.constant(tensor, str(spec.target))
+        return handle
 
     def constant(self, tensor: torch.Tensor, wish: str = "constant") -> Handle:
         """A tensor that the model makes out of nothing."""

@@ -78,3 +78,9 @@ def literal(value: Any, source: Source | None) -> Any:
 def fact_of(tensor: torch.Tensor, source: Source | None = None) -> Fact:
     shape = tuple(literal(size, source) for size in tensor.shape)
     return Fact(shape, str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+
+
+def facts_of(values: Any, source: Source | None = None) -> list[Fact]:
+    """The facts of what an op gives: one tensor, or several."""
+    every = values if isinstance(values, tuple | list) else [values]
+    return [fact_of(held, source) for held in every if isinstance(held, torch.Tensor)]

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,19 +17,24 @@ from torch.export import _trace as _export_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..errors import CaptureError
+from .attention import masking
 from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
-from .failure import causes, explain
+from .failure import causes, explain, located
 from .grad_mode import noting_grad_mode
 from .keep import Kept, keeping
 from .known import KnownValues
 from .opaque import marking, opaque_parts
 from .part import Opaque
 from .places import user_frames
+from .raw_data import RawData
 from .real import NoValues, Real, Seen, check_rows, see
+from .selected import EqualSelections
 from .signature import register_containers
 from .stand_in import StandIn
+from .state import Attributes, attributes, carried, left_behind, with_attributes
+from .statistics import tracking
 
 export: Any = _export_module
 _LOUD = (
@@ -47,6 +52,7 @@ class Trace:
     kept: Kept
     stand_in: StandIn
     notes: tuple[str, ...] = ()
+    left: Attributes = field(default_factory=dict)  # attributes that the call has changed
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], real: Real) -> Trace:
@@ -66,7 +72,22 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
                 raise
             seen.update(see(real, module, [kept.wanting[0]]))
             continue
+        if traced.left:
+            _check_next(module, args, kwargs, traced, seen)
         return replace(traced, notes=(*traced.notes, *_checked(kept, module, real, seen)))
+
+
+def _check_next(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], traced: Trace, seen: Mapping[str, Sequence[Seen]]
+) -> None:
+    """Refuse a forward that would be another one at its next call (state.py)."""
+    with with_attributes(module, traced.left):
+        try:
+            again = str(_export(module, args, kwargs, Kept(), seen, (False,)).program.graph)
+        except CaptureError:
+            again = ""
+    if again != str(traced.program.graph):
+        raise carried(module, list(traced.left))
 
 
 def _checked(kept: Kept, module: nn.Module, real: Real, seen: dict[str, list[Seen]]) -> tuple[str, ...]:
@@ -92,7 +113,8 @@ def _export(
 ) -> Trace:
     first: BaseException | None = None
     for strict in ways:
-        stand_in, checks = StandIn(), PassedChecks()
+        stand_in, checks, known = StandIn(), PassedChecks(), KnownValues()
+        left: Attributes = {}
         with (
             _quiet(),
             user_frames(),
@@ -100,11 +122,15 @@ def _export(
             keeping(kept),
             marking(module, kept, seen),
             counting(kept),
-            _known(module, strict),
+            tracking(kept),
+            _watching(module, strict, known, left),
             nullcontext() if strict else noting_grad_mode(),
             nullcontext() if strict else KnownDraws(),
             nullcontext() if strict else checks,
-            nullcontext() if strict else KnownValues(),
+            nullcontext() if strict else known,
+            nullcontext() if strict else RawData(),
+            nullcontext() if strict else EqualSelections(),
+            nullcontext() if strict else masking(kept, known),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
         ):
@@ -113,14 +139,16 @@ def _export(
                 program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
             except Exception as error:
                 first = first or error
+                if any(isinstance(held, CaptureError) for held in causes(error)):
+                    break  # refused on purpose: dynamo would not see why
                 continue
         if strict and (kept.calls or kept.regions):
             break  # dynamo has no notion of our markers: better no graph than a wrong one
-        return Trace(program, kept, stand_in, checks.notes())
+        return Trace(program, kept, stand_in, checks.notes(), left)
     assert first is not None
     refused = next((error for error in causes(first) if isinstance(error, CaptureError)), None)
     if refused is not None:
-        raise refused
+        raise located(module, refused, first)
     raise explain(module, first) from first
 
 
@@ -137,12 +165,18 @@ def without_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _known(module: nn.Module, strict: bool) -> Iterator[None]:
-    """Register the dataclasses that the module returns, at the moment it returns them."""
+def _watching(module: nn.Module, strict: bool, known: KnownValues, left: Attributes) -> Iterator[None]:
+    """Register the dataclasses that the module returns, and see what it leaves behind, when it returns."""
     if strict:
         yield
         return
-    hook = module.register_forward_hook(lambda _module, _args, result: register_containers(result))
+    before = attributes(module)
+
+    def returns(_module: nn.Module, _args: Any, result: Any) -> None:
+        register_containers(result)
+        left.update(left_behind(before, attributes(module), known))
+
+    hook = module.register_forward_hook(returns)
     try:
         yield
     finally:
@@ -157,6 +191,7 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|copyreg)(\.|$)")
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")  # see state.py
         inside = r"(torch\.(export|_export|fx|_dynamo)|shardwright\.capture)(\.|$)"  # where modes pass calls on
         warnings.filterwarnings("ignore", category=UserWarning, module=inside)
         export.print = lambda *args, **kwargs: None  # it prints half of a graph when it fails

@@ -81,6 +81,10 @@ def skeleton_of(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for held in module.modules():
+        for value in vars(held).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:  # computed before each forward: weight_norm
+                memo[id(value)] = torch.empty_like(value, device="meta")
     return copy.deepcopy(module, memo)
 
 

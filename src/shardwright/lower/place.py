@@ -10,7 +10,7 @@ use their result too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..conversion import Form, Step, forget_gradient, forms_of, home_layout, same
@@ -79,8 +79,8 @@ class Placer:
         for op in graph.ops:
             for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
                 self.uses[name].append(layout)
-        for name in graph.sinks():
-            self.uses[name].append(self._leaving(name))
+        for name, layout in self._sinks():
+            self.uses[name].append(layout)
         self.homes = dict(task.homes)
 
     def _layouts(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -103,6 +103,19 @@ class Placer:
         if self.mode == "rows" and value.shape and any(output.value == name for output in self.graph.outputs):
             return in_time(self._rows(name), made, self.sizes)
         return in_time(whole(len(value.shape)), made, self.sizes)
+
+    def _stored(self, name: str) -> Layout:
+        """The new value of a buffer is that of the whole batch: unlike an output, it does not add up over time."""
+        return whole(len(self.graph.values[name].shape))
+
+    def _sinks(self) -> Iterator[tuple[str, Layout]]:
+        """The values that must be computed, and how: outputs and buffer updates."""
+        for output in self.graph.outputs:
+            if output.value is not None:
+                yield output.value, self._leaving(output.value)
+        for buffer in self.graph.buffers:
+            if buffer.update is not None:
+                yield buffer.update, self._stored(buffer.update)
 
     def taken_as(self, name: str) -> Layout:
         """How a value that comes from another segment is taken."""
@@ -138,7 +151,7 @@ class Placer:
             for output in graph.outputs
         )
         updates = tuple(
-            (b.key, self._use(b.update, self._leaving(b.update), None)) for b in graph.buffers if b.update is not None
+            (b.key, self._use(b.update, self._stored(b.update), None)) for b in graph.buffers if b.update is not None
         )
         return Program(
             graph=graph,
@@ -231,7 +244,7 @@ class Placer:
         for op, index in self.graph.users[name]:
             if self.regions.get(op.name) != self.region and self._leads_to(node, name, self.placed[op.name][0][index]):
                 return True
-        return any(held == name and self._leads_to(node, name, self._leaving(name)) for held in self.graph.sinks())
+        return any(held == name and self._leads_to(node, name, layout) for held, layout in self._sinks())
 
     def _leads_to(self, node: Form, name: str, goal: Layout) -> bool:
         goal = goal if self.graph.values[name].gradient else forget_gradient(goal)

@@ -64,12 +64,25 @@ def find(path: str) -> Callable[..., Any]:
     if path in _FUNCTIONS:  # its module has registered it
         return _FUNCTIONS[path]
     if isinstance(found, type) and issubclass(found, torch.autograd.Function):
-        found = found.apply
+        found = _tensors_only(found.apply)
     if found is None:
         raise InputError(
             f"the program calls {path}, which can't be imported here; define it at the top level of a module"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _tensors_only(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """An autograd function as an op: what else it returns was fixed when the model was captured."""
+
+    def call(*values: Any) -> Any:
+        result = apply(*values)
+        if isinstance(result, torch.Tensor):
+            return result
+        tensors = tuple(held for held in result if isinstance(held, torch.Tensor))
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    return call
 
 
 def _imported(path: str) -> Any:

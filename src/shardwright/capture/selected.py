@@ -1,0 +1,270 @@
+"""`x[mask]` and what is computed of it, as long as it ends in a sum, a mean or a loss.
+
+How many elements a boolean mask selects depends on data, and a graph has fixed shapes. So the selection stays in
+place: a `Selected` is the whole tensor, with zeros where nothing is selected, and its mask.
+
+    x[mask].square().mean()       where(mask, where(mask, x, 0) ** 2, 0).sum() / mask.sum()
+    cross_entropy(y[m], t[m])     cross_entropy(y, where(m, t, ignore_index))
+
+The first `where` keeps garbage (padding, infinities) out of the ops in between, and the ops that are let through are
+finite everywhere, so that no gradient of what is not selected is ever other than zero. An empty selection gives what
+torch gives: nan for a mean, 0 for a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..ir import Dtype
+from .aliases import Handle
+from .draft import Draft, Fact, Place, Ref, map_refs, refs
+from .failure import unsupported
+from .finish import is_pure
+from .normal import Call, write
+from .schema import named_arguments, target_name
+
+_POINTWISE = frozenset(
+    "add sub rsub mul neg square abs relu tanh sigmoid silu gelu softplus sin cos clamp clamp_min clamp_max sign "
+    "detach alias clone contiguous _to_copy to".split()
+)
+_LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits".split())
+_REMEDY = "Keep shapes fixed (torch.where instead of a mask), or keep the submodule out with sw.opaque(submodule)."
+_MEAN, _SUM = 1, 2  # how a loss is reduced
+
+
+class EqualSelections(TorchFunctionMode):
+    """Within this, what one mask selects of two tensors is of one size, so that they may be computed with together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: Any = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "__getitem__" and not torch.compiler.is_dynamo_compiling():
+            mask = args[1]
+            if (
+                isinstance(mask, torch.Tensor)
+                and mask.dtype is torch.bool
+                and isinstance(result.shape[0], torch.SymInt)
+            ):
+                version, size = self.sizes.get(mask, (-1, 0))
+                if version == mask._version:
+                    torch._check(result.shape[0] == size)  # type: ignore[no-untyped-call]
+                else:
+                    self.sizes[mask] = (mask._version, result.shape[0])
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A tensor of the shape [mask's dims..., rest...] that stands for one of the shape [selected, rest...]."""
+
+    dense: str
+    mask: str
+    lead: int  # how many dims the mask has
+    place: Place = field(default_factory=Place)  # where it was selected
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """One op of a graph that makes, or works on, selections."""
+
+    draft: Draft
+    op: Any
+    place: Place
+    dtype: str  # of what it gives
+    read: Callable[[Any], Any]
+
+    def take(self, tensor: Handle, mask: Handle) -> Selected:
+        """`tensor[mask]`"""
+        lead = len(self.draft.facts[mask.read()].shape)
+        return self._masked(Selected(tensor.read(), mask.read(), lead, self.place), 0)
+
+    def take_all(self, tensor: Handle, mask: Handle) -> Selected:
+        """`torch.masked_select`: both are broadcast."""
+        shapes = [self._fact(held.read()).shape for held in (tensor, mask)]
+        shape = tuple(_broadcast(*shapes))
+        names = [
+            self._write(
+                "aten.expand.default", {"self": Ref(held.read())}, replace(self._fact(held.read()), shape=shape)
+            )
+            for held in (tensor, mask)
+        ]
+        return self._masked(Selected(names[0], names[1], len(shape), self.place), 0)
+
+    def apply(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Selected | Handle | list[Any]:
+        """What an op makes of selections; a refusal if it is none that can be said with the whole tensor."""
+        named = {a.name: held for a, held in zip(self.op._schema.arguments, args, strict=False)} | dict(kwargs)
+        kind = self.op._opname
+        first, *others = selections(named)
+        if any(held.lead != first.lead or not _same(self.draft, held.mask, first.mask) for held in others):
+            raise self._refusal("two different masks")
+        if kind == "broadcast_tensors" and len({self._fact(held.dense).shape for held in (first, *others)}) == 1:
+            return list(named["tensors"])
+        if kind in _POINTWISE:
+            return self._pointwise(named, first)
+        if kind in ("sum", "mean") and named.get("dtype") is None:
+            return self._reduce(first, named.get("dim"), bool(named.get("keepdim")), mean=kind == "mean")
+        if kind in _LOSSES:
+            value = self._pointwise({**named, "reduction": 0}, first)
+            reduction = named.get("reduction", _MEAN)
+            return value if reduction == 0 else self._reduce(value, None, False, mean=reduction == _MEAN)
+        if kind in ("cross_entropy_loss", "nll_loss_nd", "nll_loss"):
+            return self._classes(named, first)
+        if kind == "log_softmax" and named["dim"] in (-1, len(self._rest(first))):
+            fact = self._fact(first.dense)
+            return replace(first, dense=self._emit({**named, "self": first, "dim": len(fact.shape) - 1}, fact))
+        if kind == "linear" and self._rest(first):
+            fact = self._fact(first.dense)
+            weight = self._fact(named["weight"].read())
+            return replace(first, dense=self._emit(named, replace(fact, shape=(*fact.shape[:-1], weight.shape[0]))))
+        raise self._refusal(f"{target_name(self.op)} on what a boolean mask selects")
+
+    def _pointwise(self, named: dict[str, Any], first: Selected) -> Selected:
+        fact, rest = self._fact(first.dense), self._rest(first)
+        for held in named.values():
+            if isinstance(held, Handle) and tuple(_broadcast(self._fact(held.read()).shape, rest)) != rest:
+                raise self._refusal("what a boolean mask selects, together with a tensor of other rows")
+            if isinstance(held, Selected) and self._fact(held.dense).shape != fact.shape:
+                raise self._refusal("selections of different shapes")
+        return replace(first, dense=self._emit(named, fact))
+
+    def _reduce(self, first: Selected, dims: Any, keepdim: bool, *, mean: bool) -> Selected | Handle:
+        rest = self._rest(first)
+        dims = [dims] if isinstance(dims, int) else list(dims) if dims else list(range(1 + len(rest)))
+        places = sorted(dim % (1 + len(rest)) for dim in dims)
+        if places and places[0] > 0:  # within a row: the rows stay
+            within = tuple(first.lead + dim - 1 for dim in places)
+            kept = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
+            shape = kept if keepdim else [size for at, size in enumerate(kept) if at not in within]
+            fact = Fact(tuple(shape), self.dtype)
+            arguments = {"self": Ref(first.dense), "dim": within, **({"keepdim": True} if keepdim else {})}
+            return replace(
+                first, dense=self._write(f"aten.{'mean.dim' if mean else 'sum.dim_IntList'}", arguments, fact)
+            )
+        if keepdim:
+            raise self._refusal("keepdim of what a boolean mask selects")
+        return Handle(self._over_rows(self._masked(first, 0), places, mean))
+
+    def _over_rows(self, first: Selected, places: Sequence[int], mean: bool) -> str:
+        fact, rest = self._fact(first.dense), self._rest(first)
+        summed = (*range(first.lead), *(first.lead + dim - 1 for dim in places if dim > 0))
+        shape = tuple(size for at, size in enumerate(fact.shape) if at not in summed)
+        target = "aten.sum.dim_IntList" if shape else "aten.sum.default"
+        arguments = {"self": Ref(first.dense), **({"dim": summed} if shape else {})}
+        total = self._write(target, arguments, Fact(shape, self.dtype))
+        if not mean:
+            return total
+        count = self._write("aten.sum.default", {"self": Ref(first.mask)}, Fact((), "int64"))
+        cast = {"self": Ref(count), "dtype": Dtype(fact.dtype)}
+        count = self._write("aten._to_copy.default", cast, Fact((), fact.dtype))
+        each = math.prod(rest[dim - 1] for dim in places if dim > 0)
+        if each != 1:
+            count = self._write("aten.mul.Tensor", {"self": Ref(count), "other": each}, Fact((), fact.dtype))
+        return self._write("aten.div.Tensor", {"self": Ref(total), "other": Ref(count)}, Fact(shape, self.dtype))
+
+    def _classes(self, named: dict[str, Any], first: Selected) -> Handle:
+        """A loss over classes: rows that are not selected are ignored by their label."""
+        scores, target = named["self"], named["target"]
+        if not isinstance(scores, Selected) or not isinstance(target, Selected) or len(self._rest(scores)) != 1:
+            raise self._refusal("a loss of which only the scores or only the labels are selected")
+        if self._rest(target) or self._fact(target.dense).dtype != "int64" or named.get("reduction", _MEAN) == 0:
+            raise self._refusal("a loss for each row of what a boolean mask selects")
+        labels = self._masked(target, named.get("ignore_index", -100))
+        count = math.prod(self._fact(first.dense).shape[: first.lead])
+        flat = []
+        for held, shape in ((scores, (count, *self._rest(scores))), (labels, (count,))):
+            fact = replace(self._fact(held.dense), shape=shape)
+            flat.append(Ref(self._write("aten.reshape.default", {"self": Ref(held.dense), "shape": shape}, fact)))
+        values = {**named, "self": flat[0], "target": flat[1]}
+        return Handle(self._emit(values, Fact((), self._fact(scores.dense).dtype)))
+
+    def _masked(self, held: Selected, fill: float) -> Selected:
+        fact = self._fact(held.dense)
+        mask = replace(self._fact(held.mask), shape=(*fact.shape[: held.lead], *(1 for _ in fact.shape[held.lead :])))
+        wide = self._write("aten.reshape.default", {"self": Ref(held.mask), "shape": mask.shape}, mask)
+        other = self._write("aten.bitwise_not.default", {"self": Ref(wide)}, mask)
+        arguments = {"self": Ref(held.dense), "mask": Ref(other), "value": fill}
+        return replace(held, dense=self._write("aten.masked_fill.Scalar", arguments, fact))
+
+    def _rest(self, held: Selected) -> tuple[int, ...]:
+        return self._fact(held.dense).shape[held.lead :]
+
+    def _fact(self, name: str) -> Fact:
+        return self.draft.facts[name]
+
+    def _emit(self, named: dict[str, Any], fact: Fact) -> str:
+        """The op itself, with whole tensors in the places of selections."""
+
+        def convert(held: Any) -> Any:
+            return Ref(held.dense) if isinstance(held, Selected) else self.read(held)
+
+        arguments = named_arguments(self.op, (), named, convert)
+        return self._write(target_name(self.op), arguments, replace(fact, dtype=self.dtype))
+
+    def _write(self, target: str, arguments: dict[str, Any], fact: Fact) -> str:
+        return write(Call(self.draft, target, arguments, [replace(fact, gradient=False)], self.place))[0]
+
+    def _refusal(self, what: str) -> Exception:
+        return unsupported(
+            f"the graph has no way to say {what}: its size depends on the values of a tensor",
+            self.place.source,
+            _REMEDY,
+        )
+
+
+def selections(tree: Any) -> list[Selected]:
+    """The selections among some arguments."""
+    return [held for held in pytree.tree_leaves(tree) if isinstance(held, Selected)]
+
+
+def refuse_selections(outputs: Any) -> Any:
+    """What a graph returns, none of which may be of a size that depends on data."""
+    for held in selections(outputs):
+        what = "it returns what a boolean mask selects, and its size depends on the values of a tensor"
+        error = unsupported(what, held.place.source, _REMEDY)
+        error.path = held.place.module
+        raise error
+    return outputs
+
+
+def is_selection(op: Any, args: Sequence[Any], draft: Draft) -> bool:
+    """Whether an op selects by one boolean mask: `x[mask]`."""
+    if target_name(op) == "aten.masked_select.default":
+        return True
+    if target_name(op) != "aten.index.Tensor" or len(args[1]) != 1 or not isinstance(args[1][0], Handle):
+        return False
+    return draft.facts[args[1][0].read()].dtype == "bool"
+
+
+def _same(draft: Draft, one: str, other: str) -> bool:
+    """Whether two values are computed in the same way of the same values: `t != 3`, written twice."""
+    if one == other:
+        return True
+    makers = {name: step for step in draft.steps for name in step.outputs}
+    if one not in makers or other not in makers:
+        return False
+    mine, theirs = makers[one], makers[other]
+    if mine.target != theirs.target or not is_pure(mine) or mine.outputs.index(one) != theirs.outputs.index(other):
+        return False
+    mine_refs, their_refs = list(refs(mine.arguments)), list(refs(theirs.arguments))
+    return (
+        map_refs(mine.arguments, lambda _: Ref("")) == map_refs(theirs.arguments, lambda _: Ref(""))
+        and len(mine_refs) == len(their_refs)
+        and all(_same(draft, a.name, b.name) for a, b in zip(mine_refs, their_refs, strict=True))
+    )
+
+
+def _broadcast(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    rank = max(len(one), len(other))
+    pairs = zip((1,) * (rank - len(one)) + tuple(one), (1,) * (rank - len(other)) + tuple(other), strict=True)
+    return [b if a == 1 else a for a, b in pairs]
