@@ -1,0 +1,170 @@
+"""Small sizes for the atoms of a graph, under which a plan does to every dim what it does at the real ones.
+
+A size is mapped to a small one wherever it stands, so that equal ones stay equal and larger ones larger; sizes that
+differ by little (a sequence and its labels, shifted by one) still differ by that. Dims are products and rows of atoms
+and follow from them. What the plan cuts evenly is cut evenly at the small size too, what it cuts unevenly unevenly, and
+a device that gets nothing still gets nothing:
+
+    128256 on tp=8    ->   12 on tp=2                   even
+     50257 on tp=8    ->   13 on tp=3: 5, 5, 3          uneven; two devices would hide an off-by-one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import PlanError
+from ..layout import Mesh, fills
+from ..plan.pipeline import MB
+from ..rules import FAN, Analysis
+from ..rules.atoms import Dim
+from ..rules.role import ROWS
+
+NEAR = 4
+"""Sizes that differ by no more keep the difference,"""
+
+TINY = 8
+"""if they are larger than this."""
+
+TRIES = 4096
+
+Axes = tuple[tuple[str, int], ...]
+"""The axes that share something, each with its size, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An atom, or what is left of a dim, and the axes that share it."""
+
+    atom: int
+    axes: Axes
+
+
+@dataclass
+class Sizes:
+    """The small size of every atom. `fixed` are atoms whose size is known otherwise: kept, or what an op makes."""
+
+    facts: Analysis
+    images: Mapping[int, int]
+    fixed: dict[int, int] = field(default_factory=dict)
+
+    def atom(self, atom: int) -> int:
+        if atom in self.fixed:
+            return self.fixed[atom]
+        sections = self.facts.atoms.sections(atom)
+        if sections is not None:
+            return sum(self.dim(section) for section in sections)
+        return self.images[self.facts.atoms.size[atom]]
+
+    def dim(self, dim: Dim) -> int:
+        found = 1
+        for atom in self.facts.atoms.expand(dim):
+            found *= self.atom(atom)
+        return found
+
+    def shape(self, value: str) -> tuple[int, ...]:
+        return tuple(self.dim(dim) for dim in self.facts.dims[value])
+
+    def fix(self, atom: int, size: int) -> bool:
+        """Give an atom a size of its own; whether that changes anything."""
+        changed = self.fixed.get(atom) != size
+        self.fixed[atom] = size
+        return changed
+
+    def keep(self, atoms: Iterable[int]) -> bool:
+        """Keep atoms at their real sizes; whether that changes anything."""
+        real = self.facts.atoms.size
+        return any([self.fix(atom, real[atom]) for atom in atoms if self.facts.atoms.sections(atom) is None])
+
+
+def leaves(facts: Analysis, dim: Dim) -> Iterator[int]:
+    """The atoms of a dim, rows of sections opened."""
+    for atom in facts.atoms.expand(dim):
+        sections = facts.atoms.sections(atom)
+        if sections is None:
+            yield atom
+        else:
+            for section in sections:
+                yield from leaves(facts, section)
+
+
+def shared_atoms(facts: Analysis, mesh: Mesh, name: str, choice: Mapping[str, str]) -> Iterator[Shared]:
+    """What the choice of an op shares out, over axes in the order of the mesh."""
+    signature = facts.signatures[name]
+    found: dict[int, list[tuple[str, int]]] = {}
+    for axis in mesh.axes:
+        picked = choice.get(axis.name)
+        if picked is None or picked == FAN or picked.startswith(ROWS) or axis.size == 1:
+            continue
+        role = signature.role(picked)
+        beside = signature.beside(role.label)
+        for atom in (role.atom,) if beside is None else (role.atom, beside):
+            found.setdefault(atom, []).append((axis.name, axis.size))
+    return (Shared(atom, tuple(axes)) for atom, axes in found.items())
+
+
+def small_axes(facts: Analysis, shared: Iterable[Shared], axes: Mapping[str, int], microbatches: int) -> dict[str, int]:
+    """Two devices on an axis, three where something is shared unevenly; in time as many as there are microbatches."""
+    found = {name: min(size, 2) for name, size in axes.items()}
+    found[MB] = microbatches
+    for held in shared:
+        left = facts.atoms.size[held.atom]
+        for name, size in held.axes:
+            if name != MB and (left % size or not fills(left, size)):
+                found[name] = min(axes[name], 3)
+            left = -(-left // size)
+    return found
+
+
+def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, int]) -> Sizes:
+    """Small sizes for all atoms of a graph, for axes of small sizes."""
+    real = facts.atoms.size
+    asked: dict[int, set[Axes]] = {}
+    for held in shared:
+        if facts.atoms.sections(held.atom) is None:
+            asked.setdefault(real[held.atom], set()).add(held.axes)
+    there = {real[atom] for dims in facts.dims.values() for dim in dims for atom in leaves(facts, dim)}
+    images: dict[int, int] = {}
+    top = 1
+    for cluster in _clusters(sorted(there)):
+        base = _smallest(cluster, asked, small, top + 1)
+        images |= {size: base + size - cluster[0] for size in cluster}
+        top = images[cluster[-1]]
+    return Sizes(facts, images)
+
+
+def _clusters(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Sizes that are near each other, in order."""
+    found: list[int] = []
+    for size in sizes:
+        if found and (found[0] <= TINY or size - found[-1] > NEAR):
+            yield found
+            found = []
+        found.append(size)
+    if found:
+        yield found
+
+
+def _smallest(cluster: Sequence[int], asked: Mapping[int, set[Axes]], small: Mapping[str, int], start: int) -> int:
+    """The smallest image of the first of some sizes for which all are shared out as they are."""
+    first = cluster[0]
+    tries = range(start, start + TRIES)
+    for base in (first, *tries) if first <= 3 and first >= start else tries:
+        if all(_alike(size, base + size - first, axes, small) for size in cluster for axes in asked.get(size, ())):
+            return base
+    over = ", ".join(f"{name}={count}" for size in cluster for axes in asked.get(size, ()) for name, count in axes)
+    raise PlanError(
+        f"sizes {', '.join(map(str, cluster))}, which the plan shares over {over}, have no small size that is shared in "
+        "the same way; rehearse with keep=[...] these sizes"
+    )
+
+
+def _alike(size: int, image: int, axes: Axes, small: Mapping[str, int]) -> bool:
+    """Whether axes share a small size as they share the real one: evenly or not, with something for all or not."""
+    for name, count in axes:
+        few = min(small[name], count)
+        if (size % count == 0) != (image % few == 0) or fills(size, count) != fills(image, few):
+            return False
+        size, image = -(-size // count), -(-image // few)
+    return True
