@@ -14,7 +14,7 @@ structure, and it is compared with itself on one device.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -116,7 +116,11 @@ def _short(decided: Decided, parent: str) -> tuple[Decided, KeptLayers, Callable
     kept = tuple(number for number in sorted(layers) if number not in stands_for)
     rename = partial(_renumbered, parent, _numbers(graph, parent, set(stands_for)))
     note = KeptLayers(path=parent, kept=kept, total=len(layers))
-    return _without(decided, gone, values, rename), note, rename
+
+    def lost(path: str) -> bool:
+        return _number(path, parent) in stands_for
+
+    return _without(decided, gone, values, lost, rename), note, rename
 
 
 def _number(path: str, parent: str) -> int | None:
@@ -176,8 +180,15 @@ def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
     )  # fmt: skip
     again = tuple(sorted((reach(at), stage) for at, stage in decided.recompute if is_inside(at, path)))
     foreign = {held.update for held in graph.buffers if held.value and not is_inside(held.key, path)}
-    odd = number if any(name in foreign for op in ops for name in op.outputs) else None
-    return said, again, odd
+    odd = any(name in foreign for op in ops for name in op.outputs) or _lends(graph, path, inside)
+    return said, again, number if odd else None
+
+
+def _lends(graph: Graph, path: str, inside: set[str]) -> bool:
+    """Whether ops outside of a layer read a parameter or a buffer of its own."""
+    own = [held.value for held in graph.parameters if all(is_inside(key, path) for key in held.keys)]
+    own += [held.value for held in graph.buffers if is_inside(held.key, path)]
+    return any(op.name not in inside for name in own for op, _ in graph.users[name])
 
 
 def _owned(held: Parameter | Buffer, reach: Callable[[str], str], storage: Storage) -> Any:
@@ -200,47 +211,37 @@ def _plain(held: Any, reach: Callable[[str], str]) -> Any:
 
 
 def _without(
-    decided: Decided, gone: set[str], values: Mapping[str, str], rename: Callable[[str], str]
-) -> Decided:  # fmt: skip
-    """What is left without some ops, whose values are replaced, with new names."""
+    decided: Decided,
+    gone: set[str],
+    values: Mapping[str, str],
+    lost: Callable[[str], bool],
+    rename: Callable[[str], str],
+) -> Decided:
+    """What is left without some ops, whose values are replaced, and without what is in modules that are lost."""
     graph = decided.graph
     left = tuple(op for op in graph.ops if op.name not in gone)
     ops = tuple(_replaced(op, values, rename) for op in left)
     outputs = tuple(replace(held, value=values.get(held.value or "", held.value)) for held in graph.outputs)
-    dropped = {name for op in graph.ops if op.name in gone for name in op.inputs}
-    read = {name for op in ops for name in op.inputs} | {held.value for held in outputs}
     parameters = tuple(
-        replace(held, keys=tuple(map(rename, held.keys)))
+        replace(held, keys=tuple(rename(key) for key in held.keys if not lost(key)))
         for held in graph.parameters
-        if held.value in read or held.value not in dropped
+        if not all(map(lost, held.keys))
     )
     made = {name for op in ops for name in op.outputs}
-    buffers = tuple(
-        replace(held, key=rename(held.key))
-        for held in graph.buffers
-        if (held.value in read or held.value not in dropped) and (held.update is None or held.update in made)
-    )
+    buffers = tuple(replace(held, key=rename(held.key)) for held in graph.buffers if not lost(held.key))
     there = made | {held.value for held in (*graph.inputs, *parameters, *buffers)}
     small = replace(
         graph, ops=ops, outputs=outputs, parameters=parameters, buffers=buffers, given=None,
         values={name: value for name, value in graph.values.items() if name in there},
     )  # fmt: skip
-    again = dict.fromkeys((rename(path), stage) for path, stage in decided.recompute)
+    again = dict.fromkeys((rename(path), stage) for path, stage in decided.recompute if not lost(path))
     return Decided(
         graph=small,
         choices={rename(op.name): decided.choices.get(op.name, {}) for op in left},
         stage={rename(op.name): decided.stage[op.name] for op in left},
-        storage={key: held for key, held in _stored(graph, small, decided.storage)},
+        storage={rename(key): held for key, held in decided.storage.items() if not lost(key)},
         recompute=tuple((path, stage) for path, stage in again if path in small.under),
     )
-
-
-def _stored(graph: Graph, small: Graph, storage: Storage) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
-    before = {held.value: held for held in graph.parameters}
-    for held in small.parameters:
-        for old, new in zip(before[held.value].keys, held.keys, strict=True):
-            if old in storage:
-                yield new, storage[old]
 
 
 def _replaced(op: Op, values: Mapping[str, str], rename: Callable[[str], str]) -> Op:

@@ -11,6 +11,7 @@ a device that gets nothing still gets nothing:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,10 +36,11 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An atom, or what is left of a dim, and the axes that share it."""
+    """An atom and the axes that share it. `even`: only that a multiple of them does, as the dim it is in is shared."""
 
     atom: int
     axes: Axes
+    even: bool = False
 
 
 @dataclass
@@ -110,7 +112,7 @@ def small_axes(facts: Analysis, shared: Iterable[Shared], axes: Mapping[str, int
     found[MB] = microbatches
     for held in shared:
         left = facts.atoms.size[held.atom]
-        for name, size in held.axes:
+        for name, size in () if held.even else held.axes:
             if name != MB and (left % size or not fills(left, size)):
                 found[name] = min(axes[name], 3)
             left = -(-left // size)
@@ -120,17 +122,17 @@ def small_axes(facts: Analysis, shared: Iterable[Shared], axes: Mapping[str, int
 def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, int]) -> Sizes:
     """Small sizes for all atoms of a graph, for axes of small sizes."""
     real = facts.atoms.size
-    asked: dict[int, set[Axes]] = {}
+    asked: dict[int, set[Shared]] = {}
     for held in shared:
         if facts.atoms.sections(held.atom) is None:
-            asked.setdefault(real[held.atom], set()).add(held.axes)
+            asked.setdefault(real[held.atom], set()).add(held)
     there = {real[atom] for dims in facts.dims.values() for dim in dims for atom in leaves(facts, dim)}
     images: dict[int, int] = {}
     top = 1
     for cluster in _clusters(sorted(there)):
-        base = _smallest(cluster, asked, small, top + 1)
+        base = _smallest(cluster, asked, small, top + 1, set(images.values()))
         images |= {size: base + size - cluster[0] for size in cluster}
-        top = images[cluster[-1]]
+        top = max(top, images[cluster[-1]])
     return Sizes(facts, images)
 
 
@@ -146,25 +148,33 @@ def _clusters(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield found
 
 
-def _smallest(cluster: Sequence[int], asked: Mapping[int, set[Axes]], small: Mapping[str, int], start: int) -> int:
-    """The smallest image of the first of some sizes for which all are shared out as they are."""
+def _smallest(
+    cluster: Sequence[int], asked: Mapping[int, set[Shared]], small: Mapping[str, int], start: int, used: set[int]
+) -> int:
+    """The smallest image of the first of some sizes for which all are shared out as they are.
+
+    Larger than what smaller sizes have, if there is such an image: a batch of one row a device may have none.
+    """
     first = cluster[0]
-    tries = range(start, start + TRIES)
-    for base in (first, *tries) if first <= 3 and first >= start else tries:
-        if all(_alike(size, base + size - first, axes, small) for size in cluster for axes in asked.get(size, ())):
+    own = [first] if start <= first <= 3 else []
+    fresh = (base for base in range(2, start) if not used & {base + size - first for size in cluster})
+    for base in (*own, *range(start, start + TRIES), *fresh, *range(2, start)):
+        if all(_alike(size, base + size - first, held, small) for size in cluster for held in asked.get(size, ())):
             return base
-    over = ", ".join(f"{name}={count}" for size in cluster for axes in asked.get(size, ()) for name, count in axes)
+    over = {f"{name}={count}" for size in cluster for held in asked.get(size, ()) for name, count in held.axes}
     raise PlanError(
-        f"sizes {', '.join(map(str, cluster))}, which the plan shares over {over}, have no small size that is shared in "
-        "the same way; rehearse with keep=[...] these sizes"
+        f"the plan shares sizes of {', '.join(map(str, cluster))} over {', '.join(sorted(over))}, and no small sizes are "
+        "shared in the same way, so that it can't be rehearsed; make the plan for another batch or mesh"
     )
 
 
-def _alike(size: int, image: int, axes: Axes, small: Mapping[str, int]) -> bool:
+def _alike(size: int, image: int, shared: Shared, small: Mapping[str, int]) -> bool:
     """Whether axes share a small size as they share the real one: evenly or not, with something for all or not."""
-    for name, count in axes:
-        few = min(small[name], count)
-        if (size % count == 0) != (image % few == 0) or fills(size, count) != fills(image, few):
+    few = [(count, min(small[name], count)) for name, count in shared.axes]
+    if shared.even:
+        return image % math.prod(now for _, now in few) == 0
+    for count, now in few:
+        if (size % count == 0) != (image % now == 0) or fills(size, count) != fills(image, now):
             return False
-        size, image = -(-size // count), -(-image // few)
-    return True
+        size, image = -(-size // count), -(-image // now)
+    return (size > 1) == (image > 1)  # what is left is no dim of one

@@ -72,28 +72,17 @@ def shared_by(decided: Decided, facts: Analysis, meshes: Sequence[Mesh], microba
 
 
 def stored_by(facts: Analysis, programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[Shared]:
-    """What ZeRO shares out of parameters: an atom that it divides evenly, or the only one of the dim."""
-    real = facts.atoms.size
+    """What ZeRO shares out of parameters: the atom of a dim, or of several the largest, if the dim divides evenly."""
     for holding, layout, mesh in _layouts(programs, meshes):
         for dim, cuts in zip(facts.dims[holding.value], layout.cuts, strict=True):
             axes = tuple((cut.axis, mesh.sizes[cut.axis]) for cut in cuts)
-            zero = tuple(held for held in axes if held[0] in dict(holding.zero))
-            atoms = [atom for atom in facts.atoms.expand(dim) if facts.atoms.sections(atom) is None]
-            if not zero or not atoms:
+            atoms = facts.atoms.expand(dim)
+            if not any(name in dict(holding.zero) for name, _ in axes):
                 continue
-            if len(atoms) == 1 and len(facts.atoms.expand(dim)) == 1:
+            if len(atoms) == 1:
                 yield Shared(atoms[0], axes)
-                continue
-            even = next((atom for atom in atoms if not real[atom] % _product(zero)), None)
-            if even is not None:
-                yield Shared(even, zero)
-
-
-def _product(axes: Sequence[tuple[str, int]]) -> int:
-    found = 1
-    for _, size in axes:
-        found *= size
-    return found
+            elif all(cut.even(mesh.sizes[cut.axis]) for cut in cuts):
+                yield Shared(max(atoms, key=lambda atom: facts.atoms.size[atom]), axes, even=True)
 
 
 def _layouts(programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[tuple[Holding, Layout, Mesh]]:
