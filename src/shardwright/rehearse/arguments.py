@@ -71,9 +71,17 @@ def _linspace(call: Resized) -> dict[str, Any]:
 
 
 def _slice(call: Resized) -> dict[str, Any]:
-    """A slice from the start or to the end stays one, another begins where it fits."""
-    before, after = call.inputs[0][call.dim], call.outputs[0][call.dim]
-    room, length = call.small_inputs[0][call.dim], call.small_outputs[0][call.dim]
+    return _part(call, call.outputs[0], call.small_outputs[0])
+
+
+def _slice_scatter(call: Resized) -> dict[str, Any]:
+    return _part(call, call.inputs[1], call.small_inputs[1])
+
+
+def _part(call: Resized, part: Shape, small_part: Shape) -> dict[str, Any]:
+    """A part from the start or to the end stays one, another begins where it fits."""
+    before, after = call.inputs[0][call.dim], part[call.dim]
+    room, length = call.small_inputs[0][call.dim], small_part[call.dim]
     step = call.op.argument("step", 1) or 1
     if before == after and step == 1:
         return {"start": 0, "end": room}
@@ -159,7 +167,7 @@ def _eye(call: Resized) -> dict[str, Any]:
 
 
 _CHANGES: dict[str, Callable[[Resized], dict[str, Any]]] = {
-    "arange": _arange, "linspace": _linspace, "slice": _slice, "narrow": _narrow, "select": _select, "split": _split,
+    "arange": _arange, "linspace": _linspace, "slice": _slice, "slice_scatter": _slice_scatter, "narrow": _narrow, "select": _select, "split": _split,
     "split_with_sizes": _split, "layer_norm": _norm, "rms_norm": _norm, "native_layer_norm": _norm,
     "repeat": _repeat, "tile": _repeat, "repeat_interleave": _repeat_interleave, "topk": _along("k"),
     "one_hot": _one_hot, "embedding": _embedding, "unflatten": _unflatten, "conv1d": _convolution,

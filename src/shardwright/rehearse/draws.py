@@ -6,13 +6,13 @@ mean what they meant. Whole numbers that look something up are below the size of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..ir import Graph, Op, Value
-from ..rules.kept import OPAQUE
 
 LOOKED_UP: dict[str, tuple[str, int]] = {
     "embedding": ("weight", 0), "gather": ("self", -2), "index_select": ("self", -2), "index": ("self", 0),
@@ -32,7 +32,8 @@ def cut_down(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def parameter(value: Value, generator: torch.Generator) -> Tensor:
     """Random weights: vectors around one, as norms have them, matrices that keep the size of what they multiply."""
     drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-    scale = 0.1 if len(value.shape) < 2 else 1.0 / max(value.shape[-1], 1) ** 0.5
+    window = value.shape[1:] if len(value.shape) > 3 else value.shape[-1:]
+    scale = 0.1 if len(value.shape) < 2 else max(math.prod(window), 1) ** -0.5
     made = drawn * scale + (1.0 if len(value.shape) < 2 else 0.0)
     return made.to(getattr(torch, value.dtype))
 
@@ -91,7 +92,7 @@ def _looked_up(graph: Graph, op: Op, reached: set[str]) -> int | None:
 
 
 class Plain(nn.Module):
-    """A module that only holds things."""
+    """A module that only holds things. In a rehearsal nothing is called but the generated code."""
 
 
 def module_of(
@@ -102,7 +103,7 @@ def module_of(
     paths    submodules that are called as they are, by their path here, with their path in the original
     """
     generator = torch.Generator().manual_seed(seed)
-    root = Plain()
+    root = type(graph.name, (Plain,), {})()  # what is said of it names the user's model
     for path, before in paths.items():
         _place(root, path, original.get_submodule(before))
     known = dict(original.named_buffers(remove_duplicate=False))
@@ -133,8 +134,3 @@ def _owner(root: nn.Module, key: str) -> tuple[nn.Module, str]:
 def _place(root: nn.Module, path: str, part: nn.Module) -> None:
     owner, name = _owner(root, path)
     owner.add_module(name, part)
-
-
-def opaque_paths(graph: Graph) -> list[str]:
-    """The keys of calls of opaque submodules."""
-    return [op.argument("op_key") for op in graph.ops if op.target == OPAQUE]

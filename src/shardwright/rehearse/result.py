@@ -23,7 +23,7 @@ Collectives = dict[tuple[str, str], int]
 class Rehearsal:
     """A plan that was run at small sizes in one process. True if it does what one device does.
 
-    real, small    the meshes of each kind of stage, as the plan has them and as they were run
+    meshes         of each kind of stage, as the plan has it and as it was run
     layers         which layers were kept
     sizes          for each real size the small one; those that stayed as they are in `kept`
     collectives    the changes of layout in the programs that ran, by kind and axes
@@ -32,8 +32,7 @@ class Rehearsal:
     """
 
     title: str
-    real: tuple[str, ...]
-    small: tuple[str, ...]
+    meshes: tuple[tuple[str, str], ...]
     devices: tuple[int, int]
     microbatches: tuple[int, int]
     schedule: str
@@ -60,7 +59,7 @@ class Rehearsal:
     def __rich__(self) -> Group:
         table = Table("", "the plan", "the rehearsal", title=self.title, title_justify="left")
         table.add_row("devices", *map(str, self.devices))
-        for real, small in zip(self.real, self.small, strict=True):
+        for real, small in self.meshes:
             table.add_row("mesh", real, small)
         if self.schedule:
             table.add_row("schedule", *(f"{self.schedule}, {count} microbatches" for count in self.microbatches))

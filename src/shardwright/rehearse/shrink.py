@@ -98,13 +98,9 @@ def try_shapes(graph: Graph, functions: Mapping[str, Function]) -> None:
         for name, held in graph.values.items()
     }
     for op in graph.ops:
-        if op.target == OPAQUE or graph.branches:  # these are seen when they run
+        if op.target == OPAQUE:  # these are seen when they run
             continue
-        expect(op, graph, run_fitting(op, [_on_meta(values[name]) for name in op.inputs], functions))
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor
+        expect(op, graph, run_fitting(op, [values[name] for name in op.inputs], functions))
 
 
 def run_fitting(op: Op, given: Sequence[Tensor], functions: Mapping[str, Function]) -> tuple[Tensor, ...]:
@@ -128,7 +124,7 @@ def _mend(error: Unfit, sizes: Sizes) -> bool:
     facts, op = sizes.facts, error.op
     if len(error.made) == len(op.outputs) and _take(error, sizes):
         return True
-    return sizes.keep(_looked_along(facts, op)) or sizes.keep(_all_atoms(facts, op))
+    return sizes.keep(_looked_along(facts, op), str(op)) or sizes.keep(_all_atoms(facts, op), str(op))
 
 
 def _take(error: Unfit, sizes: Sizes) -> bool:
@@ -148,7 +144,7 @@ def _take(error: Unfit, sizes: Sizes) -> bool:
                 return False
             if atoms[0] in sizes.fixed:  # it was mended before, and something else wants it otherwise
                 return False
-            changed = sizes.fix(atoms[0], size) or changed
+            changed = sizes.fix(atoms[0], size, str(op)) or changed
     return changed
 
 

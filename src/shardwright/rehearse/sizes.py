@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from ..errors import PlanError
 from ..layout import Mesh, fills
@@ -22,11 +23,14 @@ from ..rules import FAN, Analysis
 from ..rules.atoms import Dim
 from ..rules.role import ROWS
 
-NEAR = 4
+NEAR = 2
 """Sizes that differ by no more keep the difference,"""
 
 TINY = 8
 """if they are larger than this."""
+
+LONGEST, SHORT = 4, 8
+"""An axis has at most so many devices, or as many as in the plan, if those are few."""
 
 TRIES = 4096
 
@@ -50,6 +54,7 @@ class Sizes:
     facts: Analysis
     images: Mapping[int, int]
     fixed: dict[int, int] = field(default_factory=dict)
+    because: dict[int, str] = field(default_factory=dict)  # the op that an atom has its size of
 
     def atom(self, atom: int) -> int:
         if atom in self.fixed:
@@ -68,16 +73,25 @@ class Sizes:
     def shape(self, value: str) -> tuple[int, ...]:
         return tuple(self.dim(dim) for dim in self.facts.dims[value])
 
-    def fix(self, atom: int, size: int) -> bool:
+    def fix(self, atom: int, size: int, because: str) -> bool:
         """Give an atom a size of its own; whether that changes anything."""
         changed = self.fixed.get(atom) != size
         self.fixed[atom] = size
+        if changed:
+            self.because[atom] = because
         return changed
 
-    def keep(self, atoms: Iterable[int]) -> bool:
+    def keep(self, atoms: Iterable[int], because: str) -> bool:
         """Keep atoms at their real sizes; whether that changes anything."""
-        real = self.facts.atoms.size
-        return any([self.fix(atom, real[atom]) for atom in atoms if self.facts.atoms.sections(atom) is None])
+        return any([self.fix(atom, self.facts.atoms.size[atom], because) for atom in atoms])
+
+    def kept(self) -> tuple[str, ...]:
+        """What has its real size, and the op that asks for it."""
+        found: dict[str, set[int]] = {}
+        for atom, size in self.fixed.items():
+            if size == self.facts.atoms.size[atom]:
+                found.setdefault(self.because[atom], set()).add(size)
+        return tuple(f"{', '.join(map(str, sorted(held)))} for {op}" for op, held in found.items())
 
 
 def leaves(facts: Analysis, dim: Dim) -> Iterator[int]:
@@ -106,17 +120,31 @@ def shared_atoms(facts: Analysis, mesh: Mesh, name: str, choice: Mapping[str, st
     return (Shared(atom, tuple(axes)) for atom, axes in found.items())
 
 
-def small_axes(facts: Analysis, shared: Iterable[Shared], axes: Mapping[str, int], microbatches: int) -> dict[str, int]:
-    """Two devices on an axis, three where something is shared unevenly; in time as many as there are microbatches."""
-    found = {name: min(size, 2) for name, size in axes.items()}
-    found[MB] = microbatches
+def small_axes(
+    facts: Analysis, shared: Iterable[Shared], axes: Mapping[str, int], microbatches: int
+) -> Iterator[dict[str, int]]:
+    """Sizes for the axes, the best first: two devices, three where something is shared unevenly; in time as told.
+
+    Then larger ones, those first of which the longer axes are still the longer ones: which way between two layouts is
+    the cheapest may depend on that.
+    """
+    least = {name: min(size, 2) for name, size in axes.items()}
     for held in shared:
         left = facts.atoms.size[held.atom]
         for name, size in () if held.even else held.axes:
             if name != MB and (left % size or not fills(left, size)):
-                found[name] = min(axes[name], 3)
+                least[name] = min(axes[name], 3)
             left = -(-left // size)
-    return found
+
+    def turned(found: Sequence[int]) -> int:
+        both = list(zip(axes.values(), found, strict=True))
+        return sum((a < b) != (x < y) for a, x in both for b, y in both)
+
+    lengths = ({*range(least[name], min(size, LONGEST) + 1), *([size] if size <= SHORT else [])} for name, size in axes.items())
+    every = product(*map(sorted, lengths))
+    first = tuple(least.values())
+    order = sorted(every, key=lambda found: (found != first, turned(found), math.prod(found)))
+    return ({**dict(zip(axes, found, strict=True)), MB: microbatches} for found in order)
 
 
 def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, int]) -> Sizes:
@@ -131,9 +159,24 @@ def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, 
     top = 1
     for cluster in _clusters(sorted(there)):
         base = _smallest(cluster, asked, small, top + 1, set(images.values()))
-        images |= {size: base + size - cluster[0] for size in cluster}
+        if base is not None:
+            images |= {size: base + size - cluster[0] for size in cluster}
+        for size in cluster if base is None else ():  # they are not shared alike, and can't stay near each other
+            alone = _smallest([size], asked, small, top + 1, set(images.values()))
+            if alone is None:
+                raise _refusal(size, asked)
+            images[size] = alone
+            top = max(top, alone)
         top = max(top, images[cluster[-1]])
     return Sizes(facts, images)
+
+
+def _refusal(size: int, asked: Mapping[int, set[Shared]]) -> PlanError:
+    over = {" x ".join(f"{name}={count}" for name, count in held.axes) for held in asked[size]}
+    return PlanError(
+        f"the plan shares a size of {size} over {' and over '.join(sorted(over))}, and no small size is shared in the "
+        "same ways, so that it can't be rehearsed; make the plan for another batch or mesh"
+    )
 
 
 def _clusters(sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -150,7 +193,7 @@ def _clusters(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 def _smallest(
     cluster: Sequence[int], asked: Mapping[int, set[Shared]], small: Mapping[str, int], start: int, used: set[int]
-) -> int:
+) -> int | None:
     """The smallest image of the first of some sizes for which all are shared out as they are.
 
     Larger than what smaller sizes have, if there is such an image: a batch of one row a device may have none.
@@ -161,11 +204,7 @@ def _smallest(
     for base in (*own, *range(start, start + TRIES), *fresh, *range(2, start)):
         if all(_alike(size, base + size - first, held, small) for size in cluster for held in asked.get(size, ())):
             return base
-    over = {f"{name}={count}" for size in cluster for held in asked.get(size, ()) for name, count in held.axes}
-    raise PlanError(
-        f"the plan shares sizes of {', '.join(map(str, cluster))} over {', '.join(sorted(over))}, and no small sizes are "
-        "shared in the same way, so that it can't be rehearsed; make the plan for another batch or mesh"
-    )
+    return None
 
 
 def _alike(size: int, image: int, shared: Shared, small: Mapping[str, int]) -> bool:

@@ -72,17 +72,21 @@ def shared_by(decided: Decided, facts: Analysis, meshes: Sequence[Mesh], microba
 
 
 def stored_by(facts: Analysis, programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[Shared]:
-    """What ZeRO shares out of parameters: the atom of a dim, or of several the largest, if the dim divides evenly."""
+    """What ZeRO shares out of parameters, or would if it had room: it takes the first dim that is long enough.
+
+    A dim of one atom is shared as that atom is; of several the largest is a multiple, if the dim divides evenly.
+    """
     for holding, layout, mesh in _layouts(programs, meshes):
-        for dim, cuts in zip(facts.dims[holding.value], layout.cuts, strict=True):
-            axes = tuple((cut.axis, mesh.sizes[cut.axis]) for cut in cuts)
+        zero = tuple((name, mesh.sizes[name]) for name, _ in holding.zero)
+        for dim, own, cuts in zip(facts.dims[holding.value], holding.layout.cuts, layout.cuts, strict=True):
             atoms = facts.atoms.expand(dim)
-            if not any(name in dict(holding.zero) for name, _ in axes):
-                continue
+            axes = tuple((cut.axis, mesh.sizes[cut.axis]) for cut in (cuts if len(cuts) > len(own) else own))
             if len(atoms) == 1:
-                yield Shared(atoms[0], axes)
-            elif all(cut.even(mesh.sizes[cut.axis]) for cut in cuts):
+                yield Shared(atoms[0], axes if len(cuts) > len(own) else (*axes, *zero))
+            elif len(cuts) > len(own) and all(cut.even(mesh.sizes[cut.axis]) for cut in cuts):
                 yield Shared(max(atoms, key=lambda atom: facts.atoms.size[atom]), axes, even=True)
+            if len(cuts) > len(own):
+                break
 
 
 def _layouts(programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[tuple[Holding, Layout, Mesh]]:
