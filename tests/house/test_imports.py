@@ -33,6 +33,9 @@ MAY_IMPORT = {
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
         "compile"
     ),
+    "rehearse": (
+        "errors precision layout schedule ir rules capture plan lower probe runtime planning compile verify"
+    ),
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
@@ -49,7 +52,7 @@ MAY_IMPORT = {
     "huggingface": "",
     "cli": (
         "errors precision schedule ir capture cluster calibrate plan lower emit runtime planning compile verify "
-        "parallelize checkpoint report train"
+        "rehearse parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset("errors precision layout conversion schedule ir rules cluster cost plan lower emit".split())

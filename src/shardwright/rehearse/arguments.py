@@ -167,7 +167,8 @@ def _eye(call: Resized) -> dict[str, Any]:
 
 
 _CHANGES: dict[str, Callable[[Resized], dict[str, Any]]] = {
-    "arange": _arange, "linspace": _linspace, "slice": _slice, "slice_scatter": _slice_scatter, "narrow": _narrow, "select": _select, "split": _split,
+    "arange": _arange, "linspace": _linspace, "slice": _slice, "slice_scatter": _slice_scatter,
+    "narrow": _narrow, "select": _select, "split": _split,
     "split_with_sizes": _split, "layer_norm": _norm, "rms_norm": _norm, "native_layer_norm": _norm,
     "repeat": _repeat, "tile": _repeat, "repeat_interleave": _repeat_interleave, "topk": _along("k"),
     "one_hot": _one_hot, "embedding": _embedding, "unflatten": _unflatten, "conv1d": _convolution,

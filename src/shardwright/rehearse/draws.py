@@ -29,6 +29,13 @@ def cut_down(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor.clone()
 
 
+def _covers(known: Tensor, value: Value) -> bool:
+    """Whether a tensor has values, and enough of them."""
+    if known.is_meta or known.dim() != len(value.shape) or not known.numel():
+        return False
+    return all(have >= want for have, want in zip(known.shape, value.shape, strict=True))
+
+
 def parameter(value: Value, generator: torch.Generator) -> Tensor:
     """Random weights: vectors around one, as norms have them, matrices that keep the size of what they multiply."""
     drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
@@ -41,9 +48,8 @@ def parameter(value: Value, generator: torch.Generator) -> Tensor:
 def buffer(value: Value, known: Tensor | None, generator: torch.Generator) -> Tensor:
     """A buffer: as it is, if that is known, else one that any model can read."""
     dtype = getattr(torch, value.dtype)
-    if known is not None and not known.is_meta and known.dim() == len(value.shape):
-        if all(have >= want for have, want in zip(known.shape, value.shape, strict=True)):
-            return cut_down(known.detach(), value.shape).to(dtype)
+    if known is not None and _covers(known, value):
+        return cut_down(known.detach(), value.shape).to(dtype)
     if value.dtype == "bool":
         return torch.ones(value.shape, dtype=dtype)
     if not value.floating:
@@ -57,10 +63,9 @@ def graph_input(graph: Graph, value: Value, known: Tensor | None, generator: tor
     if value.floating:
         return torch.randn(value.shape, generator=generator, dtype=torch.float64).to(dtype)
     top = lookup_size(graph, value.name)
-    if known is not None and not known.is_meta and known.numel() and bool((known != known.flatten()[0]).any()):
-        if all(have >= want for have, want in zip(known.shape, value.shape, strict=True)):
-            cut = cut_down(known, value.shape).to(dtype)
-            return torch.where(cut >= top, cut % top, cut) if top is not None and dtype is not torch.bool else cut
+    if known is not None and _covers(known, value) and bool((known != known.flatten()[0]).any()):
+        cut = cut_down(known, value.shape).to(dtype)
+        return torch.where(cut >= top, cut % top, cut) if top is not None and dtype is not torch.bool else cut
     if top is None or dtype is torch.bool:
         return torch.ones(value.shape, dtype=dtype)
     return torch.randint(top, value.shape, generator=generator).to(dtype)
@@ -103,7 +108,7 @@ def module_of(
     paths    submodules that are called as they are, by their path here, with their path in the original
     """
     generator = torch.Generator().manual_seed(seed)
-    root = type(graph.name, (Plain,), {})()  # what is said of it names the user's model
+    root: nn.Module = type(graph.name, (Plain,), {})()  # what is said of it names the user's model
     for path, before in paths.items():
         _place(root, path, original.get_submodule(before))
     known = dict(original.named_buffers(remove_duplicate=False))

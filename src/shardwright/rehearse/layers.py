@@ -153,9 +153,11 @@ def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
     inside = {op.name for op in ops}
     reach = partial(_relative, path)
     made = {name: at for at, name in enumerate(name for op in ops for name in op.outputs)}
-    owned: dict[str, Parameter | Buffer] = {held.value: held for held in (*graph.parameters, *graph.buffers)}
+    owned: dict[str, Parameter | Buffer] = {held.value: held for held in graph.parameters}
+    owned |= {held.value: held for held in graph.buffers}
     outside: dict[str, int] = {}
     regions: dict[str, int] = {}
+    shared = {op.region for op in graph.ops if op.name not in inside}
 
     def given(name: str) -> Any:
         value = graph.values[name]
@@ -167,8 +169,9 @@ def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
         return where, value.shape, value.dtype, value.gradient
 
     def region(op: Op) -> Any:
-        beyond = op.region is not None and any(held.region == op.region for held in graph.ops if held.name not in inside)
-        return None if op.region is None else op.region if beyond else regions.setdefault(op.region, len(regions))
+        if op.region is None or op.region in shared:
+            return op.region
+        return regions.setdefault(op.region, len(regions))
 
     said = tuple(
         (
@@ -229,7 +232,8 @@ def _without(
     )
     made = {name for op in ops for name in op.outputs}
     buffers = tuple(replace(held, key=rename(held.key)) for held in graph.buffers if not lost(held.key))
-    there = made | {held.value for held in (*graph.inputs, *parameters, *buffers)}
+    there = made | {held.value for held in graph.inputs}
+    there |= {held.value for held in parameters} | {held.value for held in buffers}
     small = replace(
         graph, ops=ops, outputs=outputs, parameters=parameters, buffers=buffers, given=None,
         values={name: value for name, value in graph.values.items() if name in there},

@@ -193,8 +193,8 @@ def _reference(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int) -> 
         if finite and largest(every) < BOUND:
             return Reference(side=side, run=run, checks=(), said="")
     raise NonFiniteError(
-        f"{small.graph.name} does not train for {steps} steps from the random values of a rehearsal: outputs, gradients "
-        f"or parameters are not finite, or beyond {BOUND:.0e}; pass steps=1 or another optimizer"
+        f"{small.graph.name} does not train for {steps} steps from the random values of a rehearsal: outputs, "
+        f"gradients or parameters are not finite, or beyond {BOUND:.0e}; pass steps=1 or another optimizer"
     )
 
 
@@ -208,8 +208,8 @@ def _read(
 ) -> tuple[Plan, Captured]:  # fmt: skip
     """The plan, and the call that it is for."""
     if plan == "auto":
-        raise InputError('rehearse takes a plan that is made: a file, a Plan, or a string such as "dp=64,tp=8"; make one '
-                         "with shardwright plan -o plan.json")  # fmt: skip
+        raise InputError('rehearse takes a plan that is made: a file, a Plan, or a string such as "dp=64,tp=8"; '
+                         "make one with shardwright plan -o plan.json")  # fmt: skip
     exact = read_precision(_precision_of(plan) if precision is None else precision)
     args, kwargs = arguments_of(example)
     skeleton = find_opaque(cast(skeleton_of(model), exact), opaque)

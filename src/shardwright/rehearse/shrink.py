@@ -4,8 +4,8 @@ The shapes follow from the atoms of the real graph (`sizes.py`), and each op is 
 that it makes them. Where it does not, something was a size that the atoms know nothing of, and that is mended:
 
     the op makes another size of an atom that begins here (a convolution's rows)     that size is taken
-    the op can't be called, or makes something else                                  its atoms keep their real sizes,
-                                                                                     first those it looks along, then all
+    the op can't be called, or makes something else     its atoms keep their real sizes: those it looks along, then all
+
 and everything starts again. An op that can't be called at its real sizes either is refused, with its line.
 """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 
 from ..errors import PlanError
 from ..layout import Mesh, fills
@@ -83,7 +83,8 @@ class Sizes:
 
     def keep(self, atoms: Iterable[int], because: str) -> bool:
         """Keep atoms at their real sizes; whether that changes anything."""
-        return any([self.fix(atom, self.facts.atoms.size[atom], because) for atom in atoms])
+        changed = [self.fix(atom, self.facts.atoms.size[atom], because) for atom in atoms]  # all of them
+        return any(changed)
 
     def kept(self) -> tuple[str, ...]:
         """What has its real size, and the op that asks for it."""
@@ -140,8 +141,10 @@ def small_axes(
         both = list(zip(axes.values(), found, strict=True))
         return sum((a < b) != (x < y) for a, x in both for b, y in both)
 
-    lengths = ({*range(least[name], min(size, LONGEST) + 1), *([size] if size <= SHORT else [])} for name, size in axes.items())
-    every = product(*map(sorted, lengths))
+    def lengths(name: str, size: int) -> list[int]:
+        return sorted({*range(least[name], min(size, LONGEST) + 1), *([size] if size <= SHORT else [])})
+
+    every = product(*(lengths(name, size) for name, size in axes.items()))
     first = tuple(least.values())
     order = sorted(every, key=lambda found: (found != first, turned(found), math.prod(found)))
     return ({**dict(zip(axes, found, strict=True)), MB: microbatches} for found in order)
@@ -199,9 +202,9 @@ def _smallest(
     Larger than what smaller sizes have, if there is such an image: a batch of one row a device may have none.
     """
     first = cluster[0]
-    own = [first] if start <= first <= 3 else []
+    own: tuple[int, ...] = (first,) if start <= first <= 3 else ()
     fresh = (base for base in range(2, start) if not used & {base + size - first for size in cluster})
-    for base in (*own, *range(start, start + TRIES), *fresh, *range(2, start)):
+    for base in chain(own, range(start, start + TRIES), fresh, range(2, start)):
         if all(_alike(size, base + size - first, held, small) for size in cluster for held in asked.get(size, ())):
             return base
     return None
@@ -211,7 +214,7 @@ def _alike(size: int, image: int, shared: Shared, small: Mapping[str, int]) -> b
     """Whether axes share a small size as they share the real one: evenly or not, with something for all or not."""
     few = [(count, min(small[name], count)) for name, count in shared.axes]
     if shared.even:
-        return image % math.prod(now for _, now in few) == 0
+        return not image % math.prod(now for _, now in few)
     for count, now in few:
         if (size % count == 0) != (image % now == 0) or fills(size, count) != fills(image, now):
             return False

@@ -1,4 +1,4 @@
-"""What stands for the user's model in a rehearsal: a module that holds random values, and the small graph of its call."""
+"""What stands for the user's model in a rehearsal: a module of random values, and the small graph of its call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import Body, Captured, Function, Opaque
+from ..capture import Body, Captured, Opaque
 from ..capture.part import Made, runner
 from ..errors import NonFiniteError
 from ..ir import Graph, Op
 from ..rules.kept import OPAQUE
 from ..verify.run import MakeOptimizer, Task, loss_of
 from .draws import buffer, graph_input, module_of
-from .shrink import Unfit, expect, run_fitting
+from .shrink import expect, run_fitting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,10 @@ class StandIn:
         if OPAQUE in functions:
             bodies = {call.path: Body(copy.deepcopy(module.get_submodule(call.path))) for call in opaques.values()}
             functions[OPAQUE] = replace(functions[OPAQUE], call=runner(opaques, module, bodies))
-        shapes = {held.value: graph.values[held.value] for held in graph.inputs}
         leaves = tuple(
-            leaf if leaf.value is None else replace(leaf, shape=shapes[leaf.value].shape, dtype=shapes[leaf.value].dtype)
+            leaf
+            if leaf.value is None
+            else replace(leaf, shape=graph.values[leaf.value].shape, dtype=graph.values[leaf.value].dtype)
             for leaf in self.captured.input_leaves
         )
         return replace(
@@ -72,14 +73,12 @@ class StandIn:
         for held in graph.buffers:
             known = call.constants.get(held.value)
             values[held.value] = buffers[held.key] if known is None else known
-        finite = True
         for op in graph.ops:
             made = run_fitting(op, [values[name] for name in op.inputs], call.functions)
             expect(op, graph, made)
             values.update(zip(op.outputs, made, strict=True))
-            if finite and any(held.is_floating_point() and bool(held.isnan().any()) for held in made):
-                finite = False
-                _check_output(op, graph)
+            if any(held.is_floating_point() and bool(held.isnan().any()) for held in made):
+                raise _not_finite(op)
 
     def _module(self, graph: Graph) -> nn.Module:
         paths = {held.path: before for held, before in self._kept_calls(graph)}
@@ -100,7 +99,8 @@ class StandIn:
         found: dict[str, Opaque] = {}
         for call, _ in self._kept_calls(graph):
             values = [graph.values[name] for name in shapes[call.key]]
-            made = tuple(Made(v.shape, getattr(torch, v.dtype), old.gradient) for v, old in zip(values, call.made))
+            pairs = zip(values, call.made, strict=True)
+            made = tuple(Made(value.shape, getattr(torch, value.dtype), old.gradient) for value, old in pairs)
             found[call.key] = replace(call, made=made)
         return found
 
@@ -126,11 +126,8 @@ class StandIn:
         return found
 
 
-def _check_output(op: Op, graph: Graph) -> None:
-    raise NonFiniteError(
-        f"{op} gives numbers that are not finite with the random values of a rehearsal, which can't be compared; pass an "
-        "example with values that it can take"
+def _not_finite(op: Op) -> NonFiniteError:
+    return NonFiniteError(
+        f"{op} gives numbers that are not finite with the random values of a rehearsal, which can't be compared; "
+        "pass an example with values that it can take"
     )
-
-
-__all__ = ["Function", "StandIn", "Unfit"]
