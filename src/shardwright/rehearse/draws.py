@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..compile import skeleton_of
 from ..ir import Graph, Op, Value
 
 LOOKED_UP: dict[str, tuple[str, int]] = {
@@ -110,7 +111,7 @@ def module_of(
     generator = torch.Generator().manual_seed(seed)
     root: nn.Module = type(graph.name, (Plain,), {})()  # what is said of it names the user's model
     for path, before in paths.items():
-        _place(root, path, original.get_submodule(before))
+        _place(root, path, skeleton_of(original.get_submodule(before)))  # a copy: the user's is not changed
     known = dict(original.named_buffers(remove_duplicate=False))
     for held in graph.parameters:
         made = nn.Parameter(parameter(graph.values[held.value], generator), requires_grad=held.trainable)

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +28,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture import Captured, capture, cast, casting, find_opaque
 from ..compile import Outputs, skeleton_of
-from ..errors import InputError, NonFiniteError, PlanError
-from ..ir import Graph
-from ..lower import Program
+from ..errors import InputError, NonFiniteError
 from ..plan import Plan
 from ..plan.file import load as load_plan
 from ..planning import PlanLike, make_plan, only_scalars
@@ -43,16 +39,8 @@ from ..verify.measure import TOLERANCE, Report, largest
 from ..verify.original import Original
 from ..verify.parity import Reference, arguments_of, hold, ranks_of
 from ..verify.run import OPTIMIZERS, MakeOptimizer, follow
-from .layers import KeptLayers, drop_layers
-from .result import Rehearsal, collectives_of, differences
-from .shrink import fit, widened
-from .sizes import Sizes, choose_sizes, small_axes
-from .stages import shrink_cluster
-from .stand_in import StandIn
-from .translate import decided_by, lowered, shared_by, storage_of, stored_by, translated
-
-TRIES = 6
-"""Sizes of the mesh that are tried until the small program does what the real one does."""
+from .result import Rehearsal
+from .small import SmallPlan, shrink
 
 RATES = (0.1, 1e-3, 1e-6)
 """Learning rates that are tried until training stays within bounds."""
@@ -79,88 +67,9 @@ def rehearse(
     """
     began = time.monotonic()
     known, captured = _read(plan, model, example, precision, outputs, size, opaque)
-    small = shrink(known, captured, model, example, seed)
+    small = shrink(known, captured, model, pytree.tree_leaves(_ordered(captured, example)), seed)
     report = _run(small, optimizer, steps, _said(plan, known), directory, timeout)
     return small.result(f"{captured.graph.name}, {_said(plan, known)}", known, report, time.monotonic() - began)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmallPlan:
-    """A plan and its graph with few layers, at real sizes and at small ones.
-
-    changed   where the small program is not what the real one is but for sizes
-    """
-
-    layers: tuple[KeptLayers, ...]
-    real: Plan
-    sizes: Sizes
-    graph: Graph  # at small sizes
-    plan: Plan
-    programs: tuple[Program, ...]
-    changed: tuple[str, ...]
-    stand_in: StandIn
-
-    def result(self, title: str, known: Plan, report: Report, seconds: float) -> Rehearsal:
-        """What is to be said of a run."""
-        real, small = ([held.mesh for held in plan.segments] for plan in (self.real, self.plan))
-        pairs = dict.fromkeys((str(one), str(other)) for one, other in zip(real, small, strict=True))
-        return Rehearsal(
-            title=title, meshes=tuple(pairs), devices=(known.size, self.plan.size),
-            microbatches=(known.microbatches, self.plan.microbatches),
-            schedule=known.schedule if known.is_pipeline else "", layers=self.layers,
-            sizes=tuple(sorted(self.sizes.images.items())), kept=self.sizes.kept(),
-            collectives=collectives_of(self.programs), changed=self.changed, report=report, seconds=seconds,
-        )  # fmt: skip
-
-
-def shrink(plan: Plan, captured: Captured, model: nn.Module, example: Any, seed: int = 0) -> SmallPlan:
-    """A plan for a captured call at small sizes, seen to run on one device.
-
-    If the small program does not do the same as the real one, other sizes of the mesh are tried.
-    """
-    graph = captured.graph
-    _check(plan, graph)
-    cluster = shrink_cluster(plan, plan.entries[graph.entry])
-    decided, layers, rename = drop_layers(decided_by(plan, widened(graph), cluster))
-    facts = analyse(decided.graph, probing(captured.functions))
-    meshes = cluster.meshes_of(cluster.axes)
-    real = translated(plan, decided, facts, meshes, replace(cluster, microbatches=plan.microbatches))
-    programs = lowered(decided.graph, real, facts)
-    shared = [*shared_by(decided, facts, meshes, plan.microbatches), *stored_by(facts, programs, meshes)]
-    given = tuple(pytree.tree_leaves(_ordered(captured, example)))
-    stand_in = StandIn(captured=captured, module=model, leaves=given, rename=rename, seed=seed)
-    best: SmallPlan | None = None
-    refusal: PlanError | None = None
-    for few in islice(small_axes(facts, shared, cluster.axes, cluster.microbatches), TRIES):
-        try:
-            sizes = choose_sizes(facts, shared, few)
-        except PlanError as error:
-            refusal = refusal or error
-            continue
-        small = fit(decided.graph, sizes, captured.functions, stand_in.attempt)
-        after = analyse(small, probing(captured.functions))
-        here = translated(plan, replace(decided, graph=small), after, cluster.meshes_of(few), cluster)
-        made = lowered(small, here, after)
-        changed = (*differences(programs, made), *_stored_otherwise(programs, real, made, here))
-        found = SmallPlan(
-            layers=layers, real=real, sizes=sizes, graph=small, plan=here, programs=made, changed=changed,
-            stand_in=stand_in,
-        )  # fmt: skip
-        if best is None or len(changed) < len(best.changed):
-            best = found
-        if not changed:
-            break
-    if best is None:
-        raise refusal or PlanError("the plan has no devices")
-    return best
-
-
-def _stored_otherwise(real: Sequence[Program], plan: Plan, small: Sequence[Program], here: Plan) -> list[str]:
-    """The parameters that are not stored as in the plan."""
-    one, other = (
-        storage_of(programs, [held.mesh for held in of.segments]) for programs, of in ((real, plan), (small, here))
-    )
-    return [f"{a} is {b} at small sizes" for a, b in zip(one, other, strict=True) if a != b]
 
 
 def _run(
@@ -238,19 +147,8 @@ def _precision_of(plan: PlanLike) -> str | None:
     return next((name for name in names if name in NAMED), None)
 
 
-def _check(plan: Plan, graph: Graph) -> None:
-    plan.check_against(graph)
-    if graph.entry not in plan.entries:
-        raise PlanError(f"the plan has no entry {graph.entry!r}, and training is what is rehearsed; it has "
-                        f"{', '.join(plan.entries)}")  # fmt: skip
-    if plan.local:
-        raise PlanError('a plan for microbatch_semantics="local" is not rehearsed: its model is not that of one device')
-    if graph.branches:
-        op = next(op for op in graph.ops if op.target in ("call.cond", "call.scan", "call.while_loop"))
-        raise PlanError(f"{op} runs graphs of its own, which are not made smaller; use sw.verify on a small model")
-
-
 def _ordered(captured: Captured, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call in the order in which they were captured."""
     args, kwargs = arguments_of(example)
     return args, {name: kwargs[name] for name in captured.keywords}
 

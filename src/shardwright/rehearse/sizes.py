@@ -150,8 +150,8 @@ def small_axes(
     return ({**dict(zip(axes, found, strict=True)), MB: microbatches} for found in order)
 
 
-def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, int]) -> Sizes:
-    """Small sizes for all atoms of a graph, for axes of small sizes."""
+def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, int], gap: int = 1) -> Sizes:
+    """Small sizes for all atoms of a graph, for axes of small sizes, at least `gap` apart where they can be."""
     real = facts.atoms.size
     asked: dict[int, set[Shared]] = {}
     for held in shared:
@@ -161,11 +161,11 @@ def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, 
     images: dict[int, int] = {}
     top = 1
     for cluster in _clusters(sorted(there)):
-        base = _smallest(cluster, asked, small, top + 1, set(images.values()))
+        base = _smallest(cluster, asked, small, top + gap, set(images.values()))
         if base is not None:
             images |= {size: base + size - cluster[0] for size in cluster}
         for size in cluster if base is None else ():  # they are not shared alike, and can't stay near each other
-            alone = _smallest([size], asked, small, top + 1, set(images.values()))
+            alone = _smallest([size], asked, small, top + gap, set(images.values()))
             if alone is None:
                 raise _refusal(size, asked)
             images[size] = alone

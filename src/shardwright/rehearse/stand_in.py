@@ -73,12 +73,16 @@ class StandIn:
         for held in graph.buffers:
             known = call.constants.get(held.value)
             values[held.value] = buffers[held.key] if known is None else known
+        doubtful: Op | None = None  # memory that is not filled yet may hold anything
         for op in graph.ops:
             made = run_fitting(op, [values[name] for name in op.inputs], call.functions)
             expect(op, graph, made)
             values.update(zip(op.outputs, made, strict=True))
-            if any(held.is_floating_point() and bool(held.isnan().any()) for held in made):
-                raise _not_finite(op)
+            if doubtful is None and any(held.is_floating_point() and bool(held.isnan().any()) for held in made):
+                doubtful = op
+        results = (values[held.value] for held in graph.outputs if held.value is not None)
+        if doubtful is not None and not all(bool(held.isfinite().all()) for held in results):
+            raise _not_finite(doubtful)
 
     def _module(self, graph: Graph) -> nn.Module:
         paths = {held.path: before for held, before in self._kept_calls(graph)}
