@@ -51,7 +51,7 @@ def test_an_op_of_the_real_graph_makes_the_shapes_of_the_small_one(name):
     assert [op.target for op in real.ops] == [op.target for op in small.ops]
 
     for op, like in zip(real.ops, small.ops, strict=True):
-        made = resize_arguments(
+        resized = resize_arguments(
             Resized(
                 op=op,
                 inputs=[real.values[name].shape for name in op.inputs],
@@ -60,10 +60,10 @@ def test_an_op_of_the_real_graph_makes_the_shapes_of_the_small_one(name):
                 small_outputs=[small.values[name].shape for name in like.outputs],
             )
         )
-        given = [
+        inputs = [
             torch.zeros(small.values[name].shape, dtype=getattr(torch, small.values[name].dtype))
             for name in like.inputs
         ]
-        shapes = [tuple(held.shape) for held in run_op(made, given, {})]
+        shapes = [tuple(output.shape) for output in run_op(resized, inputs, {})]
         assert shapes == [small.values[name].shape for name in like.outputs], op.target
-        assert made.arguments == like.arguments or op.target == "aten.slice.Tensor", op.target
+        assert resized.arguments == like.arguments or op.target == "aten.slice.Tensor", op.target

@@ -45,7 +45,7 @@ def shortened(blocks, recompute=(), stage=lambda name: 0, module=Stack):
 def test_the_first_two_and_the_last_of_a_run_are_kept():
     small, kept, rename = shortened([Block() for _ in range(9)])
 
-    assert [held.kept for held in kept] == [(0, 1, 8)]
+    assert [layers.kept for layers in kept] == [(0, 1, 8)]
     assert {key.rpartition(".")[0] for p in small.graph.parameters for key in p.keys} == {"stem"} | {
         f"blocks.{number}.{part}" for number in range(3) for part in ("up", "down")
     }
@@ -55,7 +55,7 @@ def test_the_first_two_and_the_last_of_a_run_are_kept():
 def test_layers_of_other_shapes_are_other_kinds_and_keep_their_order():
     small, kept, _ = shortened([Block(wide=number % 2 == 1) for number in range(10)])
 
-    assert [held.kept for held in kept] == [(0, 1, 2, 3, 8, 9)]
+    assert [layers.kept for layers in kept] == [(0, 1, 2, 3, 8, 9)]
     widths = [small.graph.values[p.value].shape[0] for p in small.graph.parameters if p.key.endswith("up.weight")]
     assert widths == [12, 16] * 3
 
@@ -63,7 +63,7 @@ def test_layers_of_other_shapes_are_other_kinds_and_keep_their_order():
 def test_layers_that_are_recomputed_are_a_kind_of_their_own():
     small, kept, _ = shortened([Block() for _ in range(10)], recompute=[f"blocks.{at}" for at in range(5)])
 
-    assert [held.kept for held in kept] == [(0, 1, 4, 5, 6, 9)]
+    assert [layers.kept for layers in kept] == [(0, 1, 4, 5, 6, 9)]
     assert [path for path, _ in small.recompute] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
@@ -73,7 +73,7 @@ def test_layers_of_another_stage_are_a_kind_of_their_own():
 
     small, kept, _ = shortened([Block() for _ in range(8)], stage=stage)
 
-    assert [held.kept for held in kept] == [(0, 1, 3, 4, 5, 7)]
+    assert [layers.kept for layers in kept] == [(0, 1, 3, 4, 5, 7)]
     assert [small.stage[f"blocks.{at}.up / linear"] for at in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
@@ -82,17 +82,17 @@ def test_what_was_read_of_a_layer_that_is_gone_is_read_of_one_of_its_kind():
         """Every layer's output is read at the end, the last first."""
 
         def forward(self, x):
-            x, held = self.stem(x), []
+            x, outputs = self.stem(x), []
             for block in self.blocks:
                 x = block(x)
-                held.append(x)
-            for one in reversed(held):
-                x = x * 0.5 + one
+                outputs.append(x)
+            for output in reversed(outputs):
+                x = x * 0.5 + output
             return x.mean()
 
     small, kept, _ = shortened([Block() for _ in range(8)], module=Skips)
 
-    assert [held.kept for held in kept] == [(0, 1, 7)]
+    assert [layers.kept for layers in kept] == [(0, 1, 7)]
     made = {name for op in small.graph.ops for name in op.outputs}
     assert all(name in made or name in {p.value for p in small.graph.parameters} or name == "x"
                for op in small.graph.ops for name in op.inputs)  # fmt: skip
@@ -113,7 +113,7 @@ def test_lists_in_lists_are_shortened_too():
 
     small, kept, _ = shortened(None, module=lambda _: Stages())
 
-    assert [(held.path, held.kept) for held in kept] == [
+    assert [(layers.path, layers.kept) for layers in kept] == [
         ("stages.0.blocks", (0, 1, 5)), ("stages.1.blocks", (0, 1, 5)),
     ]  # fmt: skip
     assert "stages.1.blocks.2.down / linear" in small.graph.by_name
@@ -129,4 +129,4 @@ def test_a_layer_whose_weight_is_read_elsewhere_stays():
 
     _, kept, _ = shortened([Block() for _ in range(8)], module=Tied)
 
-    assert [held.kept for held in kept] == [(0, 1, 3, 7)]
+    assert [layers.kept for layers in kept] == [(0, 1, 3, 7)]

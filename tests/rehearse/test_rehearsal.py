@@ -28,8 +28,8 @@ def gpt(layers=6, vocab=50304):
     return model, (ids, ids)
 
 
-def run(plan, made=None, **options):
-    model, example = made or gpt()
+def run(plan, call=None, **options):
+    model, example = call or gpt()
     return rehearse(plan, model, example=example, **options)
 
 
@@ -37,55 +37,55 @@ def run(plan, made=None, **options):
 
 
 def test_a_plan_for_many_devices_runs_on_few():
-    found = run("dp=4,tp=8")
+    rehearsal = run("dp=4,tp=8")
 
-    assert found.passed, str(found)
-    assert found.devices == (32, 4)
-    assert found.meshes == (("dp=4 x tp=8", "dp=2 x tp=2"),)
-    assert [layers.kept for layers in found.layers] == [(0, 1, 5)]
-    assert {kind for kind, axes in found.collectives if axes == "tp"} == {"fan_in"}
-    small = dict(found.sizes)
+    assert rehearsal.passed, str(rehearsal)
+    assert rehearsal.devices == (32, 4)
+    assert rehearsal.meshes == (("dp=4 x tp=8", "dp=2 x tp=2"),)
+    assert [layers.kept for layers in rehearsal.layers] == [(0, 1, 5)]
+    assert {kind for kind, axes in rehearsal.collectives if axes == "tp"} == {"fan_in"}
+    small = dict(rehearsal.sizes)
     assert small[16] % 2 == 0 and small[50304] % 2 == 0 and small[512] % 2 == 0
     assert max(small.values()) < 32
 
 
 def test_everything_that_training_sees_is_compared():
-    found = run("zero3=64")
+    rehearsal = run("zero3=64")
 
-    assert {row.kind for row in found.report.rows} == {"output", "gradient", "parameter"}
-    assert "blocks.2.attn.qkv.weight" in {row.name for row in found.report.rows}
-    assert found.passed, str(found)
+    assert {row.kind for row in rehearsal.report.rows} == {"output", "gradient", "parameter"}
+    assert "blocks.2.attn.qkv.weight" in {row.name for row in rehearsal.report.rows}
+    assert rehearsal.passed, str(rehearsal)
 
 
 def test_what_does_not_divide_does_not_divide_on_three_either():
-    found = run("tp=8", gpt(4, vocab=50257))
+    rehearsal = run("tp=8", gpt(4, vocab=50257))
 
-    assert found.passed, str(found)
-    assert found.meshes == (("tp=8", "tp=3"),)
-    assert dict(found.sizes)[50257] % 3
+    assert rehearsal.passed, str(rehearsal)
+    assert rehearsal.meshes == (("tp=8", "tp=3"),)
+    assert dict(rehearsal.sizes)[50257] % 3
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("pp=4,dp=2,tp=4", 12), ("pp=4,zbv", 3), ("pp=4,interleaved,zero1=2", 6)])
 def test_a_pipeline_keeps_its_schedule_and_its_first_and_last_ranks(plan, ranks):
-    found = run(plan, steps=2)
+    rehearsal = run(plan, steps=2)
 
-    assert found.passed, str(found)
-    assert found.devices[1] == ranks
-    assert found.microbatches == (16, 6)
-    assert found.schedule in ("1f1b", "zbv", "interleaved")
+    assert rehearsal.passed, str(rehearsal)
+    assert rehearsal.devices[1] == ranks
+    assert rehearsal.microbatches == (16, 6)
+    assert rehearsal.schedule in ("1f1b", "zbv", "interleaved")
 
 
 def test_recomputed_layers_are_a_kind_of_their_own():
     model, example = gpt()
     plan = sw.plan(model, example=example, plan="dp=8", cluster=8)
-    (held,) = plan.entries["train"]
+    (segment,) = plan.entries["train"]
     recompute = ("blocks.1", "blocks.2", "blocks.3.mlp")
-    plan = dataclasses.replace(plan, entries={"train": (dataclasses.replace(held, recompute=recompute),)})
+    plan = dataclasses.replace(plan, entries={"train": (dataclasses.replace(segment, recompute=recompute),)})
 
-    found = rehearse(plan, model, example=example)
+    rehearsal = rehearse(plan, model, example=example)
 
-    assert found.passed, str(found)
-    assert found.layers == ()  # two, two and one, and one more: none is in the middle of its kind
+    assert rehearsal.passed, str(rehearsal)
+    assert rehearsal.layers == ()  # two, two and one, and one more: none is in the middle of its kind
 
 
 def test_what_an_op_computes_sizes_of_stays_at_its_size():
@@ -101,11 +101,11 @@ def test_what_an_op_computes_sizes_of_stays_at_its_size():
     with torch.device("meta"):
         model, x, y = Pictures(), torch.zeros(256, 3, 224, 224), torch.zeros(256, dtype=torch.int64)
 
-    found = rehearse("dp=4,tp=8", model, example=(x, y))
+    rehearsal = rehearse("dp=4,tp=8", model, example=(x, y))
 
-    assert found.passed, str(found)
-    assert any("224" in note and "patches / conv2d" in note for note in found.kept)
-    assert dict(found.sizes)[512] < 32
+    assert rehearsal.passed, str(rehearsal)
+    assert any("224" in note and "patches / conv2d" in note for note in rehearsal.kept)
+    assert dict(rehearsal.sizes)[512] < 32
 
 
 def test_experts_go_where_their_tokens_are():
@@ -118,11 +118,11 @@ def test_experts_go_where_their_tokens_are():
     model.set_experts_implementation("eager")
     example = ((), {"input_ids": ids, "attention_mask": ids, "labels": ids})
 
-    found = rehearse("dp=2,ep=4,tp=2", model.train(), example=example, outputs="scalars", steps=1)
+    rehearsal = rehearse("dp=2,ep=4,tp=2", model.train(), example=example, outputs="scalars", steps=1)
 
-    assert found.passed, str(found)
+    assert rehearsal.passed, str(rehearsal)
     assert all(parameter.is_meta for parameter in model.parameters())  # the user's model is as it was
-    assert found.meshes == (("dp=2 x ep=4 x tp=2", "dp=2 x ep=2 x tp=2"),)
+    assert rehearsal.meshes == (("dp=2 x ep=4 x tp=2", "dp=2 x ep=2 x tp=2"),)
 
 
 def test_a_plan_in_a_precision_keeps_its_casts(tmp_path):
@@ -130,10 +130,10 @@ def test_a_plan_in_a_precision_keeps_its_casts(tmp_path):
     plan = sw.plan(model, example=example, plan="zero2=8,tp=2", cluster="2x8xA100-80GB", precision="bf16-mixed")
     plan.save(tmp_path / "plan.json")
 
-    found = rehearse(tmp_path / "plan.json", model, example=example)
+    rehearsal = rehearse(tmp_path / "plan.json", model, example=example)
 
-    assert found.passed, str(found)
-    assert found.devices == (16, 4)
+    assert rehearsal.passed, str(rehearsal)
+    assert rehearsal.devices == (16, 4)
 
 
 # A wrong program is caught.
@@ -143,18 +143,18 @@ def test_a_sum_that_is_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(comm, "fan_in", lambda x, group: x)
     monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
 
-    found = run("tp=8")
+    rehearsal = run("tp=8")
 
-    assert not found.passed
+    assert not rehearsal.passed
     with pytest.raises(ParityError, match="gradient wte"):
-        found.raise_on_failure()
+        rehearsal.raise_on_failure()
 
 
 def test_a_shard_that_is_gathered_in_the_wrong_order_is_caught(monkeypatch):
     right = zero.Zero3.open
 
     def turned(self, unit):
-        return {key: held.flip(0) if held.dim() > 1 else held for key, held in right(self, unit).items()}
+        return {key: whole.flip(0) if whole.dim() > 1 else whole for key, whole in right(self, unit).items()}
 
     monkeypatch.setattr(zero.Zero3, "open", turned)
 
@@ -170,9 +170,9 @@ def test_tied_weights_whose_stages_do_not_talk_are_caught(monkeypatch):
 
     monkeypatch.setattr(ties, "_added", forgetful)
 
-    found = run("pp=4", steps=1)
+    rehearsal = run("pp=4", steps=1)
 
-    assert {row.name for row in found.report.failures} == {"wte.weight"}
+    assert {row.name for row in rehearsal.report.failures} == {"wte.weight"}
 
 
 def test_a_small_program_that_does_something_else_is_told():
@@ -183,15 +183,18 @@ def test_a_small_program_that_does_something_else_is_told():
     fewer = dataclasses.replace(program, body=tuple(op for op in program.body if op.target != "comm.fan_in"))
 
     assert differences([program], [program]) == []
-    (told,) = differences([program], [fewer])
-    assert "comm.fan_in tp" in told
+    (line,) = differences([program], [fewer])
+    assert "comm.fan_in tp" in line
 
 
 def test_a_program_that_is_not_the_plans_does_not_pass():
-    found = run("tp=2", gpt(4), steps=1)
+    rehearsal = run("tp=2", gpt(4), steps=1)
 
-    assert found.passed
-    assert not dataclasses.replace(found, changed=("stage 0: something else",)).passed
+    assert rehearsal.passed
+    other = dataclasses.replace(rehearsal, changed=("stage 0: something else",))
+    assert not other.passed
+    with pytest.raises(ParityError, match="stage 0: something else"):
+        other.raise_on_failure()
 
 
 def test_training_that_leaves_all_bounds_is_no_proof():

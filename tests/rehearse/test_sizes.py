@@ -20,7 +20,8 @@ class Shapes(nn.Module):
 def facts_of(*sizes):
     graph = capture(Shapes(), tuple(torch.zeros(size) for size in sizes), {}, entry="train").graph
     facts = analyse(graph)
-    atoms = {size: facts.atoms.expand(facts.dims[held.value][0])[0] for size, held in zip(sizes, graph.inputs, strict=True)}
+    dims = (facts.dims[source.value][0] for source in graph.inputs)
+    atoms = {size: facts.atoms.expand(dim)[0] for size, dim in zip(sizes, dims, strict=True)}
     return facts, atoms
 
 

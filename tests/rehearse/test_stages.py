@@ -26,45 +26,52 @@ def shrunk(*args, **options):
 
 
 def test_of_sixteen_equal_ranks_three_stay_and_the_second_takes_the_others_over():
-    found = shrunk([{"dp": 8, "tp": 8}] * 16, range(16), "1f1b", 96)
+    cluster = shrunk([{"dp": 8, "tp": 8}] * 16, range(16), "1f1b", 96)
 
-    assert found.like == (0, 1, 15)
-    assert found.stage == (0, *([1] * 14), 2)
-    assert found.microbatches == 6
-    meshes = found.meshes_of({"dp": 2, "tp": 2})
+    assert cluster.like == (0, 1, 15)
+    assert cluster.stage == (0, *([1] * 14), 2)
+    assert cluster.microbatches == 6
+    meshes = cluster.meshes_of({"dp": 2, "tp": 2})
     assert [mesh.devices for mesh in meshes] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
 
 
 def test_ranks_of_each_kind_stay():
-    found = shrunk([{"dp": 2}] * 4 + [{"dp": 4}] * 4, range(8), "1f1b", 8)
+    cluster = shrunk([{"dp": 2}] * 4 + [{"dp": 4}] * 4, range(8), "1f1b", 8)
 
-    assert found.like == (0, 1, 3, 4, 5, 7)
-    assert found.microbatches == 6
-    assert [mesh.size for mesh in found.meshes_of({"dp": 2})] == [2] * 6
+    assert cluster.like == (0, 1, 3, 4, 5, 7)
+    assert cluster.microbatches == 6
+    assert [mesh.size for mesh in cluster.meshes_of({"dp": 2})] == [2] * 6
 
 
 def test_an_interleaved_rank_keeps_all_its_stages():
-    found = shrunk([{"dp": 2}] * 4, [*range(4), *range(4)], "interleaved", 4)
+    cluster = shrunk([{"dp": 2}] * 4, [*range(4), *range(4)], "interleaved", 4)
 
-    assert found.like == (0, 1, 3, 4, 5, 7)
-    assert found.stage == (0, 1, 1, 2, 3, 4, 4, 5)
-    assert found.microbatches == 3
+    assert cluster.like == (0, 1, 3, 4, 5, 7)
+    assert cluster.stage == (0, 1, 1, 2, 3, 4, 4, 5)
+    assert cluster.microbatches == 3
+
+
+def test_stages_stay_in_their_order_on_many_ranks():
+    cluster = shrunk([{"dp": 2}] * 16, [*range(16), *range(16)], "interleaved", 64)
+
+    assert cluster.like == (0, 1, 15, 16, 17, 31)
+    assert cluster.stage == (0, *[1] * 14, 2, 3, *[4] * 14, 5)
 
 
 def test_down_and_up_again_stages_are_taken_over_by_their_neighbours():
-    found = shrunk([{}] * 4, [0, 1, 2, 3, 3, 2, 1, 0], "zbv", 2)
+    cluster = shrunk([{}] * 4, [0, 1, 2, 3, 3, 2, 1, 0], "zbv", 2)
 
-    assert found.like == (0, 1, 3, 4, 6, 7)
-    assert found.stage == (0, 1, 1, 2, 3, 4, 4, 5)
-    assert found.microbatches == 2
+    assert cluster.like == (0, 1, 3, 4, 6, 7)
+    assert cluster.stage == (0, 1, 1, 2, 3, 4, 4, 5)
+    assert cluster.microbatches == 2
 
 
 def test_a_schedule_that_is_spelled_out_keeps_its_ranks():
     seats = ((0, 1), (2, 3), (4, 5), (6, 7))
     steps = spread(kind_named("zb").make(4, 12), seats).to_json()
-    found = shrunk([{"dp": 2}] * 4, range(4), "own", 12, steps=steps)
+    cluster = shrunk([{"dp": 2}] * 4, range(4), "own", 12, steps=steps)
 
-    assert found.like == (0, 1, 2, 3)
-    assert found.microbatches == 8
-    made = Schedule.from_json(found.steps(found.meshes_of({"dp": 1})))
-    assert made.devices == fewer(kind_named("zb").make(4, 12), 8).devices
+    assert cluster.like == (0, 1, 2, 3)
+    assert cluster.microbatches == 8
+    schedule = Schedule.from_json(cluster.steps(cluster.meshes_of({"dp": 1})))
+    assert schedule.devices == fewer(kind_named("zb").make(4, 12), 8).devices

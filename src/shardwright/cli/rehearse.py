@@ -35,18 +35,18 @@ def rehearse_parser() -> ArgumentParser:
     return parser
 
 
-def run_rehearse(asked: Namespace, console: Console) -> int:
+def run_rehearse(options: Namespace, console: Console) -> int:
     """0 if the plan's program does what one device does, 1 if not."""
-    if asked.model is None:
+    if options.model is None:
         raise InputError(f"a plan is rehearsed with the model that it was made for: --model {MODEL}")
-    if asked.plan.endswith(".json") and not Path(asked.plan).is_file():
-        raise InputError(f"there is no file {asked.plan}")
-    module, example = load_model(asked.model, asked.batch, asked.seq, meta=True)
+    if options.plan.endswith(".json") and not Path(options.plan).is_file():
+        raise InputError(f"there is no file {options.plan}")
+    module, example = load_model(options.model, options.batch, options.seq, meta=True)
     with Status("rehearsing", console=Console(stderr=True)):
-        found = rehearse(
-            asked.plan, module, example=example, precision=asked.precision, steps=asked.steps, directory=asked.output,
-            outputs=asked.outputs or ("scalars" if asked.model.startswith("hf:") else "all"),
-            optimizer=asked.optimizer, opaque=asked.opaque,
+        rehearsal = rehearse(
+            options.plan, module, example=example, precision=options.precision, steps=options.steps,
+            outputs=options.outputs or ("scalars" if options.model.startswith("hf:") else "all"),
+            directory=options.output, optimizer=options.optimizer, opaque=options.opaque,
         )  # fmt: skip
-    console.print(found)
-    return 0 if found.passed else 1
+    console.print(rehearsal)
+    return 0 if rehearsal.passed else 1

@@ -29,8 +29,8 @@ class Resized:
     def dim(self) -> int:
         """The dim that the op works along."""
         rank = len(self.inputs[0])
-        found = self.op.argument("dim", 0)
-        return int(found) % rank if rank else 0
+        dim = self.op.argument("dim", 0)
+        return int(dim) % rank if rank else 0
 
 
 def resize_arguments(call: Resized) -> Op:
@@ -48,20 +48,20 @@ SIZES = ("size", "shape", "sizes", "output_size", "size_")
 
 def _shapes(call: Resized) -> dict[str, Any]:
     """Arguments that say a shape: -1 stays, and so does what is not the shape of the output."""
-    found: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     for name, value in call.op.arguments:
         if name not in SIZES or not isinstance(value, tuple) or not call.outputs:
             continue
         real, small = call.outputs[0], call.small_outputs[0]
-        if len(value) <= len(real) and all(type(held) is int for held in value):
+        if len(value) <= len(real) and all(type(size) is int for size in value):
             ends = zip(value, real[len(real) - len(value) :], small[len(small) - len(value) :], strict=True)
-            found[name] = tuple(new if held == old else held for held, old, new in ends)
-    return found
+            shapes[name] = tuple(new if size == old else size for size, old, new in ends)
+    return shapes
 
 
 def _arange(call: Resized) -> dict[str, Any]:
     start, step = call.op.argument("start", 0), call.op.argument("step", 1)
-    if not all(type(held) is int for held in (start, step)):
+    if not all(type(number) is int for number in (start, step)):
         return {}
     return {"end": start + step * call.small_outputs[0][0]}
 

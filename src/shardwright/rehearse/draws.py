@@ -42,8 +42,8 @@ def parameter(value: Value, generator: torch.Generator) -> Tensor:
     drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
     window = value.shape[1:] if len(value.shape) > 3 else value.shape[-1:]
     scale = 0.1 if len(value.shape) < 2 else max(math.prod(window), 1) ** -0.5
-    made = drawn * scale + (1.0 if len(value.shape) < 2 else 0.0)
-    return made.to(getattr(torch, value.dtype))
+    weights = drawn * scale + (1.0 if len(value.shape) < 2 else 0.0)
+    return weights.to(getattr(torch, value.dtype))
 
 
 def buffer(value: Value, known: Tensor | None, generator: torch.Generator) -> Tensor:
@@ -74,15 +74,15 @@ def graph_input(graph: Graph, value: Value, known: Tensor | None, generator: tor
 
 def lookup_size(graph: Graph, name: str) -> int | None:
     """The smallest size of what is looked up by a value, or by whole numbers made of it; None if nothing is."""
-    reached, found = {name}, []
+    reached, sizes = {name}, []
     for op in graph.ops:
-        if not any(held in reached for held in op.inputs):
+        if not any(source in reached for source in op.inputs):
             continue
-        reached |= {held for held in op.outputs if graph.values[held].dtype.startswith(("int", "uint"))}
+        reached |= {output for output in op.outputs if graph.values[output].dtype.startswith(("int", "uint"))}
         size = _looked_up(graph, op, reached)
         if size is not None:
-            found.append(size)
-    return min(found, default=None)
+            sizes.append(size)
+    return min(sizes, default=None)
 
 
 def _looked_up(graph: Graph, op: Op, reached: set[str]) -> int | None:
@@ -113,16 +113,16 @@ def module_of(
     for path, before in paths.items():
         _place(root, path, skeleton_of(original.get_submodule(before)))  # a copy: the user's is not changed
     known = dict(original.named_buffers(remove_duplicate=False))
-    for held in graph.parameters:
-        made = nn.Parameter(parameter(graph.values[held.value], generator), requires_grad=held.trainable)
-        for key in held.keys:
+    for source in graph.parameters:
+        weights = nn.Parameter(parameter(graph.values[source.value], generator), requires_grad=source.trainable)
+        for key in source.keys:
             owner, name = _owner(root, key)
-            owner._parameters[name] = made
-    for one in graph.buffers:
-        if one.value not in constants:
-            owner, name = _owner(root, one.key)
+            owner._parameters[name] = weights
+    for state in graph.buffers:
+        if state.value not in constants:
+            owner, name = _owner(root, state.key)
             owner.register_buffer(
-                name, buffer(graph.values[one.value], known.get(one.key), generator), persistent=one.persistent
+                name, buffer(graph.values[state.value], known.get(state.key), generator), persistent=state.persistent
             )
     return root.train(graph.entry.startswith("train"))
 

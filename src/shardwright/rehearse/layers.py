@@ -28,6 +28,9 @@ FIRST, LAST = 2, 1
 
 Storage = Mapping[str, tuple[tuple[str, int], ...]]
 
+Rename = Callable[[str], str | None]
+"""From a path, a key or the name of an op to what it is with fewer layers; None if it is in a layer that goes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
@@ -52,43 +55,44 @@ class KeptLayers:
         return f"{self.path or 'the model'}: {', '.join(map(str, self.kept))} of {self.total}"
 
 
-def drop_layers(decided: Decided) -> tuple[Decided, tuple[KeptLayers, ...], Callable[[str], str]]:
-    """The graph with a few layers of each kind, what was kept, and the new name of a module's path.
+def drop_layers(decided: Decided) -> tuple[Decided, tuple[KeptLayers, ...], Rename]:
+    """The graph with a few layers of each kind, what was kept, and the new path of a module, None if it is gone.
 
     Lists inside of layers are looked at once the outer ones are short.
     """
     notes: list[KeptLayers] = []
-    renames: list[Callable[[str], str]] = []
+    renames: list[Rename] = []
     depth = 1
     while lists := _lists(decided.graph, depth):
         for parent in lists:
-            found = _short(decided, parent)
-            if found is not None:
-                decided, kept, rename = found
+            shorter = _short(decided, parent)
+            if shorter is not None:
+                decided, kept, rename = shorter
                 notes.append(kept)
                 renames.append(rename)
         depth += 1
 
-    def renamed(path: str) -> str:
+    def renamed(path: str) -> str | None:
+        now: str | None = path
         for rename in renames:
-            path = rename(path)
-        return path
+            now = None if now is None else rename(now)
+        return now
 
     return decided, tuple(notes), renamed
 
 
 def _lists(graph: Graph, depth: int) -> tuple[str, ...]:
     """The paths of lists of modules that are inside of `depth - 1` other lists."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for op in graph.ops:
         for path in prefixes(op.module_path):
             parts = path.split(".")
             if parts[-1].isdigit() and sum(part.isdigit() for part in parts) == depth:
-                found.setdefault(".".join(parts[:-1]))
-    return tuple(found)
+                paths.setdefault(".".join(parts[:-1]))
+    return tuple(paths)
 
 
-def _short(decided: Decided, parent: str) -> tuple[Decided, KeptLayers, Callable[[str], str]] | None:
+def _short(decided: Decided, parent: str) -> tuple[Decided, KeptLayers, Rename] | None:
     """A graph with fewer layers of one list, or None if none can go."""
     graph = decided.graph
     layers: dict[int, list[Op]] = {}
@@ -110,41 +114,38 @@ def _short(decided: Decided, parent: str) -> tuple[Decided, KeptLayers, Callable
     values: dict[str, str] = {}
     gone: set[str] = set()
     for number, other in stands_for.items():
-        for one, like in zip(layers[number], layers[other], strict=True):
-            gone.add(one.name)
-            values.update(zip(one.outputs, like.outputs, strict=True))
+        for op, like in zip(layers[number], layers[other], strict=True):
+            gone.add(op.name)
+            values.update(zip(op.outputs, like.outputs, strict=True))
     kept = tuple(number for number in sorted(layers) if number not in stands_for)
     rename = partial(_renumbered, parent, _numbers(graph, parent, set(stands_for)))
     note = KeptLayers(path=parent, kept=kept, total=len(layers))
-
-    def lost(path: str) -> bool:
-        return _number(path, parent) in stands_for
-
-    return _without(decided, gone, values, lost, rename), note, rename
+    return _without(decided, gone, values, rename), note, rename
 
 
 def _number(path: str, parent: str) -> int | None:
     """The number of the layer of a list that a path is in."""
     lead = f"{parent}." if parent else ""
-    head = path[len(lead) :].split(".", 1)[0] if path.startswith(lead) else ""
-    return int(head) if head.isdigit() else None
+    match = re.match(r"\d+(?![^./@ ])", path[len(lead) :]) if path.startswith(lead) else None
+    return int(match[0]) if match else None
 
 
 def _numbers(graph: Graph, parent: str, gone: set[int]) -> dict[int, int]:
     """New numbers, one after the other, for what is left of a list, also for what has parameters only."""
-    keys = (key for held in graph.parameters for key in held.keys)
-    paths = (*(op.module_path for op in graph.ops), *keys, *(held.key for held in graph.buffers))
+    keys = (key for tensor in graph.parameters for key in tensor.keys)
+    paths = (*(op.module_path for op in graph.ops), *keys, *(tensor.key for tensor in graph.buffers))
     there = sorted({number for path in paths if (number := _number(path, parent)) is not None} - gone)
     return {number: at for at, number in enumerate(there)}
 
 
-def _renumbered(parent: str, numbers: Mapping[int, int], path: str) -> str:
-    """A path, a key or the name of an op, with the layer's new number."""
-    lead = f"{parent}." if parent else ""
-    found = re.match(r"\d+(?![^./@ ])", path[len(lead) :]) if path.startswith(lead) else None
-    if found is None or int(found[0]) not in numbers:
+def _renumbered(parent: str, numbers: Mapping[int, int], path: str) -> str | None:
+    """A path, a key or the name of an op, with the layer's new number; None if that layer is gone."""
+    number = _number(path, parent)
+    if number is None:
         return path
-    return f"{lead}{numbers[int(found[0])]}{path[len(lead) + found.end() :]}"
+    lead = f"{parent}." if parent else ""
+    end = len(lead) + len(str(number))
+    return f"{lead}{numbers[number]}{path[end:]}" if number in numbers else None
 
 
 def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
@@ -152,16 +153,16 @@ def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
     graph, path = decided.graph, f"{parent}.{number}".lstrip(".")
     inside = {op.name for op in ops}
     reach = partial(_relative, path)
-    made = {name: at for at, name in enumerate(name for op in ops for name in op.outputs)}
-    owned: dict[str, Parameter | Buffer] = {held.value: held for held in graph.parameters}
-    owned |= {held.value: held for held in graph.buffers}
+    positions = {name: at for at, name in enumerate(name for op in ops for name in op.outputs)}
+    owned: dict[str, Parameter | Buffer] = {tensor.value: tensor for tensor in graph.parameters}
+    owned |= {tensor.value: tensor for tensor in graph.buffers}
     outside: dict[str, int] = {}
     regions: dict[str, int] = {}
     shared = {op.region for op in graph.ops if op.name not in inside}
 
-    def given(name: str) -> Any:
+    def described(name: str) -> Any:
         value = graph.values[name]
-        where: Any = made.get(name)
+        where: Any = positions.get(name)
         if where is None and name in owned:
             where = _owned(owned[name], reach, decided.storage)
         elif where is None:
@@ -173,83 +174,75 @@ def _kind(decided: Decided, parent: str, number: int, ops: Sequence[Op]) -> Any:
             return op.region
         return regions.setdefault(op.region, len(regions))
 
-    said = tuple(
+    ops_alike = tuple(
         (
-            reach(op.name), op.target, _plain(op.arguments, reach), tuple(map(given, op.inputs)),
-            tuple(given(name) for name in op.outputs), region(op), op.autocast, op.no_grad, decided.stage[op.name],
+            reach(op.name), op.target, _plain(op.arguments, reach), tuple(map(described, op.inputs)),
+            tuple(described(name) for name in op.outputs), region(op), op.autocast, op.no_grad, decided.stage[op.name],
             tuple(sorted(decided.choices.get(op.name, {}).items())),
         )
         for op in ops
     )  # fmt: skip
-    again = tuple(sorted((reach(at), stage) for at, stage in decided.recompute if is_inside(at, path)))
-    foreign = {held.update for held in graph.buffers if held.value and not is_inside(held.key, path)}
+    recomputed = tuple(sorted((reach(at), stage) for at, stage in decided.recompute if is_inside(at, path)))
+    foreign = {tensor.update for tensor in graph.buffers if tensor.value and not is_inside(tensor.key, path)}
     odd = any(name in foreign for op in ops for name in op.outputs) or _lends(graph, path, inside)
-    return said, again, number if odd else None
+    return ops_alike, recomputed, number if odd else None
 
 
 def _lends(graph: Graph, path: str, inside: set[str]) -> bool:
     """Whether ops outside of a layer read a parameter or a buffer of its own."""
-    own = [held.value for held in graph.parameters if all(is_inside(key, path) for key in held.keys)]
-    own += [held.value for held in graph.buffers if is_inside(held.key, path)]
+    own = [tensor.value for tensor in graph.parameters if all(is_inside(key, path) for key in tensor.keys)]
+    own += [tensor.value for tensor in graph.buffers if is_inside(tensor.key, path)]
     return any(op.name not in inside for name in own for op, _ in graph.users[name])
 
 
-def _owned(held: Parameter | Buffer, reach: Callable[[str], str], storage: Storage) -> Any:
-    if isinstance(held, Buffer):
-        return "buffer", reach(held.key), held.persistent, held.update is not None
-    keys = tuple(map(reach, held.keys))
-    return "parameter", keys, held.trainable, tuple(dict.fromkeys(storage.get(key, ()) for key in held.keys))
+def _owned(tensor: Parameter | Buffer, reach: Callable[[str], str], storage: Storage) -> Any:
+    if isinstance(tensor, Buffer):
+        return "buffer", reach(tensor.key), tensor.persistent, tensor.update is not None
+    keys = tuple(map(reach, tensor.keys))
+    return "parameter", keys, tensor.trainable, tuple(dict.fromkeys(storage.get(key, ()) for key in tensor.keys))
 
 
 def _relative(path: str, name: str) -> str:
-    found = re.match(rf"{re.escape(path)}(?=[./@ ]|$)", name)
-    return "~" + name[found.end() :] if found else name
+    match = re.match(rf"{re.escape(path)}(?=[./@ ]|$)", name)
+    return "~" + name[match.end() :] if match else name
 
 
-def _plain(held: Any, reach: Callable[[str], str]) -> Any:
+def _plain(argument: Any, reach: Callable[[str], str]) -> Any:
     """Arguments as something that compares, with the layer's own path left out."""
-    if isinstance(held, tuple):
-        return tuple(_plain(inner, reach) for inner in held)
-    return (type(held).__name__, reach(held)) if isinstance(held, str) else (type(held).__name__, repr(held))
+    if isinstance(argument, tuple):
+        return tuple(_plain(inner, reach) for inner in argument)
+    return type(argument).__name__, reach(argument) if isinstance(argument, str) else repr(argument)
 
 
-def _without(
-    decided: Decided,
-    gone: set[str],
-    values: Mapping[str, str],
-    lost: Callable[[str], bool],
-    rename: Callable[[str], str],
-) -> Decided:
-    """What is left without some ops, whose values are replaced, and without what is in modules that are lost."""
+def _without(decided: Decided, gone: set[str], values: Mapping[str, str], rename: Rename) -> Decided:
+    """What is left without some ops, whose values are replaced, and without what is in modules that go."""
     graph = decided.graph
-    left = tuple(op for op in graph.ops if op.name not in gone)
+    names = {op.name: rename(op.name) or op.name for op in graph.ops if op.name not in gone}
+    left = tuple(op for op in graph.ops if op.name in names)
     ops = tuple(_replaced(op, values, rename) for op in left)
-    outputs = tuple(replace(held, value=values.get(held.value or "", held.value)) for held in graph.outputs)
-    parameters = tuple(
-        replace(held, keys=tuple(rename(key) for key in held.keys if not lost(key)))
-        for held in graph.parameters
-        if not all(map(lost, held.keys))
-    )
-    made = {name for op in ops for name in op.outputs}
-    buffers = tuple(replace(held, key=rename(held.key)) for held in graph.buffers if not lost(held.key))
-    there = made | {held.value for held in graph.inputs}
-    there |= {held.value for held in parameters} | {held.value for held in buffers}
+    outputs = tuple(replace(output, value=values.get(output.value or "", output.value)) for output in graph.outputs)
+    keys = ((parameter, tuple(filter(None, map(rename, parameter.keys)))) for parameter in graph.parameters)
+    parameters = tuple(replace(parameter, keys=left_over) for parameter, left_over in keys if left_over)
+    buffers = tuple(replace(buffer, key=key) for buffer in graph.buffers if (key := rename(buffer.key)) is not None)
+    there = {name for op in ops for name in op.outputs} | {source.value for source in graph.inputs}
+    there |= {parameter.value for parameter in parameters} | {buffer.value for buffer in buffers}
     small = replace(
         graph, ops=ops, outputs=outputs, parameters=parameters, buffers=buffers, given=None,
         values={name: value for name, value in graph.values.items() if name in there},
     )  # fmt: skip
-    again = dict.fromkeys((rename(path), stage) for path, stage in decided.recompute if not lost(path))
+    recompute = dict.fromkeys((rename(path), stage) for path, stage in decided.recompute)
     return Decided(
         graph=small,
-        choices={rename(op.name): decided.choices.get(op.name, {}) for op in left},
-        stage={rename(op.name): decided.stage[op.name] for op in left},
-        storage={rename(key): held for key, held in decided.storage.items() if not lost(key)},
-        recompute=tuple((path, stage) for path, stage in again if path in small.under),
+        choices={new: decided.choices.get(name, {}) for name, new in names.items()},
+        stage={new: decided.stage[name] for name, new in names.items()},
+        storage={new: levels for key, levels in decided.storage.items() if (new := rename(key)) is not None},
+        recompute=tuple((path, stage) for path, stage in recompute if path is not None and path in small.under),
     )
 
 
-def _replaced(op: Op, values: Mapping[str, str], rename: Callable[[str], str]) -> Op:
+def _replaced(op: Op, values: Mapping[str, str], rename: Rename) -> Op:
     key = op.argument("op_key")
     op = op if key is None else op.with_arguments(op_key=rename(key))
     inputs = tuple(values.get(name, name) for name in op.inputs)
-    return replace(op, name=rename(op.name), module_path=rename(op.module_path), inputs=inputs)
+    path = rename(op.module_path) or op.module_path
+    return replace(op, name=rename(op.name) or op.name, module_path=path, inputs=inputs)

@@ -68,18 +68,18 @@ def rehearse(
     began = time.monotonic()
     known, captured = _read(plan, model, example, precision, outputs, size, opaque)
     small = shrink(known, captured, model, pytree.tree_leaves(_ordered(captured, example)), seed)
-    report = _run(small, optimizer, steps, _said(plan, known), directory, timeout)
-    return small.result(f"{captured.graph.name}, {_said(plan, known)}", known, report, time.monotonic() - began)
+    report = _run(small, optimizer, steps, _name(plan, known), directory, timeout)
+    return small.result(f"{captured.graph.name}, {_name(plan, known)}", known, report, time.monotonic() - began)
 
 
 def _run(
-    small: SmallPlan, optimizer: MakeOptimizer | str, steps: int, said: str, directory: str | Path | None,
+    small: SmallPlan, optimizer: MakeOptimizer | str, steps: int, name: str, directory: str | Path | None,
     timeout: float,
 ) -> Report:  # fmt: skip
     """Train the small graph on one device and under its plan."""
     reference = _reference(small, optimizer, steps)
     return hold(
-        reference, small.plan, said=said, count=small.plan.size, limit=TOLERANCE[torch.float64], directory=directory,
+        reference, small.plan, said=name, count=small.plan.size, limit=TOLERANCE[torch.float64], directory=directory,
         method="threads", timeout=timeout,
     )  # fmt: skip
 
@@ -89,18 +89,19 @@ def _reference(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int) -> 
 
     What has grown beyond all bounds is equal to anything of its size.
     """
-    rates = RATES if optimizer == "sgd" else (0.0,)
-    for rate in rates:
-        make = partial(_sgd, rate) if rate else OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        task = small.stand_in.task(small.graph, make, steps)
-        captured = small.stand_in.call(small.graph, task.module)
+    own = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    for rate in RATES if optimizer == "sgd" else RATES[:1]:
+        make = partial(_sgd, rate) if optimizer == "sgd" else own
+        task = small.small_call.task(small.graph, make, steps)
+        captured = small.small_call.call(small.graph, task.module)
         side = Original(task, by_graph=True, promote=False, captures={("train", False): captured})
         run = follow(side, task)
-        every = [*(held for step in run.steps for held in (*step.outputs.values(), *step.gradients.values()))]
+        every = [tensor for step in run.steps for tensor in (*step.outputs.values(), *step.gradients.values())]
         every += run.parameters.values()
-        finite = all(bool(held.isfinite().all()) for held in every if held is not None)
+        finite = all(bool(tensor.isfinite().all()) for tensor in every if tensor is not None)
         if finite and largest(every) < BOUND:
-            return Reference(side=side, run=run, checks=(), said="")
+            slow = f"trained with a learning rate of {rate}: larger ones leave all bounds" if rate < RATES[0] else ""
+            return Reference(side=side, run=run, checks=(), said=slow)
     raise NonFiniteError(
         f"{small.graph.name} does not train for {steps} steps from the random values of a rehearsal: outputs, "
         f"gradients or parameters are not finite, or beyond {BOUND:.0e}; pass steps=1 or another optimizer"
@@ -143,7 +144,7 @@ def _precision_of(plan: PlanLike) -> str | None:
         predicted = json.loads(Path(plan).read_text()).get("predicted", {})
     else:
         return None
-    names = (held.get("for", {}).get("precision") for held in predicted.values())
+    names = (cost.get("for", {}).get("precision") for cost in predicted.values())
     return next((name for name in names if name in NAMED), None)
 
 
@@ -153,7 +154,7 @@ def _ordered(captured: Captured, example: Any) -> tuple[tuple[Any, ...], dict[st
     return args, {name: kwargs[name] for name in captured.keywords}
 
 
-def _said(plan: PlanLike, known: Plan) -> str:
+def _name(plan: PlanLike, known: Plan) -> str:
     if isinstance(plan, str | Path):
         return str(plan)
     return known.policy or "a plan"

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import ParityError, raise_all
 from ..lower import Program
 from ..verify import Report
 from ..verify.measure import render
@@ -54,6 +55,7 @@ class Rehearsal:
     def raise_on_failure(self) -> Rehearsal:
         """This rehearsal, or a ParityError that lists what differs."""
         self.report.raise_on_failure()
+        raise_all(ParityError, f"{self.title}: the program that was rehearsed is not that of the plan;", self.changed)
         return self
 
     def __rich__(self) -> Group:
@@ -64,11 +66,11 @@ class Rehearsal:
         if self.schedule:
             table.add_row("schedule", *(f"{self.schedule}, {count} microbatches" for count in self.microbatches))
         for layers in self.layers:
-            table.add_row("layers", f"{layers.total} of {layers.path or 'the model'}", f"{_ranges(layers.kept)}")
+            table.add_row("layers", f"{layers.total} of {layers.path or 'the model'}", ", ".join(map(str, layers.kept)))
         shown = [f"{real} -> {small}" for real, small in self.sizes if real != small]
         table.add_row("sizes", str(len(self.sizes)), ", ".join(shown))
         for note in self.kept:
-            table.add_row("kept at its size", note, "")
+            table.add_row("sizes that stay", note, "")
         moves = ", ".join(f"{kind} over {axes} x {count}" for (kind, axes), count in sorted(self.collectives.items()))
         table.add_row("changes of layout", "", moves or "none")
         lines = [Text(f"not as in the plan: {line}", style="red") for line in self.changed]
@@ -78,37 +80,34 @@ class Rehearsal:
         return render(self)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def collectives_of(programs: Iterable[Program]) -> Collectives:
     """The changes of layout that programs have, by kind and axes."""
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for program in programs:
         for op in program.body:
             if op.target.startswith("comm."):
-                found[op.target.removeprefix("comm."), " x ".join(op.argument("axes"))] += 1
-    return dict(found)
+                counts[op.target.removeprefix("comm."), " x ".join(op.argument("axes"))] += 1
+    return dict(counts)
 
 
 def structure_of(program: Program) -> list[str]:
     """What a program does, without sizes: its ops and converters, in order."""
-    found = []
+    lines = []
     for op in program.body:
         axes = op.argument("axes") if op.target.startswith("comm.") else ()
-        found.append(f"{op.name} {op.target} {' '.join(axes)} {op.region or ''}".strip())
-    return found
+        lines.append(f"{op.name} {op.target} {' '.join(axes)} {op.region or ''}".strip())
+    return lines
 
 
 def differences(real: Sequence[Program], small: Sequence[Program]) -> list[str]:
     """Where two rows of programs differ in what they do, the first place of each."""
-    found = []
-    for number, (one, other) in enumerate(zip(real, small, strict=True)):
-        a, b = structure_of(one), structure_of(other)
+    lines = []
+    for number, pair in enumerate(zip(real, small, strict=True)):
+        a, b = map(structure_of, pair)
+        if a == b:
+            continue
         at = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        if a != b:
-            where = f"stage {number}: " if len(real) > 1 else ""
-            mine, theirs = (held[at] if at < len(held) else "the end" for held in (a, b))
-            found.append(f"{where}the program of the plan has {mine!r} where the small one has {theirs!r}")
-    return found
+        where = f"stage {number}: " if len(real) > 1 else ""
+        mine, theirs = (program[at] if at < len(program) else "the end" for program in (a, b))
+        lines.append(f"{where}the program of the plan has {mine!r} where the small one has {theirs!r}")
+    return lines

@@ -28,26 +28,29 @@ from .sizes import Sizes, leaves
 
 FLOATS = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
 
+MOST = 2**28
+"""Elements of all values of a graph that is rehearsed, 2 GiB in float64."""
+
 
 class Unfit(Exception):
-    """An op that can't be run at the sizes it has. `made` are the shapes that came out, if any."""
+    """An op that can't be run at the sizes it has. `shapes` are those that came out, if any."""
 
-    def __init__(self, op: Op, why: str, made: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(self, op: Op, why: str, shapes: Sequence[tuple[int, ...]] = ()) -> None:
         super().__init__(why)
-        self.op, self.why, self.made = op, why, made
+        self.op, self.why, self.shapes = op, why, shapes
 
 
 def widened(graph: Graph) -> Graph:
     """The same graph with all floats in double precision. Casts stay, and cast nothing."""
 
-    def wide(held: object) -> object:
-        if isinstance(held, Dtype):
-            return Dtype(FLOATS.get(held, held))
-        return tuple(wide(inner) for inner in held) if isinstance(held, tuple) else held
+    def wide(argument: object) -> object:
+        if isinstance(argument, Dtype):
+            return Dtype(FLOATS.get(argument, argument))
+        return tuple(wide(inner) for inner in argument) if isinstance(argument, tuple) else argument
 
-    values = {name: replace(held, dtype=FLOATS.get(held.dtype, held.dtype)) for name, held in graph.values.items()}
+    values = {name: replace(value, dtype=FLOATS.get(value.dtype, value.dtype)) for name, value in graph.values.items()}
     ops = (
-        replace(op, arguments=tuple((name, wide(held)) for name, held in op.arguments), autocast=None)
+        replace(op, arguments=tuple((name, wide(value)) for name, value in op.arguments), autocast=None)
         for op in graph.ops
     )
     return replace(graph, values=values, ops=tuple(ops))
@@ -56,10 +59,10 @@ def widened(graph: Graph) -> Graph:
 def shrunk(graph: Graph, sizes: Sizes) -> Graph:
     """The graph at small sizes, not yet tried."""
     facts = sizes.facts
-    values = {name: replace(held, shape=sizes.shape(name)) for name, held in graph.values.items()}
+    values = {name: replace(value, shape=sizes.shape(name)) for name, value in graph.values.items()}
 
-    def shapes(names: Sequence[str], held: Mapping[str, Value]) -> tuple[tuple[int, ...], ...]:
-        return tuple(held[name].shape for name in names)
+    def shapes(names: Sequence[str], of: Mapping[str, Value]) -> tuple[tuple[int, ...], ...]:
+        return tuple(of[name].shape for name in names)
 
     ops = tuple(
         resize_arguments(
@@ -80,6 +83,7 @@ def fit(graph: Graph, sizes: Sizes, functions: Mapping[str, Function], attempt: 
         small = check(shrunk(graph, sizes))
         try:
             try_shapes(small, functions)
+            _check_room(small, sizes)
             attempt(small)
         except Unfit as error:
             if not _mend(error, sizes):
@@ -91,11 +95,22 @@ def fit(graph: Graph, sizes: Sizes, functions: Mapping[str, Function], attempt: 
         return small
 
 
+def _check_room(graph: Graph, sizes: Sizes) -> None:
+    """Refuse what would not fit a laptop, before anything is allocated."""
+    total = sum(value.elements for value in graph.values.values())
+    if total > MOST:
+        raise PlanError(
+            f"the small graph of {graph.name} still has {total:,} elements, where {MOST:,} are the most that is "
+            f"rehearsed, since these sizes could not be made smaller: {'; '.join(sizes.kept()) or 'none'}; plan for an "
+            "example of smaller sizes"
+        )
+
+
 def try_shapes(graph: Graph, functions: Mapping[str, Function]) -> None:
     """Call every op on tensors without memory; Unfit for the first that does not make what the graph says."""
     values = {
-        name: torch.empty(held.shape, dtype=getattr(torch, held.dtype), device="meta")
-        for name, held in graph.values.items()
+        name: torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
+        for name, value in graph.values.items()
     }
     for op in graph.ops:
         if op.target == OPAQUE:  # these are seen when they run
@@ -103,18 +118,18 @@ def try_shapes(graph: Graph, functions: Mapping[str, Function]) -> None:
         expect(op, graph, run_fitting(op, [values[name] for name in op.inputs], functions))
 
 
-def run_fitting(op: Op, given: Sequence[Tensor], functions: Mapping[str, Function]) -> tuple[Tensor, ...]:
+def run_fitting(op: Op, tensors: Sequence[Tensor], functions: Mapping[str, Function]) -> tuple[Tensor, ...]:
     """What an op gives; Unfit if it can't be called."""
     try:
-        with torch.device("meta") if given and given[0].is_meta else torch.device("cpu"):
-            return run_op(op, given, functions)
+        with torch.device("meta") if tensors and tensors[0].is_meta else torch.device("cpu"):
+            return run_op(op, tensors, functions)
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
         raise Unfit(op, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
-def expect(op: Op, graph: Graph, made: Sequence[Tensor]) -> None:
+def expect(op: Op, graph: Graph, tensors: Sequence[Tensor]) -> None:
     wanted = [graph.values[name].shape for name in op.outputs]
-    shapes = [tuple(held.shape) for held in made]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
     if shapes != wanted:
         raise Unfit(op, f"it makes {list(map(list, shapes))} where {list(map(list, wanted))} is expected", shapes)
 
@@ -122,7 +137,7 @@ def expect(op: Op, graph: Graph, made: Sequence[Tensor]) -> None:
 def _mend(error: Unfit, sizes: Sizes) -> bool:
     """Change the sizes around an op that does not fit; whether there was anything to change."""
     facts, op = sizes.facts, error.op
-    if len(error.made) == len(op.outputs) and _take(error, sizes):
+    if len(error.shapes) == len(op.outputs) and _take(error, sizes):
         return True
     return sizes.keep(_looked_along(facts, op), str(op)) or sizes.keep(_all_atoms(facts, op), str(op))
 
@@ -132,7 +147,7 @@ def _take(error: Unfit, sizes: Sizes) -> bool:
     facts, op = sizes.facts, error.op
     known = {atom for name in op.inputs for dim in facts.dims[name] for atom in leaves(facts, dim)}
     changed = False
-    for name, shape in zip(op.outputs, error.made, strict=True):
+    for name, shape in zip(op.outputs, error.shapes, strict=True):
         dims = facts.dims[name]
         if len(shape) != len(dims):
             return False

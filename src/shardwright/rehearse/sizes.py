@@ -65,10 +65,10 @@ class Sizes:
         return self.images[self.facts.atoms.size[atom]]
 
     def dim(self, dim: Dim) -> int:
-        found = 1
+        total = 1
         for atom in self.facts.atoms.expand(dim):
-            found *= self.atom(atom)
-        return found
+            total *= self.atom(atom)
+        return total
 
     def shape(self, value: str) -> tuple[int, ...]:
         return tuple(self.dim(dim) for dim in self.facts.dims[value])
@@ -88,11 +88,11 @@ class Sizes:
 
     def kept(self) -> tuple[str, ...]:
         """What has its real size, and the op that asks for it."""
-        found: dict[str, set[int]] = {}
+        total: dict[str, set[int]] = {}
         for atom, size in self.fixed.items():
             if size == self.facts.atoms.size[atom]:
-                found.setdefault(self.because[atom], set()).add(size)
-        return tuple(f"{', '.join(map(str, sorted(held)))} for {op}" for op, held in found.items())
+                total.setdefault(self.because[atom], set()).add(size)
+        return tuple(f"{', '.join(map(str, sorted(sizes)))} for {op}" for op, sizes in total.items())
 
 
 def leaves(facts: Analysis, dim: Dim) -> Iterator[int]:
@@ -109,7 +109,7 @@ def leaves(facts: Analysis, dim: Dim) -> Iterator[int]:
 def shared_atoms(facts: Analysis, mesh: Mesh, name: str, choice: Mapping[str, str]) -> Iterator[Shared]:
     """What the choice of an op shares out, over axes in the order of the mesh."""
     signature = facts.signatures[name]
-    found: dict[int, list[tuple[str, int]]] = {}
+    uses: dict[int, list[tuple[str, int]]] = {}
     for axis in mesh.axes:
         picked = choice.get(axis.name)
         if picked is None or picked == FAN or picked.startswith(ROWS) or axis.size == 1:
@@ -117,8 +117,8 @@ def shared_atoms(facts: Analysis, mesh: Mesh, name: str, choice: Mapping[str, st
         role = signature.role(picked)
         beside = signature.beside(role.label)
         for atom in (role.atom,) if beside is None else (role.atom, beside):
-            found.setdefault(atom, []).append((axis.name, axis.size))
-    return (Shared(atom, tuple(axes)) for atom, axes in found.items())
+            uses.setdefault(atom, []).append((axis.name, axis.size))
+    return (Shared(atom, tuple(axes)) for atom, axes in uses.items())
 
 
 def small_axes(
@@ -130,52 +130,52 @@ def small_axes(
     the cheapest may depend on that.
     """
     least = {name: min(size, 2) for name, size in axes.items()}
-    for held in shared:
-        left = facts.atoms.size[held.atom]
-        for name, size in () if held.even else held.axes:
+    for use in shared:
+        left = facts.atoms.size[use.atom]
+        for name, size in () if use.even else use.axes:
             if name != MB and (left % size or not fills(left, size)):
                 least[name] = min(axes[name], 3)
             left = -(-left // size)
 
-    def turned(found: Sequence[int]) -> int:
-        both = list(zip(axes.values(), found, strict=True))
+    def turned(lengths: Sequence[int]) -> int:
+        both = list(zip(axes.values(), lengths, strict=True))
         return sum((a < b) != (x < y) for a, x in both for b, y in both)
 
-    def lengths(name: str, size: int) -> list[int]:
+    def candidates(name: str, size: int) -> list[int]:
         return sorted({*range(least[name], min(size, LONGEST) + 1), *([size] if size <= SHORT else [])})
 
-    every = product(*(lengths(name, size) for name, size in axes.items()))
+    every = product(*(candidates(name, size) for name, size in axes.items()))
     first = tuple(least.values())
-    order = sorted(every, key=lambda found: (found != first, turned(found), math.prod(found)))
-    return ({**dict(zip(axes, found, strict=True)), MB: microbatches} for found in order)
+    order = sorted(every, key=lambda lengths: (lengths != first, turned(lengths), math.prod(lengths)))
+    return ({**dict(zip(axes, lengths, strict=True)), MB: microbatches} for lengths in order)
 
 
 def choose_sizes(facts: Analysis, shared: Iterable[Shared], small: Mapping[str, int], gap: int = 1) -> Sizes:
     """Small sizes for all atoms of a graph, for axes of small sizes, at least `gap` apart where they can be."""
     real = facts.atoms.size
-    asked: dict[int, set[Shared]] = {}
-    for held in shared:
-        if facts.atoms.sections(held.atom) is None:
-            asked.setdefault(real[held.atom], set()).add(held)
+    uses: dict[int, set[Shared]] = {}
+    for use in shared:
+        if facts.atoms.sections(use.atom) is None:
+            uses.setdefault(real[use.atom], set()).add(use)
     there = {real[atom] for dims in facts.dims.values() for dim in dims for atom in leaves(facts, dim)}
     images: dict[int, int] = {}
     top = 1
     for cluster in _clusters(sorted(there)):
-        base = _smallest(cluster, asked, small, top + gap, set(images.values()))
+        base = _smallest(cluster, uses, small, top + gap, set(images.values()))
         if base is not None:
             images |= {size: base + size - cluster[0] for size in cluster}
         for size in cluster if base is None else ():  # they are not shared alike, and can't stay near each other
-            alone = _smallest([size], asked, small, top + gap, set(images.values()))
+            alone = _smallest([size], uses, small, top + gap, set(images.values()))
             if alone is None:
-                raise _refusal(size, asked)
+                raise _refusal(size, uses)
             images[size] = alone
             top = max(top, alone)
         top = max(top, images[cluster[-1]])
     return Sizes(facts, images)
 
 
-def _refusal(size: int, asked: Mapping[int, set[Shared]]) -> PlanError:
-    over = {" x ".join(f"{name}={count}" for name, count in held.axes) for held in asked[size]}
+def _refusal(size: int, uses: Mapping[int, set[Shared]]) -> PlanError:
+    over = {" x ".join(f"{name}={count}" for name, count in use.axes) for use in uses[size]}
     return PlanError(
         f"the plan shares a size of {size} over {' and over '.join(sorted(over))}, and no small size is shared in the "
         "same ways, so that it can't be rehearsed; make the plan for another batch or mesh"
@@ -184,18 +184,18 @@ def _refusal(size: int, asked: Mapping[int, set[Shared]]) -> PlanError:
 
 def _clusters(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Sizes that are near each other, in order."""
-    found: list[int] = []
+    cluster: list[int] = []
     for size in sizes:
-        if found and (found[0] <= TINY or size - found[-1] > NEAR):
-            yield found
-            found = []
-        found.append(size)
-    if found:
-        yield found
+        if cluster and (cluster[0] <= TINY or size - cluster[-1] > NEAR):
+            yield cluster
+            cluster = []
+        cluster.append(size)
+    if cluster:
+        yield cluster
 
 
 def _smallest(
-    cluster: Sequence[int], asked: Mapping[int, set[Shared]], small: Mapping[str, int], start: int, used: set[int]
+    cluster: Sequence[int], uses: Mapping[int, set[Shared]], small: Mapping[str, int], start: int, used: set[int]
 ) -> int | None:
     """The smallest image of the first of some sizes for which all are shared out as they are.
 
@@ -205,7 +205,7 @@ def _smallest(
     own: tuple[int, ...] = (first,) if start <= first <= 3 else ()
     fresh = (base for base in range(2, start) if not used & {base + size - first for size in cluster})
     for base in chain(own, range(start, start + TRIES), fresh, range(2, start)):
-        if all(_alike(size, base + size - first, held, small) for size in cluster for held in asked.get(size, ())):
+        if all(_alike(size, base + size - first, use, small) for size in cluster for use in uses.get(size, ())):
             return base
     return None
 

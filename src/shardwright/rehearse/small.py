@@ -26,8 +26,8 @@ from .layers import Decided, KeptLayers, drop_layers
 from .result import Rehearsal, collectives_of, differences
 from .shrink import fit, widened
 from .sizes import Shared, Sizes, choose_sizes, small_axes
+from .small_call import SmallCall
 from .stages import SmallCluster, shrink_cluster
-from .stand_in import StandIn
 from .translate import decided_by, lowered, shared_by, storage_of, stored_by, translated
 
 TRIES = 9
@@ -45,12 +45,12 @@ class SmallPlan:
     plan: Plan
     programs: tuple[Program, ...]
     changed: tuple[str, ...]
-    stand_in: StandIn
+    small_call: SmallCall
 
     def result(self, title: str, known: Plan, report: Report, seconds: float) -> Rehearsal:
         """What is to be said of a run."""
-        real, small = ([held.mesh for held in plan.segments] for plan in (self.real, self.plan))
-        pairs = dict.fromkeys((str(one), str(other)) for one, other in zip(real, small, strict=True))
+        real, small = ([segment.mesh for segment in plan.segments] for plan in (self.real, self.plan))
+        pairs = dict.fromkeys((str(long), str(short)) for long, short in zip(real, small, strict=True))
         return Rehearsal(
             title=title, meshes=tuple(pairs), devices=(known.size, self.plan.size),
             microbatches=(known.microbatches, self.plan.microbatches),
@@ -73,7 +73,7 @@ def shrink(plan: Plan, captured: Captured, model: nn.Module, leaves: Sequence[An
     shrinker = _Shrinker(
         plan=plan, cluster=cluster, decided=decided, layers=layers, facts=facts, real=real, programs=programs,
         shared=(*shared_by(decided, facts, meshes, plan.microbatches), *stored_by(facts, programs, meshes)),
-        stand_in=StandIn(captured=captured, module=model, leaves=tuple(leaves), rename=rename, seed=seed),
+        small_call=SmallCall(captured=captured, module=model, leaves=tuple(leaves), rename=rename, seed=seed),
     )  # fmt: skip
     return shrinker.best()
 
@@ -90,26 +90,26 @@ class _Shrinker:
     real: Plan
     programs: tuple[Program, ...]
     shared: tuple[Shared, ...]
-    stand_in: StandIn
+    small_call: SmallCall
 
     def best(self) -> SmallPlan:
         """The first small plan whose program is that of the real one, or else the one that is nearest to it."""
-        found: SmallPlan | None = None
+        best: SmallPlan | None = None
         refusal: PlanError | None = None
         for axes, gap in islice(self._tries(), TRIES):
             try:
-                made = self._at(axes, gap)
+                candidate = self._at(axes, gap)
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            if found is None or len(made.changed) < len(found.changed):
-                found = made
-            if not made.changed:
+            if best is None or len(candidate.changed) < len(best.changed):
+                best = candidate
+            if not candidate.changed:
                 break
-        if found is None:
+        if best is None:
             assert refusal is not None
             raise refusal
-        return found
+        return best
 
     def _tries(self) -> Iterator[tuple[Mapping[str, int], int]]:
         """Sizes of axes, and how far sizes of atoms are apart at least."""
@@ -118,23 +118,23 @@ class _Shrinker:
         yield from ((few, 1) for few in axes[3:])
 
     def _at(self, axes: Mapping[str, int], gap: int) -> SmallPlan:
-        captured, cluster = self.stand_in.captured, self.cluster
+        captured, cluster = self.small_call.captured, self.cluster
         sizes = choose_sizes(self.facts, self.shared, axes, gap)
-        small = fit(self.decided.graph, sizes, captured.functions, self.stand_in.attempt)
+        small = fit(self.decided.graph, sizes, captured.functions, self.small_call.attempt)
         facts = analyse(small, probing(captured.functions))
         plan = translated(self.plan, replace(self.decided, graph=small), facts, cluster.meshes_of(axes), cluster)
         programs = lowered(small, plan, facts)
         changed = (*differences(self.programs, programs), *self._stored_otherwise(programs, plan))
         return SmallPlan(
             layers=self.layers, real=self.real, sizes=sizes, graph=small, plan=plan, programs=programs, changed=changed,
-            stand_in=self.stand_in,
+            small_call=self.small_call,
         )  # fmt: skip
 
     def _stored_otherwise(self, programs: Sequence[Program], plan: Plan) -> list[str]:
         """The parameters that are not stored as in the plan."""
-        both = ((self.programs, self.real), (programs, plan))
-        real, small = (storage_of(held, [segment.mesh for segment in of.segments]) for held, of in both)
-        return [f"{one} is {other} at small sizes" for one, other in zip(real, small, strict=True) if one != other]
+        real = storage_of(self.programs, [segment.mesh for segment in self.real.segments])
+        small = storage_of(programs, [segment.mesh for segment in plan.segments])
+        return [f"{long} is {short} at small sizes" for long, short in zip(real, small, strict=True) if long != short]
 
 
 def _check(plan: Plan, graph: Graph) -> None:

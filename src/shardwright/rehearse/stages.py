@@ -32,10 +32,10 @@ class SmallCluster:
     @property
     def axes(self) -> dict[str, int]:
         """The longest that each axis is."""
-        found: dict[str, int] = {}
+        longest: dict[str, int] = {}
         for mesh in self.meshes:
-            found |= {axis.name: max(axis.size, found.get(axis.name, 1)) for axis in mesh.axes}
-        return found
+            longest |= {axis.name: max(axis.size, longest.get(axis.name, 1)) for axis in mesh.axes}
+        return longest
 
     def meshes_of(self, sizes: Mapping[str, int]) -> tuple[Mesh, ...]:
         """The meshes of the stages that are kept, with axes no longer than `sizes` says, devices numbered anew."""
@@ -82,10 +82,10 @@ def _heirs(shapes: Sequence[tuple[Axis, ...]], *, spelled_out: bool) -> list[int
     """For each pipeline rank the one that takes its stages over: itself, or the second of its run of equal ones."""
     if spelled_out:  # a schedule that has no name can't be made for fewer
         return list(range(len(shapes)))
-    found: list[int] = []
+    heirs: list[int] = []
     for start, end in _runs(shapes):
-        found += [number if number < start + 2 or number == end - 1 else start + 1 for number in range(start, end)]
-    return found
+        heirs += [number if number < start + 2 or number == end - 1 else start + 1 for number in range(start, end)]
+    return heirs
 
 
 def _runs(shapes: Sequence[tuple[Axis, ...]]) -> Iterator[tuple[int, int]]:
@@ -97,9 +97,12 @@ def _runs(shapes: Sequence[tuple[Axis, ...]]) -> Iterator[tuple[int, int]]:
 
 
 def _taken_over(number: int, place: Sequence[int], heir: Sequence[int], kept: Sequence[int]) -> int:
-    """The kept stage, by its new number, that a stage becomes a part of: the nearest one of the rank that inherits."""
-    mine = [at for at in kept if place[at] == heir[place[number]]]
-    return kept.index(min(mine, key=lambda at: (abs(at - number), at)))
+    """The kept stage, by its new number, that a stage becomes a part of: the next before or after it, so that stages
+    stay in their order. One of the two is of the rank that inherits: ranks come one after the other, down or up."""
+    before = max((at for at in kept if at <= number), default=kept[0])
+    after = min((at for at in kept if at >= number), default=kept[-1])
+    mine = heir[place[number]]
+    return kept.index(before if place[before] == mine else after)
 
 
 def _microbatches(count: int, ranks: int, left: int) -> int:
@@ -117,5 +120,5 @@ def _of_seats(schedule: Schedule, seats: Sequence[Devices]) -> Schedule:
     return replace(
         schedule,
         devices=tuple(schedule.devices[seat[0]] for seat in seats),
-        holders=tuple((at[tuple(sorted(held))],) for held in schedule.holders),
+        holders=tuple((at[tuple(sorted(devices))],) for devices in schedule.holders),
     )

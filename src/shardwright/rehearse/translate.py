@@ -28,7 +28,7 @@ def decided_by(plan: Plan, graph: Graph, cluster: SmallCluster) -> Decided:
         choices={name: choice for segment in segments for name, choice in segment.choices.items()},
         stage={name: cluster.stage[at] for at, segment in enumerate(segments) for name in segment.choices},
         storage=plan.storage,
-        recompute=tuple((path, cluster.stage[at]) for at, held in enumerate(segments) for path in held.recompute),
+        recompute=tuple((path, cluster.stage[at]) for at, segment in enumerate(segments) for path in segment.recompute),
     )
 
 
@@ -94,17 +94,17 @@ def _layouts(programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[tu
     for program, mesh in zip(programs, meshes, strict=True):
         for holding in program.holdings:
             if holding.zero:
-                held = Held(
+                parameter = Held(
                     keys=holding.keys, shape=holding.shape, dtype=torch.float64, layout=holding.layout,
                     trainable=holding.trainable, zero=holding.zero,
                 )  # fmt: skip
-                yield holding, storage_layout(held, mesh.sizes), mesh
+                yield holding, storage_layout(parameter, mesh.sizes), mesh
 
 
 def storage_of(programs: Sequence[Program], meshes: Sequence[Mesh]) -> list[str]:
     """How parameters are stored, without sizes: the axes that cut each dim, and whether evenly."""
     return [
         f"{holding.key} stored as {layout} "
-        + " ".join("even" if cut.even(mesh.sizes[cut.axis]) else "uneven" for held in layout.cuts for cut in held)
+        + " ".join("even" if cut.even(mesh.sizes[cut.axis]) else "uneven" for cuts in layout.cuts for cut in cuts)
         for holding, layout, mesh in _layouts(programs, meshes)
     ]

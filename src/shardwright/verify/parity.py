@@ -121,12 +121,12 @@ def _each_kind(
     notes: list[str] = [reference.said] if reference.said else []
     tried: list[str] = []
     for plan in KINDS:
-        asked = batching if plan.startswith("pp") else Batching()
+        cut = batching if plan.startswith("pp") else Batching()  # only a pipeline cuts the batch
         try:
             report = hold(replace(reference, checks=()), plan, said=plan, count=ranks_of(plan), limit=limit,
-                          directory=directory, method=method, timeout=timeout, batching=asked)  # fmt: skip
+                          directory=directory, method=method, timeout=timeout, batching=cut)  # fmt: skip
         except (PlanError, LoweringError) as error:
-            if isinstance(error, LoweringError) and asked is not batching:
+            if isinstance(error, LoweringError) and cut is not batching:
                 raise  # only a batch that can't be cut is found so late
             notes.append(f"{plan} was not tried: {' '.join(str(error).split())}")
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,22 +18,23 @@ from ..ir import Graph, Op
 from ..rules.kept import OPAQUE
 from ..verify.run import MakeOptimizer, Task, loss_of
 from .draws import buffer, graph_input, module_of
+from .layers import Rename
 from .shrink import expect, run_fitting
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandIn:
+class SmallCall:
     """Makes the call of the small graph out of the call of the real one.
 
     module    the user's, for the submodules that stay as they are and for buffers that have values
     leaves    the arguments of the real call, in the order of `captured.input_leaves`
-    rename    from the path of a submodule to what it is called with fewer layers
+    rename    from the path of a submodule to what it is with fewer layers
     """
 
     captured: Captured
     module: nn.Module
     leaves: tuple[Any, ...]
-    rename: Callable[[str], str]
+    rename: Rename
     seed: int
 
     def task(self, graph: Graph, optimizer: MakeOptimizer, steps: int) -> Task:
@@ -66,68 +67,68 @@ class StandIn:
         """Run the small graph forward once; Unfit for an op that its values don't suit."""
         module = self._module(graph)
         call = self.call(graph, module)
-        tensors = [held for held in self._arguments(graph) if isinstance(held, Tensor)]
-        values: dict[str, Tensor] = dict(zip((held.value for held in graph.inputs), tensors, strict=True))
-        parameters, buffers = dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers())
-        values |= {held.value: parameters[held.key].detach() for held in graph.parameters}
-        for held in graph.buffers:
-            known = call.constants.get(held.value)
-            values[held.value] = buffers[held.key] if known is None else known
+        tensors = [leaf for leaf in self._arguments(graph) if isinstance(leaf, Tensor)]
+        values: dict[str, Tensor] = dict(zip((source.value for source in graph.inputs), tensors, strict=True))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        values |= {parameter.value: parameters[parameter.key].detach() for parameter in graph.parameters}
+        for state in graph.buffers:
+            known = call.constants.get(state.value)
+            values[state.value] = buffers[state.key] if known is None else known
         doubtful: Op | None = None  # memory that is not filled yet may hold anything
         for op in graph.ops:
-            made = run_fitting(op, [values[name] for name in op.inputs], call.functions)
-            expect(op, graph, made)
-            values.update(zip(op.outputs, made, strict=True))
-            if doubtful is None and any(held.is_floating_point() and bool(held.isnan().any()) for held in made):
+            outputs = run_fitting(op, [values[name] for name in op.inputs], call.functions)
+            expect(op, graph, outputs)
+            values.update(zip(op.outputs, outputs, strict=True))
+            if doubtful is None and any(bool(output.isnan().any()) for output in outputs):
                 doubtful = op
-        results = (values[held.value] for held in graph.outputs if held.value is not None)
-        if doubtful is not None and not all(bool(held.isfinite().all()) for held in results):
+        results = (values[output.value] for output in graph.outputs if output.value is not None)
+        if doubtful is not None and not all(bool(result.isfinite().all()) for result in results):
             raise _not_finite(doubtful)
 
     def _module(self, graph: Graph) -> nn.Module:
-        paths = {held.path: before for held, before in self._kept_calls(graph)}
+        paths = {call.path: before for call, before in self._kept_calls(graph)}
         return module_of(graph, self.module, paths, self.captured.constants, self.seed)
 
     def _kept_calls(self, graph: Graph) -> list[tuple[Opaque, str]]:
         """The calls of submodules that stay as they are, with their path in the user's model."""
         there = {op.argument("op_key") for op in graph.ops if op.target == OPAQUE}
-        calls = ((self.rename(key), call) for key, call in self.captured.opaques.items())
-        found: dict[str, tuple[Opaque, str]] = {}
-        for key, call in calls:
-            if key in there:
-                found.setdefault(key, (replace(call, key=key, path=self.rename(call.path)), call.path))
-        return list(found.values())
+        calls: list[tuple[Opaque, str]] = []
+        for old, call in self.captured.opaques.items():
+            key, path = self.rename(old), self.rename(call.path)
+            if key is not None and path is not None and key in there:
+                calls.append((replace(call, key=key, path=path), call.path))
+        return calls
 
     def _opaques(self, graph: Graph) -> dict[str, Opaque]:
-        shapes = {op.argument("op_key"): op.outputs for op in graph.ops if op.target == OPAQUE}
-        found: dict[str, Opaque] = {}
+        """The same calls, which return what the small graph says."""
+        outputs = {op.argument("op_key"): op.outputs for op in graph.ops if op.target == OPAQUE}
+        calls: dict[str, Opaque] = {}
         for call, _ in self._kept_calls(graph):
-            values = [graph.values[name] for name in shapes[call.key]]
-            pairs = zip(values, call.made, strict=True)
-            made = tuple(Made(value.shape, getattr(torch, value.dtype), old.gradient) for value, old in pairs)
-            found[call.key] = replace(call, made=made)
-        return found
+            pairs = zip((graph.values[name] for name in outputs[call.key]), call.made, strict=True)
+            shapes = tuple(Made(value.shape, getattr(torch, value.dtype), old.gradient) for value, old in pairs)
+            calls[call.key] = replace(call, made=shapes)
+        return calls
 
     def _constants(self, graph: Graph) -> Mapping[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         constants = self.captured.constants
         return {
-            held.value: buffer(graph.values[held.value], constants[held.value], generator)
-            for held in graph.buffers
-            if held.value in constants
+            state.value: buffer(graph.values[state.value], constants[state.value], generator)
+            for state in graph.buffers
+            if state.value in constants
         }
 
     def _arguments(self, graph: Graph) -> list[Any]:
         generator = torch.Generator().manual_seed(self.seed + 1)
-        found: list[Any] = []
+        arguments: list[Any] = []
         for leaf, known in zip(self.captured.input_leaves, self.leaves, strict=True):
             if leaf.value is None:
-                found.append(leaf.literal)
+                arguments.append(leaf.literal)
                 continue
-            value = graph.values[leaf.value]
-            made = graph_input(graph, value, known, generator)
-            found.append(made.requires_grad_(isinstance(known, Tensor) and known.requires_grad))
-        return found
+            tensor = graph_input(graph, graph.values[leaf.value], known, generator)
+            arguments.append(tensor.requires_grad_(isinstance(known, Tensor) and known.requires_grad))
+        return arguments
 
 
 def _not_finite(op: Op) -> NonFiniteError:
