@@ -25,7 +25,7 @@ from shardwright.ir import Graph
 from shardwright.verify import original
 
 MOST = 64
-CALLERS = ("compile.compiler", "parallelize", "verify.parity", "verify.program")
+CALLERS = ("compile.compiler", "parallelize", "verify.parity", "verify.program", "rehearse.rehearsal")
 _made: dict[bytes | None, Captured] = {}
 
 

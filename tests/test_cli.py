@@ -208,6 +208,65 @@ def test_verify_says_no_and_where(net, capsys, monkeypatch):
     assert "the first difference: down / bias < fan_in down" in out
 
 
+def test_verify_without_a_plan_tries_one_of_each_kind(net, capsys):
+    assert main(["verify", net, "--steps", "1"]) == 0
+
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Net under dp=2, tp=2, zero3=2, pp=2, on 2 ranks each" in out
+
+
+def test_verify_without_a_plan_says_which_kind_is_wrong_and_where(net, capsys, monkeypatch):
+    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+
+    assert main(["verify", net, "--steps", "1", "--trace"]) == 1
+
+    out = " ".join(capsys.readouterr().out.split())
+    assert "under tp=2" in out
+    assert "the first difference: down / bias < fan_in down" in out
+
+
+def test_verify_does_not_search_for_one_rank(net, capsys):
+    assert main(["verify", net, "--plan", "auto"]) == 2
+
+    assert "proves nothing" in capsys.readouterr().err
+
+
+# Rehearsals.
+
+
+def test_a_plan_file_is_rehearsed(net, capsys):
+    assert main(["plan", net, "--plan", "dp=4,tp=4", "--cluster", "2x8xA100-80GB", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+
+    assert main(["rehearse", "plan.json", "--model", net, "--steps", "1", "-o", "code"]) == 0
+
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dp=4 x tp=4 │ dp=2 x tp=2" in out
+    assert "the same; worst: " in out
+
+
+def test_a_rehearsal_of_a_wrong_program_says_no(net, capsys, monkeypatch):
+    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+
+    assert main(["rehearse", "tp=4", "--model", net, "--steps", "1"]) == 1
+
+    assert "tensors differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tp=4"], "rehearsed with the model that it was made for"),
+        (["none.json", "--model", "net.py:make_model"], "there is no file none.json"),
+        (["auto", "--model", "net.py:make_model"], "takes a plan that is made"),
+    ],
+)
+def test_what_can_not_be_rehearsed_is_refused(net, capsys, words, said):
+    assert main(["rehearse", *words]) == 2
+
+    assert said in capsys.readouterr().err
+
+
 # Pipelines.
 
 
@@ -396,7 +455,7 @@ def test_an_input_without_a_batch_dim_is_not_repeated():
 def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "plan,explain,diff,simulate,compile,verify,calibrate,checkpoint" in done.stdout
+    assert "plan,explain,diff,simulate,compile,verify,rehearse,calibrate,checkpoint" in done.stdout
 
 
 def test_what_can_not_be_captured_is_kept_on_request(tmp_path, monkeypatch, capsys):

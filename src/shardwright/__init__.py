@@ -4,6 +4,7 @@ from .capture import experts, opaque
 from .checkpoint import load, save
 from .parallelize import parallelize, plan
 from .register import register_op
+from .rehearse import rehearse
 from .report import diff, explain
 from .train import Trainer
 from .verify import verify
@@ -18,6 +19,7 @@ __all__ = [
     "parallelize",
     "plan",
     "register_op",
+    "rehearse",
     "save",
     "verify",
 ]

@@ -15,6 +15,7 @@ PAGES = [
     "data.md",
     "experts.md",
     "precision.md",
+    "rehearse.md",
     "training.md",
     "troubleshooting.md",
     "faults.md",

@@ -35,6 +35,9 @@ MAY_IMPORT = {
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
         "compile wrapping"
     ),
+    "rehearse": (
+        "errors precision layout schedule ir rules capture plan lower probe runtime planning compile verify"
+    ),
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
@@ -51,7 +54,7 @@ MAY_IMPORT = {
     "huggingface": "",
     "cli": (
         "errors batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime planning compile "
-        "verify parallelize checkpoint report train"
+        "verify rehearse parallelize checkpoint report train"
     ),
 }
 NO_TORCH = frozenset(

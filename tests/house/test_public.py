@@ -2,7 +2,7 @@
 
 import shardwright
 
-PUBLIC = "Trainer diff experts explain load opaque parallelize plan register_op save verify".split()
+PUBLIC = "Trainer diff experts explain load opaque parallelize plan register_op rehearse save verify".split()
 
 
 def test_the_public_names_are_these():

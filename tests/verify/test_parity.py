@@ -30,6 +30,40 @@ def test_an_mlp_is_the_same_under_every_plan(plan):
     }  # fmt: skip
 
 
+def test_without_a_plan_one_of_each_kind_is_tried():
+    module, args, kwargs = ZOO["mlp"]()
+    report = verify(module, example=(args, kwargs), steps=1)
+
+    assert report.passed, str(report)
+    assert list(dict.fromkeys(row.plan for row in report.rows)) == ["dp=2", "tp=2", "zero3=2", "pp=2"]
+
+
+def test_without_a_plan_a_fault_of_one_kind_is_a_fault(monkeypatch):
+    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    module, args, kwargs = ZOO["mlp"]()
+    report = verify(module, example=(args, kwargs), steps=1)
+
+    assert {row.plan for row in report.failures} == {"tp=2"}
+    with pytest.raises(ParityError, match="under tp=2"):
+        report.raise_on_failure()
+
+
+def test_what_a_model_can_not_do_is_said():
+    module, args, kwargs = ZOO["resnet"]()
+    report = verify(module, example=(args, kwargs), steps=1)
+
+    assert report.passed, str(report)
+    assert {row.plan for row in report.rows} == {"dp=2", "tp=2", "zero3=2"}
+    assert any(note.startswith("pp=2 was not tried: the batch can't be cut") for note in report.notes)
+
+
+def test_one_rank_is_not_searched_for():
+    module, args, kwargs = ZOO["mlp"]()
+
+    with pytest.raises(InputError, match="size=2"):
+        verify(module, "auto", example=(args, kwargs))
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2,tp=2"])
 def test_a_gpt_with_a_tied_embedding(plan):
     report = check("gpt", plan, entries=("train", "eval"))

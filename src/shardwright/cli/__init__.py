@@ -1,4 +1,4 @@
-"""The command line: plan, explain, diff, simulate, compile, verify, calibrate, checkpoint, train.
+"""The command line: plan, explain, diff, simulate, compile, verify, rehearse, calibrate, checkpoint, train.
 
     shardwright plan    train.py:make_model --cluster 8xA100-80GB --batch 64 -o plan.json
     shardwright explain plan.json
@@ -7,6 +7,7 @@
     shardwright simulate --schedule zb --stages 4 --microbatches 8
     shardwright compile train.py:make_model --plan dp=2,tp=2 -o generated
     shardwright verify  train.py:make_model --plan tp=2
+    shardwright rehearse plan.json --model train.py:make_model
     shardwright calibrate -o cluster.yaml
     shardwright checkpoint inspect run/step-001000
     shardwright train config.yaml --model.init_args.n_layer 24
@@ -43,6 +44,7 @@ from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
 from .checkpoint import add_checkpoint, run_checkpoint
 from .models import MODEL, load_model, with_rows
+from .rehearse import rehearse_parser, run_rehearse
 from .simulate import run_simulate, simulate_parser
 from .train import run_train
 from .watching import Watching
@@ -112,7 +114,7 @@ def make_parser() -> ArgumentParser:
     commands.add_subcommand("compile", compiled, help="write the generated program")
 
     verified = ArgumentParser(description="Run the original and the compiled program on one batch and compare them.")
-    _model_arguments(verified)
+    _model_arguments(verified, plan=None)
     verified.add_argument("--dtype", choices=["float64", "float32"], help="in what to compare; float64 if not given")
     verified.add_argument("--precision", choices=list(NAMED), help="train in it, both of them; else as written")
     verified.add_argument("--steps", type=int, default=3, help="optimizer steps to compare")
@@ -121,7 +123,7 @@ def make_parser() -> ArgumentParser:
     verified.add_argument("--eval", action="store_true", help="compare evaluation mode too")
     verified.add_argument("--trace", action="store_true", help="if they differ, find the first op that does")
     commands.add_subcommand("verify", verified, help="compare the program with the original")
-
+    commands.add_subcommand("rehearse", rehearse_parser(), help="run a plan for many devices here, at small sizes")
     measured = ArgumentParser(description="Measure this machine, or under torchrun these machines, as a cluster.")
     measured.add_argument("-o", "--output", type=Path, help="where to write the cluster (YAML); else it is only shown")
     measured.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in less than a minute")
@@ -132,9 +134,11 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def _model_arguments(parser: ArgumentParser) -> None:
+def _model_arguments(parser: ArgumentParser, plan: str | None = "auto") -> None:
     parser.add_argument("model", help=MODEL)
-    parser.add_argument("--plan", default="auto", help='"dp=2,tp=2", the path of a plan file, or "auto"')
+    usual = "" if plan else "; without one, two ranks of each kind: dp=2, tp=2, zero3=2, pp=2"
+    text = f'"dp=2,tp=2", the path of a plan file, or "auto"{usual}'
+    parser.add_argument("--plan", type=str if plan else str | None, default=plan, help=text)
     parser.add_argument("--devices", type=int, help="how many devices, for --plan auto; else the plan says it")
     parser.add_argument("--microbatches", type=int, help="parts of a batch that go through a pipeline; else chosen")
     parser.add_argument(
@@ -245,7 +249,7 @@ def _batching(asked: Namespace) -> Batching:
 
 def run_verify(asked: Namespace, console: Console) -> int:
     module, example = load_model(asked.model, asked.batch, asked.seq)
-    size = asked.devices if asked.plan == "auto" else None
+    size = asked.devices if asked.plan in ("auto", None) else None
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     if asked.trace and asked.precision is not None:
         raise InputError("--trace compares ops in float64 or float32; leave out --precision")
@@ -256,7 +260,8 @@ def run_verify(asked: Namespace, console: Console) -> int:
     )  # fmt: skip
     console.print(report)
     if not report.passed and asked.trace:
-        found = first_difference(module, asked.plan, example=example, dtype=dtype or torch.float64, size=size)
+        plan = asked.plan or report.worst.plan or "auto"
+        found = first_difference(module, plan, example=example, dtype=dtype or torch.float64, size=size)
         console.print("the first difference: " if found else "", end="")
         console.print(str(found) if found else AGREES, highlight=False, markup=False)
     return 0 if report.passed else 1
@@ -295,6 +300,7 @@ COMMANDS: dict[str, Callable[[Namespace, Console], int]] = {
     "simulate": run_simulate,
     "compile": run_compile,
     "verify": run_verify,
+    "rehearse": run_rehearse,
     "calibrate": run_calibrate,
     "checkpoint": run_checkpoint,
 }

@@ -30,12 +30,13 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One tensor that was compared: how far it is off, and how far it may be."""
+    """One tensor that was compared: how far it is off, and how far it may be. `plan` where several are compared."""
 
     kind: Kind
     name: str
     deviation: float
     allowed: float
+    plan: str = ""
 
     @property
     def passed(self) -> bool:
@@ -79,7 +80,7 @@ class Report:
         """This report, or a ParityError that lists what differs."""
         if self.passed:
             return self
-        said = [f"{row.kind} {row.name}: {row.deviation:.2e} off, {row.allowed:.2e} allowed" for row in self.failures]
+        said = [f"{_full(row)}: {row.deviation:.2e} off, {row.allowed:.2e} allowed" for row in self.failures]
         if len(said) > 12:
             said = [*said[:12], f"... and {len(said) - 12} more"]
         advice = "find the first op that differs with shardwright.verify.first_difference(model, plan, example=...)"
@@ -88,14 +89,15 @@ class Report:
 
     def __rich__(self) -> Group:
         table = Table(title=self.title, title_justify="left")
-        for name in ("compared", "tensors", "worst", "deviation", "allowed", ""):
+        several = any(row.plan for row in self.rows)
+        for name in (*(["plan"] if several else []), "compared", "tensors", "worst", "deviation", "allowed", ""):
             table.add_column(name, justify="right" if name in ("tensors", "deviation", "allowed") else "left")
-        for kind in dict.fromkeys(row.kind for row in self.rows):
-            held = [row for row in self.rows if row.kind == kind]
+        for plan, kind in dict.fromkeys((row.plan, row.kind) for row in self.rows):
+            held = [row for row in self.rows if (row.plan, row.kind) == (plan, kind)]
             worst = max(held, key=lambda row: row.ratio)
-            table.add_row(*_cells(worst, len(held)))
+            table.add_row(*([plan] if several else []), *_cells(worst, len(held)))
         for row in self.failures[:10]:
-            table.add_row(*_cells(row))
+            table.add_row(*([row.plan] if several else []), *_cells(row))
         lines = [Text(note) for note in self.notes]
         return Group(table, Text(self._verdict(), style="green" if self.passed else "red"), *lines)
 
@@ -103,11 +105,15 @@ class Report:
         if not self.rows:
             return "nothing was compared"
         worst = self.worst
-        said = f"worst: {worst.kind} {worst.name}, {worst.deviation:.1e} off where {worst.allowed:.1e} is allowed"
+        said = f"worst: {_full(worst)}, {worst.deviation:.1e} off where {worst.allowed:.1e} is allowed"
         return f"{'the same' if self.passed else f'{len(self.failures)} of {len(self.rows)} tensors differ'}; {said}"
 
     def __str__(self) -> str:
         return render(self)
+
+
+def _full(row: Row) -> str:
+    return f"{row.kind} {row.name}" + (f" under {row.plan}" if row.plan else "")
 
 
 def _cells(row: Row, count: int | None = None) -> tuple[str | Text, ...]:

@@ -8,7 +8,8 @@
                         Report
 
 Inside a running world (torchrun) all ranks take part and all get the same report. From one
-process the ranks are started here, as threads or as processes.
+process the ranks are started here, as threads or as processes; without a plan two of them are
+tried with one plan of each kind (`KINDS`), since one rank alone would prove nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture import AUTO, Captured, capture, cast, casting, find_opaque
 from ..compile import skeleton_of
-from ..errors import InputError, PlanError
+from ..errors import InputError, LoweringError, PlanError, raise_all
 from ..ir import Graph
 from ..plan import Plan, read_request
 from ..planning import Batching, PlanLike
@@ -46,10 +47,13 @@ from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, Run, Task, follow, loss
 
 Where = Literal["world", "threads", "processes"]
 
+KINDS = ("dp=2", "tp=2", "zero3=2", "pp=2")
+"""The plans that are tried where none is named."""
+
 
 def verify(
     model: nn.Module,
-    plan: PlanLike = "auto",
+    plan: PlanLike | None = None,
     *,
     example: Any,
     optimizer: MakeOptimizer | Literal["sgd", "adamw"] = "sgd",
@@ -69,6 +73,8 @@ def verify(
 ) -> Report:
     """Run the original and the compiled program on the same batch and compare all that training sees.
 
+    plan       as for parallelize; "auto" needs a size, or a world. Without a plan, in a world what "auto" finds, else
+               two ranks of each kind: dp=2, tp=2, zero3=2 and pp=2. What a model can't do of these the report says.
     example    arguments of a call, at the global batch: a tuple, a dict, or (args, kwargs).
     optimizer  "sgd", "adamw", or a function of a list of parameters.
     loss       a function of what the model returns; by default its loss, or a mix of its outputs.
@@ -96,13 +102,43 @@ def verify(
     order = tuple(sorted(entries, reverse=True))
     task = make_task(model, example, base, device, optimizer, loss, steps, order, seed, exact)
     find_opaque(task.module, opaque)
-    wish = plan_for(model, example, plan, task)
     limit = _limit(task) if tolerance is None else tolerance
-    count = here().size if method == "world" else size or ranks_of(plan)
+    batching = Batching(microbatches=microbatches)
+    if plan is None and method != "world" and size is None:
+        return _each_kind(task, limit=limit, directory=directory, method=method, timeout=timeout, batching=batching)
+    wish = plan_for(model, example, plan or "auto", task)
+    count = here().size if method == "world" else size or _some_ranks(plan or "auto")
     if method == "world":
         _share(task.module)
-    return hold(refer(task), wish, said=_said(plan), count=count, limit=limit, directory=directory, method=method,
-                timeout=timeout, batching=Batching(microbatches=microbatches))  # fmt: skip
+    return hold(refer(task), wish, said=_said(plan or "auto"), count=count, limit=limit, directory=directory,
+                method=method, timeout=timeout, batching=batching)  # fmt: skip
+
+
+def _each_kind(
+    task: Task, *, limit: float, directory: str | Path | None, method: Where, timeout: float, batching: Batching
+) -> Report:
+    """One report of a plan of each kind. What the model can't do is a note, as long as it can do something."""
+    reference = refer(task)
+    rows: list[Row] = []
+    notes: list[str] = [reference.said] if reference.said else []
+    tried: list[str] = []
+    for plan in KINDS:
+        cut = batching if plan.startswith("pp") else Batching()  # only a pipeline cuts the batch
+        try:
+            report = hold(replace(reference, checks=()), plan, said=plan, count=ranks_of(plan), limit=limit,
+                          directory=directory, method=method, timeout=timeout, batching=cut)  # fmt: skip
+        except (PlanError, LoweringError) as error:
+            if isinstance(error, LoweringError) and cut is not batching:
+                raise  # only a batch that can't be cut is found so late
+            notes.append(f"{plan} was not tried: {' '.join(str(error).split())}")
+            continue
+        tried.append(plan)
+        rows += [replace(row, plan=plan) for row in report.rows]
+    if not tried:
+        raise_all(PlanError, f"{type(task.module).__name__} can't be split in two in any way:", notes)
+    kind = name_of(task.precision) or str(task.dtype).removeprefix("torch.")
+    title = f"{type(task.module).__name__} under {', '.join(tried)}, on 2 ranks each, {kind}"
+    return Report(title=title, rows=(*rows, *reference.checks), tolerance=limit, notes=tuple(notes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +237,14 @@ def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> Plan
         return rebind.rebind(known, old, new)
 
     return again
+
+
+def _some_ranks(plan: PlanLike) -> int:
+    """How many ranks a plan is for, which a search does not know."""
+    if plan == "auto":
+        raise InputError('plan="auto" on one rank splits nothing, so that it proves nothing; say for how many ranks '
+                         "with size=2, name a plan, or leave it out to try one of each kind")  # fmt: skip
+    return ranks_of(plan)
 
 
 def ranks_of(plan: PlanLike) -> int:

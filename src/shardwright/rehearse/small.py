@@ -1,0 +1,150 @@
+"""The small plan: what stands for a plan in a rehearsal, found by trying sizes until the program is the same.
+
+Which sizes the atoms and the axes have can change what a program does: two sizes that are equal by chance make parts
+equal that were not, and which way between two layouts is the cheapest may depend on the lengths of the axes. So the
+plan is lowered at real sizes and at small ones, and if the two programs differ in more than sizes, others are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import Any
+
+from torch import nn
+
+from ..capture import Captured
+from ..errors import PlanError
+from ..ir import Graph
+from ..lower import Program
+from ..plan import Plan
+from ..probe import probing
+from ..rules import Analysis, analyse
+from ..verify import Report
+from .layers import Decided, KeptLayers, drop_layers
+from .result import Rehearsal, collectives_of, differences
+from .shrink import fit, widened
+from .sizes import Shared, Sizes, choose_sizes, small_axes
+from .small_call import SmallCall
+from .stages import SmallCluster, shrink_cluster
+from .translate import decided_by, lowered, shared_by, storage_of, stored_by, translated
+
+TRIES = 9
+"""Sizes of the mesh and of atoms that are tried until the small program does what the real one does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallPlan:
+    """A plan at small sizes, with its graph. `changed`: where its program is not the plan's but for sizes."""
+
+    layers: tuple[KeptLayers, ...]
+    real: Plan  # for the same layers, at real sizes
+    sizes: Sizes
+    graph: Graph
+    plan: Plan
+    programs: tuple[Program, ...]
+    changed: tuple[str, ...]
+    small_call: SmallCall
+
+    def result(self, title: str, known: Plan, report: Report, seconds: float) -> Rehearsal:
+        """What is to be said of a run."""
+        real, small = ([segment.mesh for segment in plan.segments] for plan in (self.real, self.plan))
+        pairs = dict.fromkeys((str(long), str(short)) for long, short in zip(real, small, strict=True))
+        return Rehearsal(
+            title=title, meshes=tuple(pairs), devices=(known.size, self.plan.size),
+            microbatches=(known.microbatches, self.plan.microbatches),
+            schedule=known.schedule if known.is_pipeline else "", layers=self.layers,
+            sizes=tuple(sorted(self.sizes.images.items())), kept=self.sizes.kept(),
+            collectives=collectives_of(self.programs), changed=self.changed, report=report, seconds=seconds,
+        )  # fmt: skip
+
+
+def shrink(plan: Plan, captured: Captured, model: nn.Module, leaves: Sequence[Any], seed: int = 0) -> SmallPlan:
+    """A plan for a captured call at small sizes, seen to run on one device. `leaves` are the call's arguments."""
+    graph = captured.graph
+    _check(plan, graph)
+    cluster = shrink_cluster(plan, plan.entries[graph.entry])
+    decided, layers, rename = drop_layers(decided_by(plan, widened(graph), cluster))
+    facts = analyse(decided.graph, probing(captured.functions))
+    meshes = cluster.meshes_of(cluster.axes)
+    real = translated(plan, decided, facts, meshes, replace(cluster, microbatches=plan.microbatches))
+    programs = lowered(decided.graph, real, facts)
+    shrinker = _Shrinker(
+        plan=plan, cluster=cluster, decided=decided, layers=layers, facts=facts, real=real, programs=programs,
+        shared=(*shared_by(decided, facts, meshes, plan.microbatches), *stored_by(facts, programs, meshes)),
+        small_call=SmallCall(captured=captured, module=model, leaves=tuple(leaves), rename=rename, seed=seed),
+    )  # fmt: skip
+    return shrinker.best()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shrinker:
+    """A plan and a graph of few layers at real sizes, and what is to be kept of how things are shared."""
+
+    plan: Plan
+    cluster: SmallCluster
+    decided: Decided
+    layers: tuple[KeptLayers, ...]
+    facts: Analysis
+    real: Plan
+    programs: tuple[Program, ...]
+    shared: tuple[Shared, ...]
+    small_call: SmallCall
+
+    def best(self) -> SmallPlan:
+        """The first small plan whose program is that of the real one, or else the one that is nearest to it."""
+        best: SmallPlan | None = None
+        refusal: PlanError | None = None
+        for axes, gap in islice(self._tries(), TRIES):
+            try:
+                candidate = self._at(axes, gap)
+            except PlanError as error:
+                refusal = refusal or error
+                continue
+            if best is None or len(candidate.changed) < len(best.changed):
+                best = candidate
+            if not candidate.changed:
+                break
+        if best is None:
+            assert refusal is not None
+            raise refusal
+        return best
+
+    def _tries(self) -> Iterator[tuple[Mapping[str, int], int]]:
+        """Sizes of axes, and how far sizes of atoms are apart at least."""
+        axes = tuple(islice(small_axes(self.facts, self.shared, self.cluster.axes, self.cluster.microbatches), TRIES))
+        yield from ((few, gap) for gap, few in product((1, 2, 3), axes[:3]))
+        yield from ((few, 1) for few in axes[3:])
+
+    def _at(self, axes: Mapping[str, int], gap: int) -> SmallPlan:
+        captured, cluster = self.small_call.captured, self.cluster
+        sizes = choose_sizes(self.facts, self.shared, axes, gap)
+        small = fit(self.decided.graph, sizes, captured.functions, self.small_call.attempt)
+        facts = analyse(small, probing(captured.functions))
+        plan = translated(self.plan, replace(self.decided, graph=small), facts, cluster.meshes_of(axes), cluster)
+        programs = lowered(small, plan, facts)
+        changed = (*differences(self.programs, programs), *self._stored_otherwise(programs, plan))
+        return SmallPlan(
+            layers=self.layers, real=self.real, sizes=sizes, graph=small, plan=plan, programs=programs, changed=changed,
+            small_call=self.small_call,
+        )  # fmt: skip
+
+    def _stored_otherwise(self, programs: Sequence[Program], plan: Plan) -> list[str]:
+        """The parameters that are not stored as in the plan."""
+        real = storage_of(self.programs, [segment.mesh for segment in self.real.segments])
+        small = storage_of(programs, [segment.mesh for segment in plan.segments])
+        return [f"{long} is {short} at small sizes" for long, short in zip(real, small, strict=True) if long != short]
+
+
+def _check(plan: Plan, graph: Graph) -> None:
+    """Refuse what can't be rehearsed."""
+    plan.check_against(graph)
+    if graph.entry not in plan.entries:
+        raise PlanError(f"the plan has no entry {graph.entry!r}, and training is what is rehearsed; it has "
+                        f"{', '.join(plan.entries)}")  # fmt: skip
+    if plan.local:
+        raise PlanError('a plan for microbatch_semantics="local" is not rehearsed: its model is not that of one device')
+    if graph.branches:
+        op = next(op for op in graph.ops if op.target in ("call.cond", "call.scan", "call.while_loop"))
+        raise PlanError(f"{op} runs graphs of its own, which are not made smaller; use sw.verify on a small model")

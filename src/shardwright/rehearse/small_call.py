@@ -1,0 +1,138 @@
+"""What stands for the user's model in a rehearsal: a module of random values, and the small graph of its call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..capture import Body, Captured, Opaque
+from ..capture.part import Made, runner
+from ..errors import NonFiniteError
+from ..ir import Graph, Op
+from ..rules.kept import OPAQUE
+from ..verify.run import MakeOptimizer, Task, loss_of
+from .draws import buffer, graph_input, module_of
+from .layers import Rename
+from .shrink import expect, run_fitting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallCall:
+    """Makes the call of the small graph out of the call of the real one.
+
+    module    the user's, for the submodules that stay as they are and for buffers that have values
+    leaves    the arguments of the real call, in the order of `captured.input_leaves`
+    rename    from the path of a submodule to what it is with fewer layers
+    """
+
+    captured: Captured
+    module: nn.Module
+    leaves: tuple[Any, ...]
+    rename: Rename
+    seed: int
+
+    def task(self, graph: Graph, optimizer: MakeOptimizer, steps: int) -> Task:
+        """The training of the small graph."""
+        args, kwargs = pytree.tree_unflatten(self._arguments(graph), self.captured.in_spec)
+        return Task(
+            module=self._module(graph), args=args, kwargs=kwargs, optimizer=optimizer, loss=loss_of, steps=steps,
+            entries=("train",), seed=self.seed,
+        )  # fmt: skip
+
+    def call(self, graph: Graph, module: nn.Module) -> Captured:
+        """The small graph as if it had been captured from the small module."""
+        opaques = self._opaques(graph)
+        functions = dict(self.captured.functions)
+        if OPAQUE in functions:
+            bodies = {call.path: Body(copy.deepcopy(module.get_submodule(call.path))) for call in opaques.values()}
+            functions[OPAQUE] = replace(functions[OPAQUE], call=runner(opaques, module, bodies))
+        leaves = tuple(
+            leaf
+            if leaf.value is None
+            else replace(leaf, shape=graph.values[leaf.value].shape, dtype=graph.values[leaf.value].dtype)
+            for leaf in self.captured.input_leaves
+        )
+        return replace(
+            self.captured, graph=graph, functions=functions, opaques=opaques, input_leaves=leaves,
+            constants=self._constants(graph),
+        )  # fmt: skip
+
+    def attempt(self, graph: Graph) -> None:
+        """Run the small graph forward once; Unfit for an op that its values don't suit."""
+        module = self._module(graph)
+        call = self.call(graph, module)
+        tensors = [leaf for leaf in self._arguments(graph) if isinstance(leaf, Tensor)]
+        values: dict[str, Tensor] = dict(zip((source.value for source in graph.inputs), tensors, strict=True))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        values |= {parameter.value: parameters[parameter.key].detach() for parameter in graph.parameters}
+        for state in graph.buffers:
+            known = call.constants.get(state.value)
+            values[state.value] = buffers[state.key] if known is None else known
+        doubtful: Op | None = None  # memory that is not filled yet may hold anything
+        for op in graph.ops:
+            outputs = run_fitting(op, [values[name] for name in op.inputs], call.functions)
+            expect(op, graph, outputs)
+            values.update(zip(op.outputs, outputs, strict=True))
+            if doubtful is None and any(bool(output.isnan().any()) for output in outputs):
+                doubtful = op
+        results = (values[output.value] for output in graph.outputs if output.value is not None)
+        if doubtful is not None and not all(bool(result.isfinite().all()) for result in results):
+            raise _not_finite(doubtful)
+
+    def _module(self, graph: Graph) -> nn.Module:
+        paths = {call.path: before for call, before in self._kept_calls(graph)}
+        return module_of(graph, self.module, paths, self.captured.constants, self.seed)
+
+    def _kept_calls(self, graph: Graph) -> list[tuple[Opaque, str]]:
+        """The calls of submodules that stay as they are, with their path in the user's model."""
+        there = {op.argument("op_key") for op in graph.ops if op.target == OPAQUE}
+        calls: list[tuple[Opaque, str]] = []
+        for old, call in self.captured.opaques.items():
+            key, path = self.rename(old), self.rename(call.path)
+            if key is not None and path is not None and key in there:
+                calls.append((replace(call, key=key, path=path), call.path))
+        return calls
+
+    def _opaques(self, graph: Graph) -> dict[str, Opaque]:
+        """The same calls, which return what the small graph says."""
+        outputs = {op.argument("op_key"): op.outputs for op in graph.ops if op.target == OPAQUE}
+        calls: dict[str, Opaque] = {}
+        for call, _ in self._kept_calls(graph):
+            pairs = zip((graph.values[name] for name in outputs[call.key]), call.made, strict=True)
+            shapes = tuple(Made(value.shape, getattr(torch, value.dtype), old.gradient) for value, old in pairs)
+            calls[call.key] = replace(call, made=shapes)
+        return calls
+
+    def _constants(self, graph: Graph) -> Mapping[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        constants = self.captured.constants
+        return {
+            state.value: buffer(graph.values[state.value], constants[state.value], generator)
+            for state in graph.buffers
+            if state.value in constants
+        }
+
+    def _arguments(self, graph: Graph) -> list[Any]:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        arguments: list[Any] = []
+        for leaf, known in zip(self.captured.input_leaves, self.leaves, strict=True):
+            if leaf.value is None:
+                arguments.append(leaf.literal)
+                continue
+            tensor = graph_input(graph, graph.values[leaf.value], known, generator)
+            arguments.append(tensor.requires_grad_(isinstance(known, Tensor) and known.requires_grad))
+        return arguments
+
+
+def _not_finite(op: Op) -> NonFiniteError:
+    return NonFiniteError(
+        f"{op} gives numbers that are not finite with the random values of a rehearsal, which can't be compared; "
+        "pass an example with values that it can take"
+    )

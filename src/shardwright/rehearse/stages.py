@@ -1,0 +1,124 @@
+"""A smaller cluster: meshes of two or three along each axis, of each kind of pipeline rank the first two and the last.
+
+    16 pipeline ranks of dp=8 x tp=8, 96 microbatches        3 of dp=2 x tp=2, 6 microbatches
+
+The stages of a pipeline rank that goes are taken over by the second of its kind, for the same part of each schedule's
+round; a stage that begins in the middle of a layer still does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..layout import Axis, Mesh
+from ..plan import Plan
+from ..plan.plan import Segment
+from ..schedule import Schedule, fewer, spread
+
+Devices = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallCluster:
+    """What stands for the stages of a plan."""
+
+    stage: tuple[int, ...]  # for each stage of the plan the one that takes it over
+    like: tuple[int, ...]  # for each stage that is kept its number in the plan
+    meshes: tuple[Mesh, ...]  # of the stages that are kept, as the plan has them
+    microbatches: int
+    schedule: Schedule | None  # of the pipeline ranks that are kept, if the plan spells one out
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The longest that each axis is."""
+        longest: dict[str, int] = {}
+        for mesh in self.meshes:
+            longest |= {axis.name: max(axis.size, longest.get(axis.name, 1)) for axis in mesh.axes}
+        return longest
+
+    def meshes_of(self, sizes: Mapping[str, int]) -> tuple[Mesh, ...]:
+        """The meshes of the stages that are kept, with axes no longer than `sizes` says, devices numbered anew."""
+        seats: dict[Devices, Mesh] = {}
+        count = 0
+        for mesh in self.meshes:
+            if mesh.devices not in seats:
+                axes = tuple(Axis(name=axis.name, size=min(axis.size, sizes[axis.name])) for axis in mesh.axes)
+                small = Mesh(axes=axes)
+                seats[mesh.devices] = replace(small, devices=tuple(range(count, count + small.size)))
+                count += small.size
+        return tuple(seats[mesh.devices] for mesh in self.meshes)
+
+    def steps(self, meshes: Sequence[Mesh]) -> Mapping[str, object] | None:
+        """The schedule that the plan spells out, over other meshes."""
+        if self.schedule is None:
+            return None
+        seats = tuple(dict.fromkeys(mesh.devices for mesh in meshes))
+        return spread(self.schedule, seats).to_json()
+
+
+def shrink_cluster(plan: Plan, segments: Sequence[Segment]) -> SmallCluster:
+    """Which stages and how many microbatches stand for those of a plan."""
+    meshes = [segment.mesh for segment in segments]
+    seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
+    at = {devices: number for number, devices in enumerate(seats)}
+    place = [at[mesh.devices] for mesh in meshes]
+    shape = {at[mesh.devices]: mesh.axes for mesh in meshes}
+    heir = _heirs([shape[number] for number in range(len(seats))], spelled_out=plan.steps is not None)
+    kept = [number for number, seat in enumerate(place) if heir[seat] == seat]
+    stage = tuple(_taken_over(number, place, heir, kept) for number in range(len(meshes)))
+    left = len(set(heir))
+    count = _microbatches(plan.microbatches, len(seats), left)
+    schedule = None
+    if plan.steps is not None:
+        schedule = _of_seats(fewer(Schedule.from_json(plan.steps), count), seats)
+    return SmallCluster(
+        stage=stage, like=tuple(kept), meshes=tuple(meshes[number] for number in kept), microbatches=count,
+        schedule=schedule,
+    )  # fmt: skip
+
+
+def _heirs(shapes: Sequence[tuple[Axis, ...]], *, spelled_out: bool) -> list[int]:
+    """For each pipeline rank the one that takes its stages over: itself, or the second of its run of equal ones."""
+    if spelled_out:  # a schedule that has no name can't be made for fewer
+        return list(range(len(shapes)))
+    heirs: list[int] = []
+    for start, end in _runs(shapes):
+        heirs += [number if number < start + 2 or number == end - 1 else start + 1 for number in range(start, end)]
+    return heirs
+
+
+def _runs(shapes: Sequence[tuple[Axis, ...]]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for at in range(1, len(shapes) + 1):
+        if at == len(shapes) or shapes[at] != shapes[start]:
+            yield start, at
+            start = at
+
+
+def _taken_over(number: int, place: Sequence[int], heir: Sequence[int], kept: Sequence[int]) -> int:
+    """The kept stage, by its new number, that a stage becomes a part of: the next before or after it, so that stages
+    stay in their order. One of the two is of the rank that inherits: ranks come one after the other, down or up."""
+    before = max((at for at in kept if at <= number), default=kept[0])
+    after = min((at for at in kept if at >= number), default=kept[-1])
+    mine = heir[place[number]]
+    return kept.index(before if place[before] == mine else after)
+
+
+def _microbatches(count: int, ranks: int, left: int) -> int:
+    """As many a pipeline rank as before, up to two."""
+    if count >= 2 * ranks:
+        return min(count, max(2 * left, 2))
+    if count >= ranks:
+        return left + (count > ranks)
+    return max(1, min(count, left - 1))
+
+
+def _of_seats(schedule: Schedule, seats: Sequence[Devices]) -> Schedule:
+    """A schedule with one device for each pipeline rank."""
+    at = {devices: number for number, devices in enumerate(tuple(sorted(seat)) for seat in seats)}
+    return replace(
+        schedule,
+        devices=tuple(schedule.devices[seat[0]] for seat in seats),
+        holders=tuple((at[tuple(sorted(devices))],) for devices in schedule.holders),
+    )
