@@ -21,7 +21,9 @@ import torch
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
-_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_INSIDE = (_TORCH, os.path.dirname(__file__) + os.sep)
+_MODELS = os.path.join(_TORCH, "nn") + os.sep  # which checks values as a user's model does
 
 
 class PassedChecks(TorchFunctionMode):
@@ -62,7 +64,10 @@ def unvalidated() -> Iterator[None]:
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_INSIDE) or path.startswith(_MODELS):
+            break
         frame = frame.f_back
     return frame
 

@@ -359,6 +359,9 @@ def _read(held: Any, place: Place) -> Any:
 
 def _facts(value: Any, place: Place) -> list[Fact]:
     values = value if isinstance(value, tuple | list) else [value]
+    if any(isinstance(held, tuple | list) for held in values):
+        remedy = "Keep the submodule out with sw.opaque(submodule)."
+        raise unsupported("the op returns a list of tensors beside others", place.source, remedy)
     return [fact_of(held, place.source) for held in values if isinstance(held, torch.Tensor)]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..ir import Dtype, Op, Slot, Value
 from .draft import Draft, Fact, Ref, Step, map_refs, refs
+from .schema import draws, torch_op
 
-RANDOM = re.compile(r"dropout|rand|bernoulli|normal|multinomial|uniform|exponential|poisson|rrelu|cauchy|geometric")
 HALF = frozenset({"float32", "float16", "bfloat16"})
 
 
@@ -44,7 +44,7 @@ def join_repeats(draft: Draft) -> None:
 
 
 def _pure(draft: Draft, step: Step) -> bool:
-    random = RANDOM.search(step.kind) or step.arguments.get("dropout_p")
+    random = draws(torch_op(step.target), step.arguments)
     return not random and not any(draft.facts[name].gradient for name in step.outputs)
 
 
@@ -171,7 +171,7 @@ def ops_of(draft: Draft, names: Mapping[str, str]) -> tuple[Op, ...]:
                 name=name, target=step.target, arguments=tuple(arguments.items()),
                 inputs=tuple(names[held] for held in inputs), outputs=tuple(names[held] for held in step.outputs),
                 source=place.source, module_path=place.module, region=place.region, autocast=place.autocast,
-                no_grad=place.no_grad,
+                no_grad=place.no_grad, draws=draws(torch_op(step.target), step.arguments),
             )
         )  # fmt: skip
     return tuple(found)

@@ -29,7 +29,9 @@ def cross_entropy(call: Call) -> Rule:
 
 
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default")
-def nll_loss(call: Call) -> Rule:
+def nll_loss(call: Call) -> Rule | None:
+    if len(call.shape) == 1:
+        return None  # a single row
     reduction = call.op.argument("reduction", MEAN)
     rows = letters(len(call.inputs[1].shape), "n")
     mark = {NONE: "", MEAN: "=rows+", SUM: "+"}[reduction]

@@ -42,7 +42,9 @@ fixed("* k+ ~1, * k+ ~2 -> *", "linalg_vecdot")
 
 
 @rule("inner")
-def inner(call: Call) -> Rule:
+def inner(call: Call) -> Rule | None:
+    if not all(value.shape for value in call.inputs):
+        return None
     left, right = letters(len(call.shape) - 1, "m"), letters(len(call.inputs[1].shape) - 1, "n")
     return write([[*left, "k+"], [*right, "k+"]], [[*left, *right]], [1, 2])
 
