@@ -13,7 +13,9 @@ REASONS: dict[str, str] = {
     "number": "a number is taken out of a tensor (`item`, a `start` that is a tensor), or decides how the call goes on",
     "sparse": "sparse tensors, as input or result",
     "list": "the op returns a list of tensors beside other tensors",
-    "statistics": "running statistics are written in place by an op that does not say so (use `nn.BatchNorm*`)",
+    "memory": "it writes by places in memory, which the values of a graph don't have",
+    "statistics": "running statistics are written in place by an op that does not say so",
+    "momentum": "with `momentum=None` the number of batches so far is taken out of a tensor",
     "channels": "a batch norm of a tensor without a dim of channels",
     "fake": "torch itself can't trace the op without running it",
 }
@@ -21,17 +23,20 @@ REASONS: dict[str, str] = {
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys((
-        "argwhere", "bincount", "combinations", "masked_select", "nonzero", "unique", "unique_consecutive",
-        "nn.functional.one_hot", "tensor_split",
+        "__getitem__", "argwhere", "bincount", "combinations", "masked_select", "nn.functional.one_hot", "nonzero",
+        "repeat_interleave", "tensor_split", "unique", "unique_consecutive",
     ), "values"),
-    **dict.fromkeys(("allclose", "equal", "item", "cov", "corrcoef", "narrow"), "number"),
-    **dict.fromkeys(("to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm"), "sparse"),
-    **dict.fromkeys(("histogramdd",), "list"),
+    **dict.fromkeys(("allclose", "corrcoef", "cov", "equal", "item", "narrow"), "number"),
+    **dict.fromkeys(("sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse"), "sparse"),
+    "histogramdd": "list",
+    "as_strided_scatter": "memory",
     **dict.fromkeys((
-        "_batch_norm_with_update", "_native_batch_norm_legit", "nn.functional.instance_norm",
+        "_batch_norm_with_update", "_native_batch_norm_legit", "nn.functional.instance_norm", "nn.InstanceNorm1d",
+        "nn.InstanceNorm2d", "nn.InstanceNorm3d",
     ), "statistics"),
-    **dict.fromkeys(("nn.functional.batch_norm",), "channels"),
-    **dict.fromkeys(("linalg.lstsq", "linalg.lstsq.grad_oriented", "nn.functional.ctc_loss"), "fake"),
+    **dict.fromkeys(("nn.BatchNorm2d", "nn.BatchNorm3d"), "momentum"),
+    "nn.functional.batch_norm": "channels",
+    **dict.fromkeys(("linalg.lstsq", "linalg.lstsq.grad_oriented", "nn.functional.ctc_loss", "nn.CTCLoss"), "fake"),
 }  # fmt: skip
 """The word of `REASONS` for each subject of which some sample is refused."""
 

@@ -52,7 +52,7 @@ def judge_splits(sample: Sample) -> list[tuple[int, Verdict]]:
             captured = capture(skeleton_of(sample.module), sample.args, sample.kwargs, real=lambda: real)
             facts = analyse(captured.graph, probing(captured.functions))
             ways = [parts for parts in WAYS if _split_ops(facts, parts)]
-            wrong = _wrong_roles(sample, captured, facts, ways)
+            wrong = {} if undefined(sample.subject) else _wrong_roles(sample, captured, facts, ways)
         except Exception as error:  # it was captured before: whatever it is now is a fault
             return [(2, Verdict("foreign", described(error)))]
         return [(parts, wrong.get(parts) or _judge(sample, captured, wanted, parts)) for parts in ways]

@@ -14,6 +14,7 @@ from typing import Any
 from ..ir import Dtype
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
+from .strides import element_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +162,29 @@ def _arithmetic(call: Call) -> list[str]:
     return call.keep()
 
 
-@_for("as_strided")
+@_for("as_strided_scatter")
+def _as_strided_scatter(call: Call) -> list[str]:
+    remedy = "Use slice_scatter, index_put or torch.where."
+    raise unsupported("as_strided_scatter writes by places in memory, which values don't have", call.place.source, remedy)
+
+
+@_for("as_strided", "as_strided_copy")
 def _as_strided(call: Call) -> list[str]:
-    """It goes by the memory of what it is given, which is in order (convert.py refuses anything else)."""
-    ordered = call.draft.emit_one("aten.contiguous.default", {"self": call.first}, call.given, call.place)
-    return call.emit(**{**call.arguments, "self": Ref(ordered)})
+    """Places in memory are places in the order of the elements, where memory is in order (convert.py refuses the rest).
+
+    Said so, it does not matter where and how a value lies here, on one device or on many.
+    """
+    size, strides = call.arguments["size"], call.arguments["stride"]
+    places = element_numbers(call.draft, size, strides, call.arguments.get("storage_offset") or 0, call.place)
+    return call.emit("aten.take.default", self=call.first, index=places)
+
+
+@_for("cross")
+def _cross(call: Call) -> list[str]:
+    """Without a dim it is the first of size 3, which on a piece might be another one."""
+    if call.arguments.get("dim") is not None:
+        return call.keep()
+    return call.emit(**call.arguments | {"dim": call.fact.shape.index(3)})
 
 
 @_for("repeat_interleave")

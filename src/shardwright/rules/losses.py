@@ -11,11 +11,13 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 @rule("aten.cross_entropy_loss.default")
-def cross_entropy(call: Call) -> Rule:
+def cross_entropy(call: Call) -> Rule | None:
     """Rows by the exact mean (local sum over global count), classes by the algorithm that sums inside."""
     logits, target = call.inputs[0], call.inputs[1]
     reduction = call.op.argument("reduction", MEAN)
     probabilities = target.floating
+    if len(logits.shape) == 1 and len(call.inputs) > 2:
+        return None  # a single row with weights by class
     if len(logits.shape) == 1:
         return parse(f"c=classes, {'' if not probabilities else 'c=classes'} -> ")
     rows = letters(len(logits.shape) - 1, "n")

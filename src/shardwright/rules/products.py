@@ -172,10 +172,10 @@ def attention(call: Call) -> Rule | None:
 
     With grouped heads the queries' heads are (g r) and those of keys and values g.
     """
-    q, k = call.inputs[0].shape, call.inputs[1].shape
+    q, k, v = (value.shape for value in call.inputs[:3])
+    if len(q) < 3 or not q[:-3] == k[:-3] == v[:-3] or not len(q) == len(k) == len(v):
+        return None  # leading dims that broadcast
     lead = letters(len(q) - 3, "b")
-    if len(q) < 3:
-        return None
     query_heads, key_heads = q[-3], k[-3]
     grouped = query_heads != key_heads
     heads = "(g r)" if grouped else "g"
