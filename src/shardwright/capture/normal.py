@@ -165,7 +165,8 @@ def _arithmetic(call: Call) -> list[str]:
 @_for("as_strided_scatter")
 def _as_strided_scatter(call: Call) -> list[str]:
     remedy = "Use slice_scatter, index_put or torch.where."
-    raise unsupported("as_strided_scatter writes by places in memory, which values don't have", call.place.source, remedy)
+    what = "as_strided_scatter writes by places in memory, which values don't have"
+    raise unsupported(what, call.place.source, remedy)
 
 
 @_for("as_strided", "as_strided_copy")
@@ -383,8 +384,9 @@ def _batch_norm(call: Call) -> list[str]:
     if len(call.given.shape) < 2:
         raise unsupported("a batch norm needs a dim of channels", call.place.source, "Give it two dims at least.")
     arguments = {name: value for name, value in call.arguments.items() if name != "cudnn_enabled"}
-    if not arguments["training"]:
-        return call.emit(**{**arguments, "cudnn_enabled": False})
+    empty = 0 in call.given.shape and arguments.get("running_mean") is not None  # nothing is seen, nothing changes
+    if not arguments["training"] or empty:
+        return call.emit(**{**arguments, "training": False, "cudnn_enabled": False})
     channel = Fact((call.given.shape[1],), call.given.dtype)
     if arguments.get("running_mean") is None:
         arguments = {name: value for name, value in arguments.items() if not name.startswith("running")}
