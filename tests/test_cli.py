@@ -388,6 +388,11 @@ def test_rows_are_repeated_or_cut():
     assert with_rows(((x,), {}), 2)[0][0].tolist() == [0, 1]
 
 
+def test_an_input_without_a_batch_dim_is_not_repeated():
+    (x, mask), _ = with_rows(((torch.zeros(3, 2, 4), torch.eye(2)), {}), 5)
+    assert (x.shape, mask.shape) == ((5, 2, 4), (2, 2))
+
+
 def test_the_installed_command_helps():
     command = [sys.executable, "-m", "shardwright.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -27,7 +27,8 @@ from .runtime.model import ParallelModel
 from .runtime.optimizer import leaf_of
 from .runtime.parameters import ShardParameter, Untouched
 from .runtime.refresh import Refresh
-from .runtime.state import as_state, name_of, piece_of_value
+from .runtime.state import name_of
+from .runtime.state_values import as_state, piece_of_value
 
 
 class EMA:

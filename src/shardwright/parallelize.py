@@ -8,19 +8,20 @@ package; `compile.py` walks them for a call, this file is the door.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from .capture import Captured, capture, cast, casting, find_opaque
 from .cluster import find as find_cluster
 from .cluster import quantity
-from .compile import Compiler, Outputs, skeleton_of
+from .compile import Compiler, Outputs, skeleton_of, with_unbatched
 from .cost import Training
 from .errors import InputError
 from .parts import Parts, replace_parts
@@ -31,11 +32,14 @@ from .planning import Batching, PlanLike, Setting, cluster_for, cluster_here, ma
 from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
+from .runtime import faults
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
+from .runtime.optimizer import Optimizers, several
 from .runtime.pipeline.loop import Backward
 from .runtime.reduction import Kind
 from .runtime.world import World, start
+from .wrapping import check_optimizers, unwrapped
 
 GENERATED = Path(".shardwright")
 How = Literal["marked", "auto"]
@@ -43,12 +47,12 @@ Semantics = Literal["global", "local"]
 
 
 def parallelize(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, example: Any = None, plan: PlanLike = "auto",
+    model: nn.Module, optimizer: Optimizers = None, *, example: Any = None, plan: PlanLike = "auto",
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
     precision: PrecisionLike = None, inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1,
     reduction: Kind = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
-    parts: Parts | None = None, opaque: How = "marked",
+    parts: Parts | None = None, opaque: How = "marked", unbatched: Sequence[str] | None = None,
 ) -> Any:  # fmt: skip
     """Compile a model for all processes of this run.
 
@@ -79,23 +83,26 @@ def parallelize(
                 module: a list of paths, or a dict of paths and plans. Returns the same model then.
     opaque      "marked": submodules given to sw.opaque stay as they are; "auto": also the smallest submodules that
                 can't be captured, with a warning.
+    unbatched   names of the inputs that have no batch dim, such as ["mask"]; without it sizes tell, see docs/data.md.
 
-    Returns the model, or the model and the optimizer if one was given: the same object, now working on the pieces.
+    Returns the model, or the model and the optimizer (or the list of all that train it), now working on the pieces.
     """
     _check(inputs, outputs, accumulate, reduction)
     _check_batching(microbatches, microbatch_semantics, backward)
     exact = _exact(precision, model, optimizer)
+    model = unwrapped(model)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
+    check_optimizers(model, several(optimizer), rows=inputs == "rows" and world.size > 1)
     if parts is not None:
-        _check_parts(example, constraints, exact.casts)
+        _check_parts(example, constraints, exact.casts, unbatched)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
-    wishes = Wishes(memory=read_bytes(memory), constraints=asked)
-    setting = _setting(plan, cluster, world, training_of(optimizer, accumulate, exact), wishes, inputs)
+    training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
+    setting = _setting(plan, cluster, world, training, Wishes(memory=read_bytes(memory), constraints=asked), inputs)
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
-        precision=exact,
+        precision=exact, unbatched=unbatched,
     )  # fmt: skip
     made = _made(model, compiler, example, accumulate, opaque, reduction)
     return made if optimizer is None else (made, optimizer)
@@ -114,8 +121,12 @@ def _setting(
 def _made(
     model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: Kind
 ) -> ParallelModel:
+    check_names(model, compiler.call_inputs.unbatched)
+    compiler.stated = {"accumulate": accumulate, "reduction": reduction, "opaque": opaque}
     find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
+    with faults.calling():
+        compiler.agree()
     if example is not None:
         made.prepare(*arguments_of(example))
     else:
@@ -123,7 +134,7 @@ def _made(
     return made
 
 
-def _exact(precision: PrecisionLike, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Precision:
+def _exact(precision: PrecisionLike, model: nn.Module, optimizer: Optimizers) -> Precision:
     found = read_precision(precision)
     if found.master and optimizer is None and model.training:
         raise InputError(
@@ -158,11 +169,29 @@ def _check_batching(microbatches: int | None, semantics: str, backward: str) -> 
         raise InputError(f'backward={backward!r} is not known; use "inside" or "outside"')
 
 
-def _check_parts(example: Any, constraints: Any, casts: bool) -> None:
+def check_names(model: nn.Module, unbatched: Sequence[str] | None) -> None:
+    """Refuse a name of an input that a call of the model can't pass: a slip of the pen would be without effect."""
+    if unbatched is None:
+        return
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    strange = [name for name in unbatched if re.split(r"[\[.]", name)[0] not in names]
+    if strange:
+        raise InputError(
+            f"unbatched={list(unbatched)}: {type(model).__name__} has no input {', '.join(strange)}; its inputs "
+            f"are {', '.join(names)}"
+        )
+
+
+def _check_parts(example: Any, constraints: Any, casts: bool, unbatched: Any) -> None:
     if example is not None:
         raise InputError("parts are compiled at their first call, for what it gives them; leave example out")
     if constraints is not None:
         raise InputError("constraints are for the search over a whole model, not over parts of one; leave them out")
+    if unbatched is not None:
+        raise InputError("unbatched names inputs of a whole model, not of parts of one; leave it out")
     if casts:
         raise InputError("precision is for a whole model; cast the parts, or use torch.autocast in the model")
 
@@ -172,7 +201,7 @@ def plan(
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
     precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
     opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, unbatched: Sequence[str] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a model, without running anything: no processes, no GPU, and meta parameters are fine.
 
@@ -184,13 +213,14 @@ def plan(
     microbatches  how many, in a pipeline; without it, about four a stage, or what "auto" finds
     seconds     how long "auto" searches at most; the plan says if that was not enough
     progress    is called with what is being looked at, and the best time of a step so far
+    unbatched   as `parallelize` takes it: inputs that have no batch dim
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
     made, _ = planned(
         model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
         precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
-        constraints=constraints, progress=progress, microbatches=microbatches,
+        constraints=constraints, progress=progress, microbatches=microbatches, unbatched=unbatched,
     )  # fmt: skip
     return made
 
@@ -200,7 +230,7 @@ def planned(
     entry: str = "train", memory: str | float | None, optimizer: str, precision: PrecisionLike, accumulate: int,
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
-    microbatches: int | None = None,
+    microbatches: int | None = None, unbatched: Sequence[str] | None = None,
 ) -> tuple[Plan, Captured]:  # fmt: skip
     """A plan as `plan` makes it, and the call that it is for.
 
@@ -208,7 +238,8 @@ def planned(
     stop    says when to end the search with the best so far
     """
     exact = read_precision(precision)
-    captured = captured_graph(model, example, entry=entry, opaque=opaque, precision=exact)
+    check_names(model, unbatched)
+    captured = with_unbatched(captured_graph(model, example, entry=entry, opaque=opaque, precision=exact), unbatched)
     if outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
     count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
@@ -236,6 +267,7 @@ def captured_graph(
     """What a call of a model computes."""
     exact = read_precision(precision)
     args, kwargs = arguments_of(example)
+    model = unwrapped(model)
     skeleton = find_opaque(cast(skeleton_of(model), exact), opaque)
     held = entry or ("train" if model.training else "eval")
     with casting(skeleton, exact):

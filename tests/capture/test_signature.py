@@ -92,9 +92,18 @@ def test_an_hf_cache_comes_back_as_a_cache():
     assert torch.equal(made.loss, expected.loss)
 
 
-def test_a_batch_size_that_differs_between_inputs_is_none():
+def test_a_batch_size_is_that_of_the_inputs_that_sizes_tell():
     class Add(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return a + b
 
-    assert capture(Add(), (torch.ones(2, 3), torch.ones(3))).graph.batch is None
+    found = capture(Add(), (torch.ones(2, 3), torch.ones(3))).graph
+    assert found.batch == 2 and [held.batched for held in found.inputs] == [True, False]
+
+
+def test_a_batch_size_that_sizes_do_not_tell_is_none():
+    class Both(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a.sum() + b.sum()
+
+    assert capture(Both(), (torch.ones(2, 3), torch.ones(4))).graph.batch is None

@@ -15,7 +15,7 @@ import shardwright as sw
 from shardwright.checkpoint import open_checkpoint
 from shardwright.checkpoint.index import Reader
 from shardwright.errors import CheckpointError, InputError
-from shardwright.runtime.state import PieceTensor
+from shardwright.runtime.state_values import PieceTensor
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 

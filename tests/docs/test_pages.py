@@ -16,6 +16,7 @@ PAGES = [
     "experts.md",
     "precision.md",
     "training.md",
+    "troubleshooting.md",
     "faults.md",
     "huggingface.md",
     "lightning.md",

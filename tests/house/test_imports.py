@@ -9,6 +9,7 @@ from .source import SRC, Import, imports
 # Section 2 of the design, every room with all it may import of ours, in the order data goes through them.
 MAY_IMPORT = {
     "errors": "",
+    "batch_dim": "",
     "precision": "errors",
     "layout": "errors",
     "tie": "",
@@ -16,27 +17,28 @@ MAY_IMPORT = {
     "schedule": "errors layout",
     "ir": "errors layout",
     "rules": "errors layout conversion ir",
-    "capture": "errors precision layout tie ir rules",
+    "capture": "errors batch_dim precision layout tie ir rules",
     "cluster": "errors layout",
     "cost": "errors layout conversion schedule ir rules cluster",
     "plan": "errors layout conversion schedule ir rules cluster cost",
     "lower": "errors layout conversion schedule ir rules plan",
     "probe": "errors layout ir rules capture lower",
     "emit": "errors layout schedule ir rules plan lower",
-    "runtime": "errors layout tie schedule",
+    "runtime": "errors batch_dim layout tie schedule",
+    "wrapping": "errors runtime",
     "planning": "errors precision ir rules capture cluster cost plan runtime",
     "compile": (
-        "errors precision layout conversion schedule ir rules capture cluster cost plan lower probe emit runtime "
-        "planning"
+        "errors batch_dim precision layout conversion schedule ir rules capture cluster cost plan lower probe emit "
+        "runtime planning"
     ),
     "verify": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
-        "compile"
+        "compile wrapping"
     ),
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
-        "compile parts verify"
+        "compile parts verify wrapping"
     ),
     "checkpoint": "errors runtime",
     "ema": "errors runtime",
@@ -48,11 +50,13 @@ MAY_IMPORT = {
     "lightning": "errors runtime planning compile parts parallelize checkpoint",
     "huggingface": "",
     "cli": (
-        "errors precision schedule ir capture cluster calibrate plan lower emit runtime planning compile verify "
-        "parallelize checkpoint report train"
+        "errors batch_dim precision schedule ir capture cluster calibrate plan lower emit runtime planning compile "
+        "verify parallelize checkpoint report train"
     ),
 }
-NO_TORCH = frozenset("errors precision layout conversion schedule ir rules cluster cost plan lower emit".split())
+NO_TORCH = frozenset(
+    "errors batch_dim precision layout conversion schedule ir rules cluster cost plan lower emit".split()
+)
 
 
 def is_torch(target: str) -> bool:

@@ -162,7 +162,7 @@ def test_ranks_of_one_group_that_pass_different_rows(tmp_path):
     def call(rank, model, args):
         model(args[0] + rank, args[1])
 
-    words = ('inputs="rows"', "the ranks [0, 1] pass the same rows", "model.data_rank")
+    words = ('inputs="rows"', "rank 1 passes another x than rank 0", "parts of one replica", "model.data_rank")
     refused(InputError, 4, "dp=2,tp=2", tmp_path, *words, call=call, inputs="rows")
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime.state import PieceTensor
+from shardwright.runtime.state_values import PieceTensor
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 

@@ -50,6 +50,8 @@ def groups_of(module, kind):
     weights = [held for held in module.parameters() if held.dim() == 2]
     rest = [held for held in module.parameters() if held.dim() != 2]
     if kind == "Muon":
+        for held in rest:
+            held.requires_grad_(False)
         return [{"params": weights[:1], "lr": 3e-2}, {"params": weights[1:]}]
     return [{"params": weights, "lr": 2e-2}, {"params": rest}]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from shardwright.errors import RankError
+from shardwright.errors import InputError
 from shardwright.layout import FANNED, Axis, Block, Mesh, make_cut, make_layout, plain_cut
-from shardwright.runtime.holding import Held, coordinates, gather, scatter, wanted_groups
+from shardwright.runtime.holding import Held, coordinates, cutting_axes, gather, scatter, wanted_groups
 from shardwright.runtime.parameters import ShardParameter, make_parameter, set_raw_gradient
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_processes, run_ranks
@@ -194,16 +194,26 @@ def test_copies_keep_their_place():
         assert (copied[0].shard == 7).all()
         assert not (made[0] == 7).any()
 
-        file = io.BytesIO()
-        torch.save(made[0], file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        assert torch.equal(loaded.data, made[0].data)
-        assert loaded.held == made[0].held
-        with pytest.raises(RankError, match="unpickled"):
-            loaded.norm()
-
     run_ranks(4, body)
+
+
+def test_a_piece_is_pickled_if_it_is_whole_here():
+    def body(rank):
+        made, _ = parameters(1, whole_gradients())
+        for parameter in made:
+            file = io.BytesIO()
+            if not cutting_axes(parameter.spread, MESH):
+                torch.save(parameter, file)
+                file.seek(0)
+                loaded = torch.load(file)
+                assert type(loaded) is torch.nn.Parameter
+                assert torch.equal(loaded, parameter.data)
+            else:
+                with pytest.raises(InputError, match="is not whole here"):
+                    torch.save(parameter, file)
+        return [not cutting_axes(parameter.spread, MESH) for parameter in made]
+
+    assert {kind for kinds in run_ranks(4, body) for kind in kinds} == {True, False}
 
 
 def _clip_in_a_process(rank):

@@ -12,7 +12,6 @@ from shardwright.errors import InputError
 from shardwright.runtime.gradients import GradientSync
 from shardwright.runtime.optimizer import adopt
 from shardwright.runtime.state import (
-    PieceTensor,
     fill_state,
     full_state_dict,
     load_optimizer_state_dict,
@@ -21,6 +20,7 @@ from shardwright.runtime.state import (
     state_dict,
     without_unsaved,
 )
+from shardwright.runtime.state_values import PieceTensor
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 from tests.runtime.test_zero import Split
@@ -54,7 +54,7 @@ def test_values_have_whole_shapes_and_full_tensors(dp, tp, level):
         assert shapes == {key: tuple(value.shape) for key, value in whole_by_key().items()}
         if tp > 1:  # the rows of w1 are fused, those of idle are not
             assert kinds["w1"] == "PieceTensor"
-            assert kinds["idle"] == "DTensor"
+            assert kinds["idle"] == "ShardedState"
 
 
 def test_full_state_dict_everywhere_or_on_one_rank():

@@ -330,3 +330,23 @@ def test_a_model_without_a_loss_is_told_what_to_do(tmp_path):
 
 def test_the_trainer_is_public():
     assert sw.Trainer is trainer.__globals__["Trainer"]
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, prior, x):
+        return (self.linear(x) * prior).square().mean()
+
+
+def test_rows_are_not_counted_by_an_input_that_has_no_batch_dim(tmp_path):
+    def collate(batch):
+        return {"prior": torch.ones(3), "x": torch.stack(batch)}
+
+    data = DataLoader(list(torch.randn(10, 4)), batch_size=5, collate_fn=collate)
+    made = sw.Trainer(
+        model=Weighted(), train_data=data, plan="single", directory=tmp_path, max_epochs=1, unbatched=["prior"]
+    )
+    assert made.fit().rows == 10

@@ -8,6 +8,7 @@ from .interpret import run
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
 from .real import NoValues, Real
+from .signature import input_paths
 from .trace import without_collection
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "casting",
     "experts",
     "find_opaque",
+    "input_paths",
     "opaque",
     "run",
     "without_collection",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..batch_dim import find_batch_dim
 from ..errors import CaptureError
 from ..ir import Buffer, Graph, Input, Op, Output, Parameter, check
 from ..rules.kept import OPAQUE
@@ -26,6 +27,7 @@ from .interpret import run_plain
 from .leaves import Leaves
 from .part import Body, Opaque, runner
 from .real import Real
+from .registration import nothing_registered
 from .signature import input_paths, output_paths
 from .trace import Trace, trace, without_collection
 
@@ -56,7 +58,8 @@ def capture(
         traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
         return _assembled(traced, module, args, kwargs, entry, promote, name)
 
-    return _widened(module, make)
+    with nothing_registered(module):
+        return _widened(module, make)
 
 
 @without_collection()
@@ -73,7 +76,8 @@ def capture_pair(
         wanted = promote(plain.graph)
         return plain, _assembled(traced, module, args, kwargs, entry, True, None) if wanted else None
 
-    return _widened(module, make)
+    with nothing_registered(module):
+        return _widened(module, make)
 
 
 def _widened(module: nn.Module, make: Callable[[], Made]) -> Made:
@@ -152,11 +156,16 @@ def _finish(
     drop_dead(draft, [held for held in (*ends, *updates.values()) if held is not None])
     unread = leaves.constants.keys() - {held for step in draft.steps for held in step.inputs()} - set(ends)
     names = value_names(draft, {held: wish for held, wish in leaves.wishes.items() if held not in unread})
+    batch = find_batch_dim([(leaf.path, leaf.shape) for leaf in leaves.inputs])  # literals have the shape ()
     graph = Graph(
         name=name,
         entry=entry,
         values=values_of(draft, names),
-        inputs=tuple(Input(value=names[leaf.value], path=leaf.path) for leaf in leaves.inputs if leaf.value),
+        inputs=tuple(
+            Input(value=names[leaf.value], path=leaf.path, batched=batched)
+            for leaf, batched in zip(leaves.inputs, batch.batched, strict=True)
+            if leaf.value
+        ),
         parameters=tuple(
             Parameter(value=names[value], keys=tuple(keys), trainable=leaves.trainable[value])
             for value, keys in leaves.parameters.items()
@@ -167,7 +176,7 @@ def _finish(
             Output(path=path, value=names[end]) if end is not None else Output(path=path, literal=held)
             for path, held, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
         ),
-        batch=_batch(leaves.inputs),
+        batch=batch.size,
         notes=tuple(draft.notes),
         branches=branches.graphs,
     )
@@ -196,11 +205,6 @@ def _buffers(leaves: Leaves, updates: Mapping[str, str], names: Mapping[str, str
             key = f"constant.{len(found) - len(set(leaves.buffer_start.values()))}"
             found[value] = Buffer(value=names[value], key=key, persistent=False)
     return tuple(found.values())
-
-
-def _batch(inputs: Sequence[InputLeaf]) -> int | None:
-    sizes = {leaf.shape[0] for leaf in inputs if leaf.value is not None and leaf.shape}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _renamed(leaf: InputLeaf, names: Mapping[str, str], draft: Draft) -> InputLeaf:

@@ -24,6 +24,7 @@ from .branches import Branches, Walk, operands_of, refuse_draws
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
+from .grad_mode import grad_is_off
 from .keep import MARKER, Kept, map_places, named
 from .keep import Call as Marker
 from .normal import Call, write
@@ -87,7 +88,7 @@ class Conversion:
         op: Any = node.target
         if isinstance(op, torch._ops.HigherOrderOperator):
             return self._region(node, str(op), args, modes)
-        place = place_of(node.meta, no_grad=modes.no_grad, autocast=modes.autocast)
+        place = place_of(node.meta, no_grad=grad_is_off(node, modes.no_grad), autocast=modes.autocast)
         if not isinstance(op, torch._ops.OpOverload):
             name = getattr(op, "__name__", op)
             remedy = "Write it without torch.vmap and torch.func, or keep the submodule out with sw.opaque(submodule)."

@@ -56,8 +56,14 @@ def output_paths(spec: pytree.TreeSpec) -> list[str]:
 
 
 def register_containers(tree: Any) -> None:
-    """Teach torch's pytrees every plain dataclass and HF cache in a tree of arguments or results."""
+    """Teach torch's pytrees every plain dataclass and HF cache in a tree of arguments or results.
+
+    A container that its library registered without names for its children, such as diffusers' outputs, gets them.
+    """
     kind = type(tree)
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is not None and node.flatten_with_keys_fn is None:
+        pytree.SUPPORTED_NODES[kind] = node._replace(flatten_with_keys_fn=_with_keys(node.flatten_fn))
     if isinstance(tree, Mapping):
         held = list(tree.values())
     elif isinstance(tree, tuple | list):
@@ -74,6 +80,19 @@ def register_containers(tree: Any) -> None:
         return
     for inner in held:
         register_containers(inner)
+
+
+def _with_keys(flatten: pytree.FlattenFunc) -> pytree.FlattenWithKeysFunc:
+    """A flatten function that names children by the keys in the context, as that of a dict has them, or by number."""
+
+    def flatten_with_keys(tree: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        children, context = flatten(tree)
+        named = isinstance(context, list | tuple) and [type(key) for key in context] == [str] * len(children)
+        numbers = range(len(children))
+        keys: list[Any] = [pytree.MappingKey(k) for k in context] if named else [pytree.SequenceKey(n) for n in numbers]
+        return list(zip(keys, children, strict=True)), context
+
+    return flatten_with_keys
 
 
 def _register_by_attributes(kind: type) -> None:

@@ -21,6 +21,7 @@ from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain
+from .grad_mode import noting_grad_mode
 from .keep import Kept, keeping
 from .known import KnownValues
 from .opaque import marking, opaque_parts
@@ -100,6 +101,7 @@ def _export(
             marking(module, kept, seen),
             counting(kept),
             _known(module, strict),
+            nullcontext() if strict else noting_grad_mode(),
             nullcontext() if strict else KnownDraws(),
             nullcontext() if strict else checks,
             nullcontext() if strict else KnownValues(),

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, raise_all
 from ..runtime.parameters import ShardParameter, Untouched
-from ..runtime.state import as_state, state_value
+from ..runtime.state import state_value
+from ..runtime.state_values import as_state
 from .census import Census
 from .encoding import decode, encode, keys_of
 from .index import Index

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, InputError, raise_all
 from ..runtime.model import ParallelModel
 from ..runtime.optimizer import Optimizers, several
 from ..runtime.random import Randomness
-from ..runtime.state import PieceTensor, piece_like
+from ..runtime.state_values import PieceTensor, piece_like
 from . import optimizers
 from .census import Census
 from .encoding import decode, encode, keys_of

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, InputError
 from ..runtime.model import ParallelModel
-from ..runtime.state import PieceTensor
+from ..runtime.state_values import PieceTensor
 from ..runtime.world import here
 from . import disk
 from .census import Census

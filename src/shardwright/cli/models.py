@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..batch_dim import find_batch_dim
 from ..errors import InputError
-from ..runtime.inputs import rows_of
 from ..verify.parity import arguments_of
 
 MODEL = "FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (module, example); or hf:CONFIG.json"
@@ -83,16 +83,15 @@ def _parts(made: Any, text: str) -> tuple[nn.Module, Example]:
 def with_rows(example: Example, batch: int) -> Example:
     """The example with another number of rows: its own, over and over."""
     leaves, spec = pytree.tree_flatten(example)
-    rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    found = find_batch_dim([("", tuple(leaf.shape) if isinstance(leaf, Tensor) else ()) for leaf in leaves])
+    rows = found.size
     if rows is None:
         raise InputError(f"--batch {batch}: the example's tensors have no common first dim; leave --batch out")
-
-    def repeated(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return leaf
-        return leaf.index_select(0, torch.arange(batch, device=leaf.device) % rows)
-
-    made: Example = pytree.tree_unflatten([repeated(leaf) for leaf in leaves], spec)
+    repeated = [
+        leaf.index_select(0, torch.arange(batch, device=leaf.device) % rows) if batched else leaf
+        for leaf, batched in zip(leaves, found.batched, strict=True)
+    ]
+    made: Example = pytree.tree_unflatten(repeated, spec)
     return made
 
 

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from ..capture import (
     capture,
     cast,
     casting,
+    input_paths,
     without_collection,
 )  # fmt: skip
 from ..cost import training_flops
@@ -45,16 +47,21 @@ from ..plan.rows import replica_axes
 from ..plan.strings import REPLICAS
 from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
 from ..precision import Precision
-from ..probe import probing
+from ..probe import check_splits, probing
 from ..rules import Analysis, analyse
-from ..runtime.inputs import Mode, rows_of
+from ..runtime.inputs import CallInputs, Mode
 from ..runtime.model import Entry, ParallelModel
 from ..runtime.optimizer import Optimizers, adopt, several
+from ..runtime.parameters import Untouched
 from ..runtime.pipeline import Loop, Running
 from ..runtime.pipeline.loop import Backward
 from ..runtime.random import Randomness
+from ..runtime.replaced import mark_replaced
 from ..runtime.stage import Stage, stage_class
+from ..runtime.unadopted import watch_optimizers
 from ..runtime.world import Groups, Moment, World
+from .agreement import check_programs, check_settings
+from .batched import signature_of, with_batch
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
@@ -69,7 +76,8 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
+        with Untouched():  # of an original that is compiled for the second time
+            empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
@@ -131,6 +139,7 @@ class Compiler:
         batching: Batching | None = None,
         backward: Backward = "inside",
         precision: Precision | None = None,
+        unbatched: Sequence[str] | None = None,
     ) -> None:
         self.module: nn.Module | None = module
         self.precision = precision or Precision()
@@ -139,13 +148,23 @@ class Compiler:
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
+        self.stated: dict[str, object] = {}  # options that others act on, which ranks must have in common too
+        self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched, computed=bool(prefix))
         self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
         self.programs: list[Program] = []
         self.bodies: dict[str, Body] = {}
         self.looked = False  # whether an opaque part had to be seen running
         self.loop: Loop | None = None
+        self._agreed = False
+
+    def agree(self) -> None:
+        """See that all ranks have the same packages and options, once. All ranks must call it."""
+        if not self._agreed:
+            check_settings(self)
+            self._agreed = True
 
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        self.agree()
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
@@ -154,6 +173,7 @@ class Compiler:
             model.plan = plan = self._plan(model.plan, graph, facts)
             if model.training and model.flops is None:
                 model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
+            check_splits(facts, [segment.choices for segment in plan.entries[graph.entry]])
             self.random.apart = plan.local
             if plan.is_pipeline:
                 lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
@@ -161,6 +181,7 @@ class Compiler:
             else:
                 programs = (lower(graph, plan, facts, homes=self.homes[0] if self.homes else None, mode=mode),)
             made = [generate(program, self.directory) for program in programs]
+        check_programs(self, graph, plan, made)
         self.programs.append(programs[0])
         seats = find_seats(plan.entries[graph.entry], made)
         if self.precision.master and self.optimizer is not None:
@@ -178,33 +199,38 @@ class Compiler:
         scale = count_replicas(self.wish, self.world) if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        rows = rows_of([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        if rows is not None and rows % parts:
-            raise InputError(f"a batch of {rows} rows does not divide into {parts} microbatches")
-        shown = [_stand_in(leaf, rows, scale, parts) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        batch = self.call_inputs.batch_dim(args, kwargs, model.passing, needed=scale * parts > 1)
+        if batch.size is not None and batch.size % parts:
+            raise InputError(f"a batch of {batch.size} rows does not divide into {parts} microbatches")
+        shown = [
+            _stand_in(leaf, batched, scale, parts) if isinstance(leaf, Tensor) else leaf
+            for leaf, batched in zip(leaves, batch.batched, strict=True)
+        ]
         given = (args, kwargs)
         args, kwargs = pytree.tree_unflatten(shown, spec)
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
-        real = self._real(model, given, rows, scale)
+        real = self._real(model, given, batch.batched, scale)
         with _CAPTURING, casting(self.skeleton, self.precision):
             found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
+        found = with_batch(found, batch, batch.size and batch.size * scale // parts)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
-    def _real(self, model: ParallelModel, given: Any, rows: int | None, scale: int) -> Real:
+    def _real(self, model: ParallelModel, given: Any, batched: Sequence[bool], scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.
 
         The rows of other groups are not here: the own ones are repeated. Once the pieces are the truth, the whole
         is gathered, if anything had to be looked at in the first run.
         """
-        module = self.module or (self._gathered(model) if self.looked else self.skeleton)
+        module = self.module
+        if module is None:
+            module = self._gathered(model) if self.looked else self.skeleton
 
         def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
             if self.precision.casts:
                 raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
             leaves, spec = pytree.tree_flatten(given)
-            many = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows for x in leaves]
-            whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, many, strict=True)]
+            whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, batched, strict=True)]
             return module, *pytree.tree_unflatten(whole, spec)
 
         return make
@@ -257,6 +283,8 @@ class Compiler:
         replaced = holder.replaced(holding.parameters, seats)
         for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
+        watch_optimizers()
+        mark_replaced(dict(self.module.named_parameters()), replaced)
         self.module = None  # from here on the pieces are the truth
 
     def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
@@ -268,7 +296,7 @@ class Compiler:
                 model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
                 for name in program.outputs
             ),
-            **self._ways(captured),
+            **self._ways(captured, model.passing),
         )
 
     def _load_pipeline(
@@ -299,10 +327,10 @@ class Compiler:
             running=Running(pipeline, self.loop),
             path=here.path,
             rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
-            **self._ways(captured),
+            **self._ways(captured, model.passing),
         )
 
-    def _ways(self, captured: Captured) -> dict[str, Any]:
+    def _ways(self, captured: Captured, mode: Mode) -> dict[str, Any]:
         """The way into an entry and out of it."""
         leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
         values = captured.graph.values
@@ -311,6 +339,7 @@ class Compiler:
             "unflatten": captured.unflatten,
             "literals": tuple(output.value is None for output in captured.graph.outputs),
             "dtypes": tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
+            "signature": signature_of(captured, mode),
         }
 
     def _stage(
@@ -339,10 +368,10 @@ class Compiler:
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
 
 
-def _stand_in(tensor: Tensor, rows: int | None, scale: int, parts: int) -> Tensor:
+def _stand_in(tensor: Tensor, batched: bool, scale: int, parts: int) -> Tensor:
     """A tensor without memory, at global shape, or at that of one of several parts."""
     shape = list(tensor.shape)
-    if shape and shape[0] == rows:
+    if batched:
         shape[0] = shape[0] * scale // parts
     made = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)

@@ -16,7 +16,7 @@ from ..runtime import roll_call
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter, storage_layout
 from ..runtime.model import Holding
-from ..runtime.parameters import ShardParameter, join, make_parameter
+from ..runtime.parameters import ShardParameter, Untouched, join, make_parameter
 from ..runtime.pipeline import Ties
 from ..runtime.random import Randomness
 from ..runtime.stages import Stages
@@ -119,9 +119,11 @@ class Holder:
 
     def _shared(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device that is the same everywhere, since unseeded scripts differ."""
+        with Untouched():
+            tensor = tensor.detach()
         if tensor.is_meta:
-            return tensor.detach()
-        copied = tensor.detach().to(self.world.device, copy=True).contiguous()
+            return tensor
+        copied = tensor.to(self.world.device, copy=True).contiguous()
         if self.promote and copied.is_floating_point():
             copied = copied.double()
         if dist.is_initialized() and self.world.size > 1:

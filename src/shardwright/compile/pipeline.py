@@ -59,8 +59,7 @@ def assemble(
 def _rows(captured: Captured) -> tuple[bool, ...]:
     """Which inputs have the rows of the batch."""
     graph = captured.graph
-    shapes = [graph.values[held.value].shape for held in graph.inputs]
-    return tuple(bool(shape) and shape[0] == graph.batch for shape in shapes)
+    return tuple(graph.is_batched(held) for held in graph.inputs)
 
 
 def _placed(

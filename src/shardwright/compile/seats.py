@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlanError, raise_all
+from ..emit import unit_of
+from ..errors import LoweringError, PlanError, raise_all
 from ..layout import Mesh
 from ..lower import Program
 from ..plan import Segment
@@ -55,12 +56,35 @@ def _seat(mesh: Mesh, segments: Sequence[Segment], made: Sequence[Generated]) ->
     for number in numbers:
         program, module = made[number].program, made[number].module
         wanted |= dict.fromkeys(tuple(name.split("_")) for name in module.GROUPS)
-        for one in parse(module.PIECES, mesh, keys_in_use(program)):
+        for one in check_table(program, parse(module.PIECES, mesh, keys_in_use(program))):
             if one.name in held and held[one.name] != one:
                 raise PlanError(f"parameter {one.name} is held in two ways by the segments of {mesh}")
             held[one.name] = one
     wanted |= dict.fromkeys(sorted(wanted_groups(held.values(), mesh)))
     return Seat(mesh=mesh, segments=numbers, held=tuple(held.values()), wanted=tuple(wanted))
+
+
+def check_table(program: Program, parsed: Sequence[Held]) -> Sequence[Held]:
+    """Refuse a table of parameters in a generated file that says something else than its program."""
+    faults: list[str] = []
+    wanted = {holding.key: holding for holding in program.holdings}
+    for spec in parsed:
+        holding = wanted.pop(spec.name, None)
+        if holding is None:
+            faults.append(f"{spec.name} is no parameter of the program")
+            continue
+        dtype = str(spec.dtype).removeprefix("torch.")
+        unit = unit_of(holding.key) if any(level == 3 for _, level in holding.zero) else ""
+        for what, there, here in (
+            ("keys", spec.keys, holding.keys), ("shape", spec.shape, holding.shape), ("dtype", dtype, holding.dtype),
+            ("trainable", spec.trainable, holding.trainable), ("layout", spec.layout, holding.layout),
+            ("zero", spec.zero, holding.zero), ("unit", spec.unit, unit),
+        ):  # fmt: skip
+            if there != here:
+                faults.append(f"{spec.name}: {what} is {there} in the file, and {here} in the program")
+    faults += [f"{key} is missing" for key in wanted]
+    raise_all(LoweringError, f"the parameters of {program.graph.name} are written down wrongly:", faults)
+    return parsed
 
 
 def with_masters(seats: Sequence[Seat]) -> tuple[Seat, ...]:

@@ -16,12 +16,12 @@ def branch_method(graph: Graph, sizes: SizeNames, context: Callable[[Op], str]) 
     """The lines of a method that runs a graph."""
     outputs = [output.value for output in graph.outputs if output.value is not None]
     names = Names(graph.ops, outputs, sizes.used)
-    words = [names.bind(held.value, -1) for held in graph.inputs]
+    words = names.bind_all(held.value for held in graph.inputs)
     said = ", ".join(f"{word} {_shape(graph, held.value)}" for word, held in zip(words, graph.inputs, strict=True))
     yield f"    def {graph.name}(self{''.join(', ' + word for word in words)}):  # {said}"
     last = ""
     for at, op in enumerate(graph.ops):
-        op = _keyed(graph, op)
+        op = keyed(graph, op)
         inputs = {index: names.words[name] for index, name in enumerate(op.inputs)}
         text = call_text(op, inputs, sizes, {})
         made: list[str] = []
@@ -40,7 +40,7 @@ def _shape(graph: Graph, value: str) -> str:
     return str(list(graph.values[value].shape))
 
 
-def _keyed(graph: Graph, op: Op) -> Op:
+def keyed(graph: Graph, op: Op) -> Op:
     """Masks are drawn by the name of the op, as everywhere."""
     if op.target in DROPOUTS:
         return replace(op, target="runtime.dropout").with_arguments(op_key=f"{graph.name}: {op.name}", splits=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir import Op
 from ..layout import FANNED, Mesh
@@ -13,14 +13,16 @@ from ..plan.pipeline import MB
 from ..rules import is_drawn_whole
 from ..rules.kept import OPAQUE
 from .branches import branch_method
-from .calls import PRINTERS, call_text, function_name
+from .calls import PRINTERS, call_text, function_name, returns_list
 from .comments import comment_on, shape_of
 from .early import counts, known_names
 from .layers import RESERVED, Folder, Invoke, Item, Loop, Method
 from .lines import narrowed
-from .names import Names
+from .names import RESERVED as RESERVED_WORDS
+from .names import Names, wish
 from .pieces import bytes_held, piece_table, unit_of, unit_ranges
 from .sizes import SizeNames
+from .validate import validate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ def emit(program: Program) -> Emitted:
     """The text of the program; the same for every rank."""
     writer = Writer(program)
     text = "\n".join(line for long in writer.file() for line in narrowed(long)) + "\n"
+    validate(program, text)
     return Emitted(name=f"{program.graph.entry}.py", text=text, class_name=writer.class_name, inputs=writer.inputs)
 
 
@@ -45,9 +48,11 @@ class Writer:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.sizes = SizeNames(program)
+        self.class_name = _class_name(program.graph.name)
+        called = {op.target for op in program.body if op.target.startswith("call.") and op.target not in PRINTERS}
+        self.functions = {function_name(path): path for path in sorted(name.removeprefix("call.") for name in called)}
+        self.sizes = SizeNames(program, [self.class_name, *self.functions])
         self.parts = program.mesh.sizes
-        self.class_name = re.sub(r"\W", "", program.graph.name) or "Model"
         self.paths: dict[str, str] = {holding.value: holding.key for holding in program.holdings}
         self.paths |= {buffer.value: buffer.key for buffer in program.graph.buffers}
         self.holdings = {holding.value: holding for holding in program.holdings}
@@ -114,7 +119,7 @@ class Writer:
         yield ""
         yield "from shardwright import runtime"
         yield f"from shardwright.runtime import {', '.join(['Piece', 'Stage', 'comm', *names])}"
-        yield from self.imports()
+        yield from (f'{name} = runtime.find("{path}")' for name, path in self.functions.items())
         yield ""
         yield f"MESH = {{{', '.join(f'{a.name!r}: {a.size}' for a in axes)}}}".replace("'", '"')
         yield f"GROUPS = [{', '.join(repr('_'.join(axes)) for axes in self.groups())}]".replace("'", '"')
@@ -124,12 +129,6 @@ class Writer:
             yield "# Sizes. Capital: whole; small: this rank's share."
             yield from definitions
             yield ""
-
-    def imports(self) -> Iterator[str]:
-        called = {op.target for op in self.program.body if op.target.startswith("call.") and op.target not in PRINTERS}
-        calls = sorted(target.removeprefix("call.") for target in called)
-        for path in calls:
-            yield f'{function_name(path)} = runtime.find("{path}")'
 
     def groups(self) -> list[tuple[str, ...]]:
         """The sets of axes that the program talks over."""
@@ -154,9 +153,7 @@ class Writer:
         read = {name for op in program.body for name in op.inputs} | program.needed()
         outputs = [name for op in program.constants for name in op.outputs if name in read]
         names = Names(program.constants, outputs, self.sizes.used)
-        lines: list[str] = []
-        for at, op in enumerate(program.constants):
-            lines.append("        " + self.line(op, names, at, None))
+        lines = list(self.body([replace(op, no_grad=False) for op in program.constants], names, None))
         yield "    def constants(self):  # what depends on no input and no parameter, computed once"
         yield from lines
         used: set[str] = set()
@@ -174,7 +171,7 @@ class Writer:
         if not program.early:
             return
         names = Names(program.prologue, [early.source for early in program.early], self.sizes.used)
-        words = [names.bind(held.value, -1) for held in program.asked]
+        words = names.bind_all(held.value for held in program.asked)
         self.fixed |= known_names(program)
         yield f"    counts = ({', '.join(counts(program))},)"
         yield ""
@@ -186,9 +183,7 @@ class Writer:
         program, graph = self.program, self.program.graph
         outputs = [name for name in (*program.outputs, *(name for _, name in program.updates)) if name is not None]
         names = Names(items, outputs, self.sizes.used)
-        words = []
-        for held in graph.inputs:
-            words.append(names.bind(held.value, -1))
+        words = names.bind_all(held.value for held in graph.inputs)
         self.inputs = tuple(words)
         yield f"    def forward(self{''.join(', ' + word for word in words)}):{self.said_inputs()}"
         yield from self.body(items, names, None)
@@ -203,7 +198,7 @@ class Writer:
 
     def method(self, method: Method) -> Iterator[str]:
         names = Names(method.items, method.outputs, self.sizes.used)
-        words = [names.bind(name, -1) for name in method.inputs]
+        words = names.bind_all(method.inputs)
         at = ", at" if method.lead is not None else ""
         shapes = [shape_of(name, self.program, self.sizes) for name in method.inputs]
         said = ", ".join(f"{word} {shape}" for word, shape in zip(words, shapes, strict=True))
@@ -222,6 +217,7 @@ class Writer:
                 if unit in opened and unit not in is_open:
                     is_open.add(unit)
                     self.units.setdefault(unit)
+                    context = ""  # the line stands outside of any `with`
                     yield f"        self.open({self.unit_text(unit, lead)})"
             if isinstance(item, Op):
                 wanted = self.context(item, lead)
@@ -239,6 +235,7 @@ class Writer:
                 context, source = "", ""
                 yield from self.loop(item, names, at)
             for unit in [unit for unit, final in opened.items() if final == at and unit in is_open and unit]:
+                context = ""
                 yield f"        self.close({self.unit_text(unit, lead)})"
 
     def units_of(self, item: Item) -> list[str]:
@@ -260,15 +257,17 @@ class Writer:
         return "at" if unit == lead else f'"{unit}"'
 
     def context(self, op: Op, lead: str | None) -> str:
+        """What stands behind the `with` around a line; nothing for most."""
+        contexts: list[str] = []
         if is_drawn_whole(op):
             inside = lead is not None and op.name.startswith(lead)
             key = f'f"{{at}}{op.name[len(lead or "") :]}"' if inside else f'"{op.name}"'
-            return f"self.random.drawing({key})"
+            contexts.append(f"self.random.drawing({key})")
         if op.no_grad:
-            return "torch.no_grad()"
+            contexts.append("torch.no_grad()")
         if op.autocast:
-            return f"torch.autocast(self.device.type, torch.{op.autocast.split(':')[1]})"
-        return ""
+            contexts.append(f"torch.autocast(self.device.type, torch.{op.autocast.split(':')[1]})")
+        return ", ".join(contexts)
 
     def line(self, op: Op, names: Names, at: int, lead: str | None, source: str = "") -> str:
         inputs = {index: self.ref(name, names, lead) for index, name in enumerate(op.inputs)}
@@ -278,7 +277,8 @@ class Writer:
         for name in op.outputs:
             words.append(names.bind(name, at, words) if name in names.last else "_")
         comment = comment_on(op, inputs, source, self.program, self.sizes)
-        return f"{', '.join(words)} = {text}" + (f"  # {comment}" if comment else "")
+        bound = f"({words[0]},)" if len(words) == 1 and returns_list(op) else ", ".join(words)
+        return f"{bound} = {text}" + (f"  # {comment}" if comment else "")
 
     def without_own(self, op: Op) -> Op:
         """An opaque part finds the parameters and buffers that are in their places by itself."""
@@ -321,29 +321,27 @@ class Writer:
     def loop(self, loop: Loop, names: Names, at: int) -> Iterator[str]:
         carried = dict(loop.carried)
         words = [self.ref(name, names, None) for name in loop.inputs]
-        finals = dict(loop.finals)
-        kept: list[str] = []
+        kept = [word for word in words if word.isidentifier()]  # every call of the loop reads them
         for place, name in enumerate(loop.inputs):
             if place in carried:
-                value = finals.get(carried[place], loop.method.outputs[carried[place]])
-                held = words[place]
-                alive = names.last.get(name, -1) > at or not held.isidentifier()
-                word = names.bind(value, at, kept) if alive else held
+                value, before = loop.results[carried[place]], words[place]
+                alive = names.last.get(name, -1) > at or not before.isidentifier()
+                word = names.bind(value, at, kept) if alive else before
                 names.use(value, word)
                 kept.append(word)
-                if word != held:
-                    yield f"        {word} = {held}"
+                if word != before:
+                    yield f"        {word} = {before}"
                 words[place] = word
         results: list[str] = []
         by_output = {out: words[place] for place, out in loop.carried}
         lists = {place: self._list_name(loop, place, names) for place, _ in loop.collected}
         for word in lists.values():
             yield f"        {word} = []"
-        for place, value in enumerate(loop.method.outputs):
+        for place, value in enumerate(loop.results):
             if place in by_output:
                 results.append(by_output[place])
             else:
-                results.append(names.bind(finals.get(place, value), at, [*results, *kept]))
+                results.append(names.bind(value, at, [*results, *kept]))
         span = "" if (loop.first, loop.last + 1) == (0, loop.total) else f"[{loop.first}:{loop.last + 1}]"
         yield f"        for at in {self.root}{_path(loop.path)}{span}:"
         if self.zero3:
@@ -356,11 +354,17 @@ class Writer:
                 names.words[value] = f"{lists[place]}[{number}]"
 
     def _list_name(self, loop: Loop, place: int, names: Names) -> str:
-        word = f"every_{names.bind(loop.method.outputs[place], -1)}"
+        word = f"every_{wish(loop.results[place])}"
         while word in names.held or word in names.taken:
             word += "_"
         names.taken.add(word)
         return word
+
+
+def _class_name(name: str) -> str:
+    """The name of the class: that of the user's, unless the file needs it for something else."""
+    word = re.sub(r"\W", "", name)
+    return word if word.isidentifier() and word not in RESERVED_WORDS else f"{word}Model"
 
 
 class _Raw(str):

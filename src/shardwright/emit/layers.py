@@ -70,6 +70,7 @@ class Loop:
     inputs: tuple[str, ...]  # of the first call
     carried: tuple[tuple[int, int], ...]  # (input, output) of the method
     finals: tuple[tuple[int, str], ...]  # (output, value) that is read after the loop
+    results: tuple[str, ...]  # what the last call returns
     collected: tuple[tuple[int, tuple[str, ...]], ...] = ()  # (output, the value of each layer)
     recompute: bool = False
 
@@ -291,6 +292,7 @@ class Folder:
             inputs=tuple(first.externals),
             carried=tuple((at, rank[place]) for at, place in carried),
             finals=tuple((rank[place], name) for place, name in finals),
+            results=tuple(made[-1][place] for place in returned),
             collected=tuple((rank[place], names) for place, names in collected),
             recompute=first.whole is not None,
         )

@@ -21,6 +21,10 @@ RESERVED = {
     "share",
     "Piece",
     "Stage",
+    "MESH",
+    "GROUPS",
+    "PIECES",
+    "UNITS",
     *keyword.kwlist,
     *dir(builtins),
 }
@@ -57,6 +61,13 @@ class Names:
         self.held[word] = value
         self.words[value] = word
         return word
+
+    def bind_all(self, values: Iterable[str]) -> list[str]:
+        """Words for what is there before the first item, each another one also where nothing reads it."""
+        words: list[str] = []
+        for value in values:
+            words.append(self.bind(value, -1, words))
+        return words
 
     def use(self, value: str, word: str) -> None:
         self.held[word] = value

@@ -14,19 +14,33 @@ from .sizes import SizeNames
 
 
 class Printing:
-    """An op with the names of its inputs, ready to be printed."""
+    """An op with the names of its inputs, ready to be printed.
+
+    It remembers which arguments a printer has read. One that no printer reads would be lost in the text, see `unread`.
+    """
 
     def __init__(self, op: Op, names: Mapping[int, str], sizes: SizeNames, parts: Mapping[str, int]) -> None:
         self.op, self.names, self.sizes, self.parts = op, names, sizes, parts
+        self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> str:
-        return self.show(self.op.argument(name))
+        return self.show(self.literal(name))
 
     def has(self, name: str) -> bool:
-        return self.op.argument(name) is not None
+        return self.literal(name) is not None
 
     def literal(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
         return self.op.argument(name, default)
+
+    def skip(self, *names: str) -> None:
+        """These arguments are for the plan, and have no place in the text."""
+        self._read.update(names)
+
+    @property
+    def unread(self) -> list[str]:
+        """The arguments that say something and that the printer has not looked at."""
+        return [name for name, value in self.op.arguments if name not in self._read and value is not None]
 
     def show(self, value: Any) -> str:
         if isinstance(value, Slot):
@@ -52,7 +66,7 @@ class Printing:
 
     def listed(self, name: str) -> str:
         """A list argument without its brackets."""
-        value = self.op.argument(name)
+        value = self.literal(name)
         return ", ".join(self.show(held) for held in value) if isinstance(value, tuple) else self.show(value)
 
     def options(self, *names: str) -> str:
@@ -60,7 +74,7 @@ class Printing:
         return "".join(f", {name}={self[name]}" for name in names if self.has(name))
 
     def first(self) -> str:
-        return self.show(self.op.arguments[0][1])
+        return self[self.op.arguments[0][0]]
 
     def many(self, axes: Iterable[str]) -> int:
         """How many devices a group over some axes has."""

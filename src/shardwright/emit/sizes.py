@@ -6,7 +6,7 @@ the same kind and size share a name, so that equal layers have equal text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..lower import Factor, Program, Size
 from ..rules import Analysis
@@ -41,8 +41,9 @@ def kinds(facts: Analysis) -> dict[int, str]:
             mark(dims[1], "S")
     for signature in facts.signatures.values():
         kind = signature.op.target.split(".")[1]
-        if "norm" in kind and signature.rule is not None and "batch" not in kind:
-            mark(facts.dims[signature.op.outputs[0]][-1], "D")
+        dims = facts.dims[signature.op.outputs[0]]
+        if "norm" in kind and signature.rule is not None and "batch" not in kind and dims:
+            mark(dims[-1], "D")
         if "conv" in kind:
             for label in ("c", "o"):
                 mark(signature.labels.get(label, ()), "C")
@@ -54,15 +55,15 @@ def kinds(facts: Analysis) -> dict[int, str]:
 class SizeNames:
     """Hands out names as sizes are printed, and remembers them for the head of the file."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, taken: Iterable[str] = ()) -> None:
         self.program = program
         self.kinds = kinds(program.facts)
         self.whole: dict[tuple[str, int], str] = {}
         self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
         self.uneven: dict[str, Factor] = {}
-        self.used: set[str] = set()
+        self.used: set[str] = set(taken)  # names that stand for something else in the file, such as its class
         keys = (*(h.key for h in program.holdings), *(b.key for b in program.graph.buffers))
-        self.parts = {key.split(".")[0] for key in keys}  # `self.c` is a part of the model already
+        self.parts = {*program.mesh.names, *(key.split(".")[0] for key in keys)}  # what `self.c` is already
 
     def text(self, size: Size) -> str:
         return " + ".join(self._product(section) for section in size.sections)

@@ -124,6 +124,7 @@ class Input:
 
     value: str
     path: str
+    batched: bool = True  # whether its dim 0 is the batch, if it has the size of the graph's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +179,11 @@ class Graph:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
         object.__setattr__(self, "branches", MappingProxyType(dict(self.branches)))
+
+    def is_batched(self, held: Input) -> bool:
+        """Whether the dim 0 of an input is the batch."""
+        shape = self.values[held.value].shape
+        return held.batched and self.batch is not None and bool(shape) and shape[0] == self.batch
 
     @cached_property
     def producer(self) -> dict[str, Op]:

@@ -30,11 +30,22 @@ def dp(draft: Draft, axis: Axis) -> None:
     if draft.graph.batch is None or not draft.facts.batch:
         if draft.lenient:  # a last batch of one row
             return
-        raise PlanError(f"{axis.name}={axis.size} splits the batch, but the inputs have no common batch dim")
+        raise PlanError(f"{axis.name}={axis.size} splits the batch, but {_no_batch(draft.graph)}")
     for op in draft.ops:
         role = draft.role_among(op, axis, draft.facts.batch)
         if role is not None:
             draft.split(op, axis, role)
+
+
+def _no_batch(graph: Graph) -> str:
+    """Why there is no batch to split, and what to do."""
+    shapes = ", ".join(f"{held.path} {list(graph.values[held.value].shape)}" for held in graph.inputs)
+    if graph.batch is not None or not shapes:
+        return f"a batch of {graph.batch} can't be" if shapes else "the model has no tensors as inputs"
+    return (
+        f"the inputs have no common batch dim that their sizes tell ({shapes}); name those that have none: "
+        "unbatched=['mask']"
+    )
 
 
 def tp(draft: Draft, axis: Axis) -> None:

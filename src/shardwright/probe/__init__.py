@@ -2,5 +2,6 @@
 
 from .check import check_role
 from .discover import discover, probing
+from .splits import check_splits
 
-__all__ = ["check_role", "discover", "probing"]
+__all__ = ["check_role", "check_splits", "discover", "probing"]

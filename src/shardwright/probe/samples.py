@@ -25,6 +25,9 @@ SMALL = 2_000
 LARGE = 100_000
 """Elements of a call that is probed as it is only if it can't be made smaller."""
 
+KINDS = (("normal", True), ("positive", True), ("normal", False))
+"""The kinds of random numbers that are tried, each in float64 or in the dtype of the call."""
+
 Provided = Callable[[int], tuple[Call, list[Tensor]]]
 PROVIDED: dict[str, Provided] = {}
 """Ops whose user draws the inputs, by target: a call and its tensors for a seed."""
@@ -70,11 +73,41 @@ def make_sample(call: Call, run: Run) -> Sample:
             error = error or refusal
             continue
         if _alike(made, call.outputs):
-            outputs = tuple(replace(value, shape=tuple(x.shape)) for value, x in zip(call.outputs, made, strict=True))
-            return replace(sample, call=Call(sample.call.op, sample.call.inputs, outputs))
+            return _with_outputs(sample, call, made)
     if error is None or elements > LARGE:
         raise NotProbed(f"it has {elements} elements and can't be called with fewer" + (f" ({error})" if error else ""))
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
+
+
+def smallest_sample(call: Call, run: Run, accept: Callable[[Sample], bool]) -> Sample:
+    """The call at the smallest sizes at which it runs and is accepted; NotProbed if there are none."""
+    for image in (_distinct(call), _images(call)):
+        for kind, wide in KINDS:
+            sample = _mapped(call, image, kind, wide)
+            if sum(value.elements for value in (*sample.call.inputs, *sample.call.outputs)) > LARGE // 4:
+                continue
+            try:
+                made = run(sample.call.op, sample.draw(0))
+            except Exception:  # an op may refuse sizes or numbers in any way it likes
+                continue
+            sample = _with_outputs(sample, call, made)
+            if _alike(made, call.outputs) and accept(sample):
+                return sample
+    raise NotProbed("it can't be called at small sizes")
+
+
+def _distinct(call: Call) -> dict[int, int]:
+    """A small size for every size and number, in their order, whatever their products are."""
+    dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
+    given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
+    return {size: min(size, 4 + at) if size > 3 else size for at, size in enumerate(sorted(dims | given))}
+
+
+def _with_outputs(sample: Sample, call: Call, made: Sequence[Tensor]) -> Sample:
+    """The sample with the shapes that really came out."""
+    pairs = zip(call.outputs, made, strict=False)
+    outputs = tuple(replace(value, shape=tuple(x.shape)) for value, x in pairs)
+    return replace(sample, call=Call(sample.call.op, sample.call.inputs, outputs))
 
 
 def _provided(call: Call, draw: Provided) -> Sample:
@@ -94,7 +127,7 @@ def _provided(call: Call, draw: Provided) -> Sample:
 
 def _tries(call: Call, elements: int) -> Iterator[Sample]:
     sizes = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
-    for kind, wide in (("normal", True), ("positive", True), ("normal", False)):
+    for kind, wide in KINDS:
         same = Sample(call, {size: size for size in sizes}, kind, wide)
         if elements <= SMALL:
             yield same

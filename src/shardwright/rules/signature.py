@@ -289,7 +289,7 @@ def analyse(graph: Graph, find: Find = written) -> Analysis:
     batch: Dim = atoms.fresh(graph.batch) if graph.batch else ()
     for held in graph.inputs:
         shape = graph.values[held.value].shape
-        lead = [batch] if shape and graph.batch and shape[0] == graph.batch else []
+        lead = [batch] if batch and graph.is_batched(held) else []
         dims[held.value] = (*lead, *(atoms.fresh(size) for size in shape[len(lead) :]))
     for name in (*(p.value for p in graph.parameters), *(b.value for b in graph.buffers)):
         dims[name] = tuple(atoms.fresh(size) for size in graph.values[name].shape)

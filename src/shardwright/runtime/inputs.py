@@ -6,26 +6,122 @@
     rows      the rows of its data-parallel group   those rows
     gather    rows of its own                       all rows, gathered
 
-The first step compares hashes of the inputs, because a loop that does not match its mode
-would train on wrong data without a sign.
+An input without a batch dim (a mask, a table) is the same on all ranks in every mode. Whether a call keeps to its
+mode is looked at in every call, see `comparison.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Literal
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from shardwright.batch_dim import BatchDim, find_batch_dim, said_by
 from shardwright.errors import InputError, raise_all
 
 from . import journal, nearby, roll_call
 from .faults import watch
 
 Mode = Literal["same", "rows", "gather"]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, type(None))
+"""What looks the same on all ranks if it is the same: an object shows its address, and a device its number."""
+
+
+class CallInputs:
+    """The arguments of calls by their paths, and which of them have the batch as their dim 0.
+
+    Where ranks pass samples of their own, what sizes told once is remembered: a last batch of 5 samples must not turn
+    a mask [5, 5] into samples.
+    """
+
+    def __init__(
+        self,
+        paths: Callable[[Sequence[Any], Mapping[str, Any]], list[str]],
+        unbatched: Sequence[str] | None = None,
+        computed: bool = False,
+    ) -> None:
+        """`computed`: they come from other modules and not from the data, so that their last bits may differ."""
+        if isinstance(unbatched, str):
+            raise InputError(f"unbatched={unbatched!r} is a list of names of inputs: unbatched=[{unbatched!r}]")
+        self.paths, self.computed = paths, computed
+        self.unbatched = None if unbatched is None else tuple(unbatched)
+        self._known: dict[str, bool] = {}
+        self._gathered: dict[Any, BatchDim] = {}
+
+    def batch_dim(self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, *, needed: bool) -> BatchDim:
+        """The batch dim of a call, for each leaf of its arguments. `needed`: what can't be known is refused."""
+        inputs = [
+            (path, tuple(leaf.shape) if isinstance(leaf, Tensor) else ())
+            for path, leaf in zip(self.paths(args, kwargs), pytree.tree_leaves((args, kwargs)), strict=True)
+        ]
+        found = find_batch_dim(inputs, said_by(self.unbatched, [path for path, _ in inputs]) | self._known)
+        if needed and found.size is None and any(shape for _, shape in inputs):
+            raise InputError(f'inputs="{mode}": {found.why}')
+        if mode != "same":
+            own = zip(inputs, found.batched, strict=True)
+            self._known |= {path: batched for (path, shape), batched in own if shape}
+        return found
+
+    def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """How many samples a call passes, if that is known."""
+        return self.batch_dim(args, kwargs, "same", needed=False).size
+
+    def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments with the samples of all ranks, in the order of ranks. All ranks must call it."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = str(spec), tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        if key not in self._gathered:
+            self.check(args, kwargs, "rows")  # before the gather: unequal samples would not meet
+            self._gathered[key] = self.batch_dim(args, kwargs, "gather", needed=True)
+        batched = self._gathered[key].batched
+        whole = [_gather_rows(leaf) if has else leaf for leaf, has in zip(leaves, batched, strict=True)]
+        found: Arguments = pytree.tree_unflatten(whole, spec)
+        return found
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], about: str = "") -> None:
+        """All ranks must pass the same shapes and the same plain values. Called for a call that is new to this rank."""
+        if not dist.is_initialized() or dist.get_world_size() < 2:
+            return
+        leaves = dict(zip(self.paths(args, kwargs), pytree.tree_leaves((args, kwargs)), strict=True))
+        shapes = [list(leaf.shape) for leaf in leaves.values() if isinstance(leaf, Tensor)]
+        values = {path: repr(leaf) for path, leaf in leaves.items() if isinstance(leaf, PLAIN)}
+        every = _exchanged(json.dumps([shapes, values]), about)
+        mine, rank = every[dist.get_rank()], dist.get_rank()
+        other = next((held for held, said in every.items() if said != mine), None)
+        if other is None:
+            return
+        theirs = json.loads(every[other] or "[null, {}]")
+        if theirs[0] != shapes:
+            raise InputError(
+                f"the ranks pass inputs of different shapes: rank {rank} passes {shapes}, rank {other} passes "
+                f"{theirs[0] or 'shapes that it has passed before'}; pass the same shapes everywhere, a smaller last "
+                "batch too, or drop it (drop_last=True)"
+            )
+        pairs = {path: (values.get(path, "missing"), theirs[1].get(path, "missing")) for path in values | theirs[1]}
+        differ = [
+            f"{path} is {held} on rank {rank} and {said} on rank {other}"
+            for path, (held, said) in pairs.items()
+            if held != said
+        ]
+        title = "the ranks pass different values, which are part of the program; pass the same everywhere:"
+        raise_all(InputError, title, differ)
+
+
+def _exchanged(mine: str, about: str) -> dict[int, str]:
+    """What every rank says about this call; nothing where a rank went on, since the call is not new to it."""
+    watched = watch()
+    if watched is not None:
+        said = watched.agree(mine, about)
+        return {rank: said.get(rank, "") for rank in range(dist.get_world_size())}
+    return dict(enumerate(roll_call.objects(mine, "the shapes of every rank")))  # ranks that are threads
 
 
 def digest(tensors: Sequence[Tensor]) -> int:
@@ -36,54 +132,6 @@ def digest(tensors: Sequence[Tensor]) -> int:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
         held.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
     return int.from_bytes(held.digest(), "big")
-
-
-def check_mode(mode: Mode, tensors: Sequence[Tensor], replicas: Sequence[Sequence[int]]) -> None:
-    """Refuse inputs that do not fit their mode. `replicas` lists the ranks of each data-parallel group."""
-    if not dist.is_initialized() or not tensors:
-        return
-    size = dist.get_world_size()
-    found = roll_call.numbers(digest(tensors), "a hash of the inputs of every rank")
-    if mode == "same" and len(set(found)) > 1:
-        odd = next(rank for rank in range(size) if found[rank] != found[0])
-        raise InputError(
-            f'inputs="same" means that every rank passes the same global batch, but rank {odd} passes another '
-            f'batch than rank 0; pass the same data everywhere, or say inputs="rows" (each data-parallel group its own '
-            'rows) or inputs="gather" (each rank its own rows)'
-        )
-    if mode == "rows":
-        for ranks in replicas:
-            if len({found[rank] for rank in ranks}) > 1:
-                raise InputError(
-                    f'inputs="rows" means that the ranks {list(ranks)} pass the same rows, since they hold parts of '
-                    "one replica, but theirs differ; sample by model.data_rank, not by the rank"
-                )
-        if len(replicas) > 1 and len({found[ranks[0]] for ranks in replicas}) == 1:
-            raise InputError(
-                'inputs="rows" means that each data-parallel group passes its own rows, but all groups pass the same; '
-                'use model.data_rank and model.data_size in the sampler, or say inputs="same"'
-            )
-
-
-def check_shapes(shapes: Sequence[tuple[int, ...]], about: str = "") -> None:
-    """All ranks must call with the same shapes. Called by a rank for shapes that are new to it."""
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        return
-    mine = str([list(shape) for shape in shapes])
-    watched = watch()
-    if watched is not None:
-        said = watched.agree(mine, about)
-    else:  # ranks that are threads
-        number = roll_call.number_of(mine)
-        found = roll_call.numbers(number, "a hash of the shapes of every rank")
-        said = {rank: mine if held == number else "other shapes" for rank, held in enumerate(found)}
-    every = {rank: said.get(rank, "shapes that it has passed before") for rank in range(dist.get_world_size())}
-    if len(set(every.values())) > 1:
-        other = next(rank for rank, held in every.items() if held != mine)
-        raise InputError(
-            f"the ranks pass inputs of different shapes: rank {dist.get_rank()} passes {mine}, rank {other} passes "
-            f"{every[other]}; pass the same shapes everywhere, a smaller last batch too, or drop it (drop_last=True)"
-        )
 
 
 def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], given: Sequence[torch.dtype]) -> None:
@@ -100,9 +148,9 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def gather_rows(tensor: Tensor, batch: int | None) -> Tensor:
-    """The rows of all ranks, in the order of ranks; what has no rows is passed on."""
-    if not dist.is_initialized() or batch is None or tensor.dim() == 0 or tensor.shape[0] != batch:
+def _gather_rows(tensor: Tensor) -> Tensor:
+    """The samples of all ranks, in the order of ranks."""
+    if not dist.is_initialized():
         return tensor
     size = dist.get_world_size()
     plain = tensor.detach().contiguous()
@@ -111,9 +159,3 @@ def gather_rows(tensor: Tensor, batch: int | None) -> Tensor:
     journal.enter("all_gather", None, "the rows of every rank")
     nearby.all_gather(every, sent, None).wait()
     return every.view(plain.dtype) if plain.dtype == torch.bool else every
-
-
-def rows_of(tensors: Sequence[Tensor]) -> int | None:
-    """The common size of dim 0, if there is one."""
-    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() > 0}
-    return sizes.pop() if len(sizes) == 1 else None

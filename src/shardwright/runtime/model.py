@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from shardwright.errors import InputError
 
 from . import comm, faults, state
+from .comparison import CallSignature, InputComparison
 from .gradients import GradientSync
 from .holding import Held
-from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, rows_of
+from .inputs import CallInputs, Mode, check_dtypes
 from .parameters import ShardParameter
 from .pipeline import Running
 from .random import Randomness
 from .reduction import Kind, Reduction, total
 from .stage import Stage, shown
 from .world import Groups, World
+from .wrappers import Unwrappable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class Entry:
     literals: tuple[bool, ...]  # for each output, whether it is a literal
     rows: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
     dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
+    signature: CallSignature
     stage: Stage | None = None
     running: Running | None = None
 
@@ -85,7 +88,15 @@ class Holding:
             )
 
 
-class ParallelModel(nn.Module):
+class CompileEntry(Protocol):
+    """Makes the program of a call."""
+
+    call_inputs: CallInputs
+
+    def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry: ...
+
+
+class ParallelModel(Unwrappable):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any
@@ -95,7 +106,7 @@ class ParallelModel(nn.Module):
         self,
         skeleton: nn.Module,
         world: World,
-        compile_entry: Callable[[ParallelModel, tuple[Any, ...], dict[str, Any]], Entry],
+        compile_entry: CompileEntry,
         mode: Mode,
         accumulate: int,
         reduction: Kind = "mean",
@@ -106,7 +117,8 @@ class ParallelModel(nn.Module):
         self._world, self._mode, self._accumulate = world, mode, accumulate
         self._entries: dict[Any, Entry] = {}
         self._holding: Holding | None = None
-        self._checked: set[Any] = set()
+        self.call_inputs = compile_entry.call_inputs
+        self._comparison = InputComparison(first_only=self.call_inputs.computed)
         self._whole, self._backwards = False, 0
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
@@ -226,12 +238,14 @@ class ParallelModel(nn.Module):
     # -- state ---------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The original keys; DTensors or checkpointable pieces as values (see docs/design.md)."""
+        """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
         if self._holding is None:
             return super().state_dict(*args, **kwargs)
         held = self._holding
         found = state.state_dict(held.held, held.parameters, held.saved_buffers, held.groups)
         into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
+        if into is None and not kwargs.get("prefix"):
+            return found
         into = {} if into is None else into
         into.update({kwargs.get("prefix", "") + key: value for key, value in found.items()})
         return into
@@ -239,6 +253,7 @@ class ParallelModel(nn.Module):
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
         held = self._ready()
+        self._comparison.settle()
         return state.full_state_dict(held.held, held.parameters, held.saved_buffers, held.groups, rank, held.seats)
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -264,7 +279,7 @@ class ParallelModel(nn.Module):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
         with faults.calling():
-            self._entry(*(self._gathered(args, kwargs) if self._mode == "gather" else (args, kwargs)))
+            self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "gather" else (args, kwargs)))
 
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
@@ -288,20 +303,22 @@ class ParallelModel(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.passing == "gather":
-            args, kwargs = self._gathered(args, kwargs)
+            args, kwargs = self.call_inputs.gather(args, kwargs)
         entry = self._entry(args, kwargs)
         holding = self._ready()
         holding.check_filled()
         for stage in entry.stages:
             stage.renew()
         tensors = entry.flatten(args, kwargs)
-        self._check(entry, tensors)
+        place = (self.data_rank, self.data_size) if self.passing == "rows" else (0, 1)
+        self._comparison.begin(entry.signature, tensors, place, at_once=self._whole)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
             tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
         if self.training and torch.is_grad_enabled():
             holding.random.advance()
             self._count(holding)
         found = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
+        self._comparison.until_backward(found)
         return entry.unflatten(self._out(entry, found))
 
     def _forward(self, stage: Stage, holding: Holding, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -348,7 +365,7 @@ class ParallelModel(nn.Module):
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
-            check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
+            self.call_inputs.check(args, kwargs)
             self._entries[key] = self._around["compile"](self, args, kwargs)
         return self._entries[key]
 
@@ -360,26 +377,6 @@ class ParallelModel(nn.Module):
                 if len(known) == len(given) == len(entry.dtypes):
                     check_dtypes([path for path, _ in entry.dtypes], known, given)
                 return
-
-    def _check(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        if (id(entry) not in self._checked or self._whole) and self.passing != "gather":
-            holding = self._ready()
-            mesh = holding.groups.mesh
-            inner = [name for name in mesh.names if name not in holding.replica_axes]
-            check_mode(self.passing, tensors, mesh.groups(inner))
-            self._checked.add(id(entry))
-
-    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if shapes not in self._checked:  # before the gather: unequal rows would not meet
-            check_shapes(shapes, "rows")
-            self._checked.add(shapes)
-        batch = rows_of(tensors)
-        whole = [gather_rows(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_unflatten(whole, spec)
-        return found
 
 
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -38,6 +38,7 @@ from shardwright.errors import InputError
 
 from .fused import fused
 from .holding import coordinates, gather, scatter
+from .optimizer_state import remember_places
 from .parameters import ShardParameter, Untouched
 from .refresh import Refresh
 
@@ -51,6 +52,8 @@ PER_TENSOR = frozenset({"Adafactor.step", "Muon.step"})
 EVERYTHING = frozenset({"LBFGS.step"})
 
 
+_UNADOPTED = f"{__package__}.unadopted"  # whose hook may stay when a step runs without our interceptions
+
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
@@ -58,11 +61,11 @@ def several(optimizers: Optimizers) -> list[Optimizer]:
     """Optimizers as a list."""
     if optimizers is None:
         return []
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
 
 
-def sees(optimizer: Optimizer) -> Sees:
-    """What an update looks at, judged by whose `step` runs; a subclass with its own `step` is unknown."""
+def known_sight(optimizer: Optimizer) -> Sees | None:
+    """What an update looks at, judged by whose `step` runs; None for a class, or a subclass with its own, unknown."""
     declared = getattr(optimizer, "elementwise", None)
     if declared is not None:
         return "element" if declared else "everything"
@@ -72,7 +75,13 @@ def sees(optimizer: Optimizer) -> Sees:
         return "element"
     if name in PER_TENSOR:
         return "tensor"
-    if name not in EVERYTHING:
+    return "everything" if name in EVERYTHING else None
+
+
+def sees(optimizer: Optimizer) -> Sees:
+    """What an update looks at; of an unknown class everything, which is said."""
+    known = known_sight(optimizer)
+    if known is None:
         kind = type(optimizer).__name__
         warnings.warn(
             f"shardwright does not know the optimizer {kind}: every step gathers all its parameters and gradients "
@@ -80,13 +89,14 @@ def sees(optimizer: Optimizer) -> Sees:
             f"{kind}.elementwise = True before parallelize, and it runs on the pieces.",
             stacklevel=3,
         )
-    return "everything"
+    return known or "everything"
 
 
 def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | None]) -> None:
     """Make an optimizer work on the pieces that replace its parameters (None: not held on this rank)."""
     kind = _kind(optimizer, elsewhere=any(new is None for new in replaced.values()))
-    placed: set[int] = set()
+    remember_places(optimizer, {old: None if new is None else leaf_of(new) for old, new in replaced.items()})
+    placed: dict[int, int] = {}
     for group in optimizer.param_groups:
         leaves: list[Any] = []
         for old in group["params"]:
@@ -95,9 +105,8 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | No
             if new is None:
                 continue
             leaf = leaf_of(new)
-            if id(leaf) in placed:  # tied weights are one parameter
+            if placed.setdefault(id(leaf), id(old)) != id(old):  # tied weights are one parameter
                 continue
-            placed.add(id(leaf))
             leaves.append(leaf)
             if state is not None:
                 optimizer.state[leaf] = _cut_state(state, leaf)
@@ -181,7 +190,10 @@ def _around_step(optimizer: Optimizer, around: Callable[[Optimizer, Inner, Closu
 
 def _step_plainly(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
     """An update of elements has no use for our interceptions, and they cost; the user's own code may clip, and has."""
-    before = (optimizer._optimizer_step_pre_hooks, hooked._global_optimizer_pre_hooks)
+    before = (
+        optimizer._optimizer_step_pre_hooks,
+        [h for h in hooked._global_optimizer_pre_hooks.values() if getattr(h, "__module__", "") != _UNADOPTED],
+    )
     after = (optimizer._optimizer_step_post_hooks, hooked._global_optimizer_post_hooks)
     if closure is not None or any(before):
         return inner(closure)

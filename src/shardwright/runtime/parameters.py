@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwright.errors import RankError
+from shardwright.errors import InputError, RankError
 from shardwright.layout import Layout
 
 from .global_norms import make_norm
@@ -42,6 +42,14 @@ Untouched = torch._C.DisableTorchFunctionSubclass
 _GRAD: Any = torch.Tensor.grad  # on the class this is the descriptor, not a gradient
 _READ, _WRITE, _DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _ZERO = torch.Tensor.zero_
+
+
+INSTEAD = (
+    "All ranks together: sw.save(path, model, optimizer) writes a checkpoint that loads under any plan, "
+    "shardwright.checkpoint.save_weights(path, model) writes safetensors, and model.full_state_dict(rank=0) has "
+    "everything whole on rank 0, for torch.save"
+)
+"""What to do instead of pickling what one rank holds."""
 
 
 class ShardParameter(torch.nn.Parameter):
@@ -97,17 +105,19 @@ class ShardParameter(torch.nn.Parameter):
         return cast(ShardParameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the piece it is, without its groups; `full_state_dict` is the way to whole tensors."""
+        """Pickled as the parameter that it is on one device, if it is whole here."""
         with Untouched():
-            return _rebuild, (self.detach(), self.held, self.spread, self.requires_grad)
+            if self.groups is None or self.stages is not None or cutting_axes(self.spread, self.groups.mesh):
+                raise InputError(
+                    f"{self.held.name} is not whole here: this rank holds {tuple(self.shape)} of {self.held.shape}, or "
+                    f"its own stages of a pipeline, and would write a part of the model. {INSTEAD}"
+                )
+            plain = torch.nn.Parameter(self.detach().as_subclass(Tensor), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with Untouched():
             return f"ShardParameter({self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.spread})"
-
-
-def _rebuild(data: Tensor, held: Held, layout: Layout, requires_grad: bool) -> ShardParameter:
-    return ShardParameter(data, held, None, layout, requires_grad)
 
 
 def make_parameter(local: Tensor, held: Held, groups: Groups, master: Tensor | None = None) -> ShardParameter:
@@ -127,7 +137,7 @@ def true_value(parameter: ShardParameter) -> ShardParameter:
 def _attach_shard(parameter: ShardParameter, master: Tensor | None = None) -> None:
     held, groups = parameter.held, parameter.groups
     if groups is None:
-        raise RankError(f"{held.name} has lost its groups (it was unpickled), so it can't be split again")
+        raise RankError(f"{held.name} has no groups, so it can't be split again")
     sizes = groups.mesh.sizes
     axes = zero_axes(held, sizes) if held.level in (1, 2) else ()
     if not axes and master is None:
@@ -312,7 +322,7 @@ def _lazy(x: Tensor, norm: Tensor, order: float) -> Tensor:
     if not isinstance(x, (ShardParameter, ShardGradient)):
         return norm
     if groups is None:
-        raise RankError("a piece that was unpickled does not know its other ranks, so its norm is unknown")
+        raise RankError("a piece without groups does not know its other ranks, so its norm is unknown")
     axes = cutting_axes(x.spread, groups.mesh)
     if not axes and x.stages is None:
         return norm

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from shardwright.errors import DriftError, raise_all
 
 from . import journal, nearby
 from .faults import told
@@ -38,6 +42,29 @@ def objects(mine: T, what: str) -> list[T]:
     journal.enter("all_gather", None, what)
     dist.all_gather_object(every, mine)
     return every
+
+
+@told
+def check_equal(mine: Mapping[str, str], what: str, remedy: str) -> None:
+    """Raise on every rank if some have other facts than rank 0: which facts, and on which ranks."""
+    same = set(numbers(number_of(json.dumps(dict(mine), sort_keys=True)), f"a hash of {what} of every rank"))
+    if len(same) == 1:
+        return
+    every = objects(dict(mine), what)
+    faults = []
+    for name in dict.fromkeys(name for facts in every for name in facts):
+        by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(every):
+            by_value.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(by_value) > 1:
+            told_apart = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            faults.append(f"{name}: {told_apart}")
+    raise_all(DriftError, f"the ranks have different {what}; {remedy}:", faults)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    some = ", ".join(map(str, ranks[:4]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}"
 
 
 def number_of(text: str) -> int:

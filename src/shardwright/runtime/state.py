@@ -1,14 +1,6 @@
 """State dicts with the original keys, whose values are pieces that know where they belong.
 
-`torch.distributed.checkpoint` saves a state dict under one plan and loads it under another
-if its values say which boxes of the whole tensor they hold. A DTensor says it for one box,
-and is what other tools understand, so it is used wherever it is true. A piece of a fused
-weight is several boxes (the rows of q, k and v), and a dim cut by two axes may be cut in
-another order than a DTensor's mesh has; for these there is `PieceTensor`. Both have
-`full_tensor()`.
-
-    rows of (3 h e), h cut over tp     rank 0  [q0 q1][k0 k1][v0 v1]    three boxes
-
+Values are plain tensors where they are whole on every rank, and pieces where they are not (`state_values`).
 Optimizer state goes the same way, under the keys of the parameters it belongs to.
 """
 
@@ -16,148 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.errors import InputError, LayoutError, raise_all
-from shardwright.layout import Layout, Mesh, piece_of
+from shardwright.layout import Mesh
 
-from .holding import Held, coordinates, gather, scatter
+from .holding import Held, gather
 from .parameters import ShardParameter, Untouched, keeps_share, true_value
 from .refresh import renew
+from .state_values import PartialState, PieceTensor, as_state, local_of, piece_of_value
 from .world import Groups, here
-
-
-class PieceTensor(Tensor):
-    """Some boxes of a whole tensor: has the whole's shape, holds `local`. Implements torch's _Checkpointable."""
-
-    local: Tensor
-    held: Held
-    spread: Layout
-    groups: Groups
-
-    def __new__(cls, local: Tensor, held: Held, layout: Layout, groups: Groups) -> PieceTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=local.dtype, device=local.device)
-        made.local, made.held, made.spread, made.groups = local.detach(), held, layout, groups
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0]._like(args[0].local)
-        if func is torch.ops.aten.clone.default:
-            return args[0]._like(args[0].local.clone())
-        name = args[0].held.name if args and isinstance(args[0], PieceTensor) else "a parameter"
-        raise InputError(
-            f"{func} was called on a piece of {name}; use .full_tensor() for the whole, .local for what this rank holds"
-        )
-
-    def _like(self, local: Tensor) -> PieceTensor:
-        return PieceTensor(local, self.held, self.spread, self.groups)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PieceTensor({self.held.name}, {tuple(self.local.shape)} of {self.held.shape}, {self.spread})"
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor. All ranks must call it."""
-        return gather(self.local, self.held, self.groups, self.spread)
-
-    @property
-    def boxes(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
-        """(offset in the whole, offset in `local`, sizes) of each box."""
-        sizes = self.groups.mesh.sizes
-        return piece_of(self.spread, self.held.shape, sizes, coordinates(self.groups)).boxes
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.held.shape)),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, _, size in self.boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offset, at, sizes in self.boxes:
-            if index.offset is not None and tuple(index.offset) == offset:
-                found = self.local
-                for dim, (start, length) in enumerate(zip(at, sizes, strict=True)):
-                    found = found.narrow(dim, start, length)
-                return found
-        raise InputError(f"{index.fqn}: this rank holds no box at {index.offset}")
-
-
-_meshes: WeakKeyDictionary[Groups, DeviceMesh | None] = WeakKeyDictionary()
-
-
-def as_state(local: Tensor, held: Held, layout: Layout, groups: Groups) -> Tensor:
-    """A piece as the value of a state dict: a DTensor if that can say it, a `PieceTensor` if not."""
-    if groups not in _meshes:
-        _meshes[groups] = groups.device_mesh()
-    mesh = _meshes[groups]
-    with Untouched():
-        local = local.detach().as_subclass(Tensor)
-    if mesh is None:
-        return local
-    placements = _placements(layout, groups.mesh)
-    if placements is None:
-        return PieceTensor(local, held, layout, groups)
-    whole = torch.empty(held.shape, device="meta")
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(held.shape), stride=whole.stride()
-    )
-
-
-def _placements(layout: Layout, mesh: Mesh) -> list[Placement] | None:
-    """The layout in DTensor's words, for the axes longer than one, or None if it has no words for it."""
-    names = [axis.name for axis in mesh.axes if axis.size > 1]
-    found: list[Placement] = [Replicate() for _ in names]
-    for dim, every in enumerate(layout.cuts):
-        cuts = [cut for cut in every if cut.axis in names]
-        order = [names.index(cut.axis) for cut in cuts]
-        if order != sorted(order):
-            return None
-        for cut in cuts:
-            parts = mesh.sizes[cut.axis]
-            if not cut.simple(parts) or not (cut.even(parts) or cut.blocks[0].inner == 1):
-                return None
-            found[names.index(cut.axis)] = Shard(dim)
-    return found
-
-
-def piece_like(value: Tensor) -> Tensor:
-    """The same piece with memory of its own, to be filled."""
-    if isinstance(value, PieceTensor):
-        return value._like(torch.empty_like(value.local))
-    assert isinstance(value, DTensor)
-    local = torch.empty_like(value.to_local())
-    placed = (value.device_mesh, value.placements)
-    return DTensor.from_local(local, *placed, run_check=False, shape=value.shape, stride=value.stride())
-
-
-def _local(value: Tensor) -> Tensor:
-    if isinstance(value, PieceTensor):
-        return value.local
-    return value.to_local() if isinstance(value, DTensor) else value
-
 
 # -- the model ---------------------------------------------------------------------------------
 
@@ -165,7 +30,7 @@ def _local(value: Tensor) -> Tensor:
 def state_dict(
     held: Iterable[Held], parameters: Mapping[str, ShardParameter], buffers: Mapping[str, Tensor], groups: Groups
 ) -> dict[str, Tensor]:
-    """Every key of the original model with this rank's piece; buffers whole. Shares memory with the model.
+    """Every key of the original model that is here, with this rank's piece; buffers whole. Shares the model's memory.
 
     Of a parameter with a float32 master it is the master: what is saved in one precision is loaded in another.
     """
@@ -174,7 +39,8 @@ def state_dict(
         true = true_value(parameters[one.name])
         value = as_state(true, one, true.spread, groups)
         found.update(dict.fromkeys(one.keys, value))
-    return {**found, **{key: buffer.detach() for key, buffer in buffers.items()}}
+    found.update({key: buffer.detach() for key, buffer in buffers.items()})
+    return PartialState(found) if groups.mesh.size < here().size else found
 
 
 def full_state_dict(
@@ -251,7 +117,7 @@ def load_state(
     unexpected = [key for key in values if key not in known]
     if strict:
         faults = [f"missing: {key}" for key in missing] + [f"unexpected: {key}" for key in unexpected]
-        raise_all(InputError, "the state dict does not fit the model:", faults)
+        raise_all(InputError, f"the state dict does not fit the model{_wrapped_keys(unexpected)}:", faults)
     for one in held:
         key = next((key for key in one.keys if key in values), None)
         if key is not None:
@@ -267,19 +133,12 @@ def load_state(
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
-def piece_of_value(value: Tensor, held: Held, layout: Layout, groups: Groups) -> Tensor:
-    """What this rank holds under `layout` of a value that is whole or a piece."""
-    if isinstance(value, PieceTensor):
-        same = value.spread.cuts == layout.cuts and value.groups.mesh == groups.mesh
-        value = value.local if same else value.full_tensor()
-        if same:
-            return value
-    elif isinstance(value, DTensor):
-        mine = as_state(torch.empty(0), held, layout, groups) if _placements(layout, groups.mesh) is not None else None
-        if isinstance(mine, DTensor) and mine.device_mesh == value.device_mesh and mine.placements == value.placements:
-            return value.to_local()
-        value = value.full_tensor()
-    return scatter(value, held, groups.mesh.sizes, coordinates(groups), layout)
+def _wrapped_keys(unexpected: Sequence[str]) -> str:
+    """What to do about keys that a wrapper of the saved model has left."""
+    for prefix in ("module.", "_orig_mod."):
+        if unexpected and all(key.startswith(prefix) for key in unexpected):
+            return f" (DDP or torch.compile left {prefix!r} in its keys; take it off: key.removeprefix({prefix!r}))"
+    return ""
 
 
 # -- the optimizer -----------------------------------------------------------------------------
@@ -313,17 +172,19 @@ def load_optimizer_state_dict(optimizer: Optimizer, values: Mapping[str, Any]) -
             if given is None:
                 optimizer.state.pop(leaf, None)
                 continue
-            if not isinstance(leaf, ShardParameter):
-                optimizer.state[leaf] = {k: _own(v) for k, v in given.items()}
-                continue
-            held, groups = leaf.held, leaf.groups
-            assert groups is not None
-            fits = {k for k, v in given.items() if isinstance(v, Tensor) and tuple(v.shape) == held.shape}
-            optimizer.state[leaf] = {
-                k: piece_of_value(v, held, leaf.spread, groups).clone() if k in fits else _own(v)
-                for k, v in given.items()
-            }
-            leaf.cut_state = frozenset(fits) if held.shape else None
+            optimizer.state[leaf] = loaded_state(given, leaf)
+
+
+def loaded_state(given: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
+    """A parameter's state, of whole tensors or pieces, as it is kept here: cut as the leaf is, with its own memory."""
+    if not isinstance(leaf, ShardParameter) or leaf.groups is None:
+        return {key: _own(value) for key, value in given.items()}
+    held, groups = leaf.held, leaf.groups
+    fits = {k for k, v in given.items() if isinstance(v, Tensor) and tuple(v.shape) == held.shape}
+    leaf.cut_state = frozenset(fits) if held.shape else None
+    return {
+        k: piece_of_value(v, held, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in given.items()
+    }
 
 
 def fill_state(optimizer: Optimizer) -> None:
@@ -376,4 +237,4 @@ def state_value(leaf: Any, name: str, value: Any) -> Any:
 
 
 def _own(value: Any) -> Any:
-    return _local(value).clone() if isinstance(value, Tensor) else value
+    return local_of(value).clone() if isinstance(value, Tensor) else value

@@ -93,6 +93,11 @@ def shares_memory() -> bool:
     return os.environ.get("SHARDWRIGHT_SHARED_MEMORY", "1") != "0"
 
 
+def compare_every() -> int:
+    """In how many calls of a model inputs are compared once (see `comparison`); 0: in the first of a program only."""
+    return int(os.environ.get("SHARDWRIGHT_COMPARE_INPUTS", "1"))
+
+
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..parallelize import arguments_of
-from ..runtime.inputs import rows_of
+from ..runtime.model import ParallelModel
 
 Reduction = Literal["mean", "sum", "tokens"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,10 +42,10 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [held for held in pytree.tree_leaves(arguments(batch)) if isinstance(held, Tensor)]
 
 
-def rows_in(batch: Any) -> int:
-    """How many rows a batch has: the size of the first dim, or of that of its first tensor if they differ."""
+def rows_in(batch: Any, model: ParallelModel) -> int:
+    """How many rows a batch for a model has; if neither sizes nor the user tell, those of its first tensor."""
     tensors = [held for held in tensors_of(batch) if held.dim()]
-    found = rows_of(tensors)
+    found = model.call_inputs.samples(*arguments(batch))
     return found if found is not None else int(tensors[0].shape[0]) if tensors else 0
 
 

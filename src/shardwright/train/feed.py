@@ -91,7 +91,7 @@ def parts_of(batches: Loader, model: ParallelModel) -> Iterator[Part]:
     """The batches that are left of this epoch, with what must be known of each when its turn comes."""
     for batch in batches:
         shares = 1 if batches.whole or model.input_mode == "same" else model.data_size
-        rows = batches.total or rows_in(batch) * shares
+        rows = batches.total or rows_in(batch, model) * shares
         yield Part(batch=batch, rows=rows, shares=shares, whole=batches.whole)
 
 

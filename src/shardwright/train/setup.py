@@ -73,10 +73,10 @@ def compile_model(trainer: Trainer) -> Compiled:
         constraints=trainer.constraints, microbatches=trainer.microbatches,
         microbatch_semantics=trainer.microbatch_semantics, inputs=trainer.inputs, outputs=trainer.outputs,
         accumulate=trainer.accumulate, seed=trainer.seed, directory=trainer.run.generated, opaque=trainer.opaque,
-        precision=trainer.precision,
+        precision=trainer.precision, unbatched=trainer.unbatched,
     )  # fmt: skip
     model.sync_by_hand()
-    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch) * shares, dtype=dtype)
+    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch, model) * shares, dtype=dtype)
 
 
 def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
@@ -102,7 +102,7 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
         cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
         optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
         inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
-        constraints=trainer.constraints, microbatches=trainer.microbatches,
+        constraints=trainer.constraints, microbatches=trainer.microbatches, unbatched=trainer.unbatched,
     )  # fmt: skip
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
     made = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)

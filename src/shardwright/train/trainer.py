@@ -90,6 +90,7 @@ class Trainer:
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
         loss_scale: the factor of losses that a run in float16 begins with
         inputs: "same": every rank loads the global batch; "rows": each data-parallel group its rows
+        unbatched: inputs of the model that have no batch dim, by name; see sw.parallelize
         outputs: "scalars": only numbers leave the model; "all": logits too, for callbacks that need them
         opaque: "auto": submodules that can't be captured stay as they are
         seed: of everything that is drawn
@@ -127,6 +128,7 @@ class Trainer:
         microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
         loss_scale: float = 2.0**16,
         inputs: Literal["same", "rows"] = "same", outputs: Literal["all", "scalars"] = "scalars",
+        unbatched: Sequence[str] | None = None,
         opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
         resume: str | Path | None = None, weights: str | Path | None = None,
         checkpoints: Checkpoints | bool = True, loggers: Sequence[Logger] | None = None,
@@ -142,6 +144,7 @@ class Trainer:
         self.precision, self.loss_scale = precision, loss_scale
         self.outputs, self.opaque, self.seed = outputs, opaque, seed
         self.inputs: Mode = inputs
+        self.unbatched = unbatched
         self.resume, self.weights = resume, weights
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
         self.log_every = log_every

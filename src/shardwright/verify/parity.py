@@ -37,6 +37,7 @@ from ..plan import Plan, read_request
 from ..planning import Batching, PlanLike
 from ..precision import NARROW, Precision, PrecisionLike, name_of, read_precision
 from ..runtime.world import here, start
+from ..wrapping import unwrapped
 from . import ranks, rebind
 from .compiled import Compiled, Order
 from .measure import TOLERANCE, Report, Row, compare, largest, worst_of
@@ -85,6 +86,7 @@ def verify(
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
     """
+    model = unwrapped(model)
     method = method or ("world" if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1 else "threads")
     if method == "world":
         start(timeout)

@@ -1,0 +1,113 @@
+"""What all ranks must have in common before they run a program together, compared when it is compiled.
+
+Ranks that were started with other versions, other options or another model would each run a program of their own, and
+wait for each other or add up what does not belong together. First come versions and options, since plans are made by
+them; then what was made: the graph, the plan and the text of every program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..ir import Graph
+from ..plan import Plan
+from ..planning import PlanLike
+from ..runtime import roll_call, world
+from ..runtime.inputs import PLAIN
+from ..runtime.optimizer import several
+from .files import Generated
+
+if TYPE_CHECKING:
+    from .compiler import Compiler
+
+
+def check_settings(compiler: Compiler) -> None:
+    """Raise on all ranks if versions or options differ. All ranks must call it."""
+    if compiler.world.size == 1:
+        return
+    remedy = "install the same packages everywhere, and pass the same arguments to parallelize on every rank"
+    roll_call.check_equal(versions() | settings_of(compiler), "versions and settings", remedy)
+
+
+def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[Generated]) -> None:
+    """Raise on all ranks if they have compiled different things. All ranks must call it."""
+    if compiler.world.size == 1:
+        return
+    programs = [program.program.title or "program" for program in made]
+    facts = {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
+    facts |= {title: code_digest(program.path.read_text()) for title, program in zip(programs, made, strict=True)}
+    remedy = "build the same model on every rank, from the same files, and pass the same plan"
+    roll_call.check_equal(facts, f"programs for {graph.entry}", remedy)
+
+
+def versions() -> dict[str, str]:
+    """The packages that decide what a program computes."""
+    try:
+        ours = version("shardwright")
+    except PackageNotFoundError:  # run from its source
+        ours = "not installed"
+    return {"shardwright": ours, "torch": torch.__version__}
+
+
+def settings_of(compiler: Compiler) -> dict[str, str]:
+    """The options of a compiled model by their names in `parallelize`. Where files are written may differ."""
+    wishes, batching = compiler.setting and compiler.setting.wishes, compiler.batching
+    settings: Mapping[str, object] = {
+        "plan": plan_name(compiler.wish),
+        "inputs": compiler.mode,
+        "outputs": compiler.outputs,
+        "precision": compiler.precision,
+        "microbatches": batching.microbatches,
+        "microbatch_semantics": "local" if batching.local else "global",
+        "backward": compiler.backward,
+        "memory": wishes and wishes.memory,
+        "seed": compiler.random.seed,
+        "unbatched": compiler.call_inputs.unbatched,
+        "SHARDWRIGHT_COMPARE_INPUTS": world.compare_every(),
+        **compiler.stated,
+        **_optimizer_options(several(compiler.optimizer)),
+    }
+    return {name: str(value) for name, value in settings.items()}
+
+
+def _optimizer_options(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
+    """The kinds of optimizers and their plain options: a rate that one rank scales lets the replicas drift apart."""
+    found: dict[str, object] = {"optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
+    for number, optimizer in enumerate(optimizers):
+        for at, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {at}" if len(optimizers) > 1 else f"optimizer, group {at}"
+            plain = {name: value for name, value in group.items() if isinstance(value, (*PLAIN, tuple))}
+            found |= {f"{where}, {name}": value for name, value in plain.items()}
+    return found
+
+
+def plan_name(wish: PlanLike) -> str:
+    """A plan as somebody asked for it; a file by what is in it, since its path may differ."""
+    if isinstance(wish, Plan):
+        return f"{wish.policy} {bare(wish).name}"
+    if isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
+        path = Path(wish)
+        return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path.exists() else 'missing'}"
+    return wish if isinstance(wish, str) else getattr(wish, "__qualname__", type(wish).__name__)
+
+
+def bare(plan: Plan) -> Plan:
+    """A plan without what is said about it: predictions are those of the machine that made them."""
+    return replace(plan, notes=(), predicted={}, cluster="")
+
+
+def code_digest(text: str) -> str:
+    """Eight digits of a program's code, without its head and its comments.
+
+    They name the plan with its predictions, and files of the user, which may lie elsewhere on another machine.
+    """
+    lines = (line.split("  # ")[0].rstrip() for line in text.split('"""', 2)[-1].splitlines())
+    code = "\n".join(line for line in lines if not line.lstrip().startswith("# "))
+    return hashlib.sha256(code.encode()).hexdigest()[:8]

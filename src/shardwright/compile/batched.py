@@ -1,0 +1,45 @@
+"""The inputs of a captured call: which have the batch as their dim 0, and by what ranks compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..batch_dim import BatchDim, find_batch_dim, said_by
+from ..capture import Captured
+from ..runtime.comparison import CallSignature
+from ..runtime.inputs import PLAIN, Mode
+
+
+def signature_of(captured: Captured, mode: Mode) -> CallSignature:
+    """What calls of a program are compared by between ranks."""
+    graph, arguments = captured.graph, dict[str, str]()
+    for leaf in captured.input_leaves:
+        if leaf.value is not None:
+            arguments[leaf.path] = f"{leaf.dtype} {list(leaf.shape)}"
+        elif isinstance(leaf.literal, PLAIN):
+            arguments[leaf.path] = repr(leaf.literal)
+    return CallSignature(
+        program=f'{graph.name} ({graph.entry}, {graph.fingerprint}, inputs="{mode}")',
+        arguments=arguments,
+        tensors=tuple(held.path for held in graph.inputs),
+        batched=tuple(graph.is_batched(held) for held in graph.inputs),
+        mode=mode,
+    )
+
+
+def with_batch(captured: Captured, batch: BatchDim, size: int | None) -> Captured:
+    """A captured call with a batch of `size` in the inputs that are batched, whatever its own sizes tell."""
+    graph = captured.graph
+    named = {leaf.value: has for leaf, has in zip(captured.input_leaves, batch.batched, strict=True)}
+    inputs = tuple(replace(held, batched=named[held.value]) for held in graph.inputs)
+    if (inputs, size) == (graph.inputs, graph.batch):
+        return captured
+    return replace(captured, graph=replace(graph, inputs=inputs, batch=size))
+
+
+def with_unbatched(captured: Captured, unbatched: Sequence[str] | None) -> Captured:
+    """A captured call in which people say which inputs have no batch dim."""
+    inputs = [(leaf.path, leaf.shape) for leaf in captured.input_leaves]
+    batch = find_batch_dim(inputs, said_by(unbatched, [path for path, _ in inputs]))
+    return with_batch(captured, batch, batch.size)

@@ -1,0 +1,281 @@
+"""What an expression of generated code stands for: a value of the program, a size, a group, an argument of an op."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..ir import Dtype, Op, Slot
+from ..layout import Block, Cut, share
+from ..lower import Program, Size
+from ..plan.pipeline import MB
+from .parse import UnreadableLineError, base_name, dotted, parse_line
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+GROUPS = ("axes", "rows", "classes", "home")
+"""Arguments of converters and of the runtime's ops that name axes; a line has their group."""
+
+_LABELS = {"ignore_index": -100, "reduction": 1}
+UNSAID: dict[str, dict[str, Any]] = {
+    "embedding": {"padding_idx": -1}, "runtime.embedding_rows": {"padding_idx": -1},
+    "_softmax": {"half_to_float": False}, "slice": {"start": 0, "step": 1}, "add": {"alpha": 1}, "sub": {"alpha": 1},
+    "sum": {"dim": ()}, "mean": {"dim": ()}, "constant_pad_nd": {"value": 0},
+    "cross_entropy_loss": {**_LABELS, "label_smoothing": 0.0}, "mse_loss": {"reduction": 1},
+    "runtime.cross_entropy": {**_LABELS, "label_smoothing": 0.0}, "l1_loss": {"reduction": 1},
+    "runtime.nll_loss": _LABELS,
+    "runtime.begin_count": {"ignore_index": -100}, "runtime.count_labels": {"ignore_index": -100},
+    "scaled_dot_product_attention": {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False},
+    "runtime.attention": {"is_causal": False, "enable_gqa": False}, "runtime.batch_norm": {"training": True},
+    "runtime.dropout": {"train": True}, "cat": {"dim": 0}, "stack": {"dim": 0}, "split": {"dim": 0},
+    "split_with_sizes": {"dim": 0}, "select": {"dim": 0}, "convolution": {"transposed": False},
+}  # fmt: skip
+"""Values that an op and its line may say or leave out, the one without the other."""
+
+NOT_PRINTED = {
+    "call.opaque": ("names", "batch", "rule"), "runtime.experts": ("names", "batch", "rule"),
+    "call.cond": ("operands", "then_takes", "other_takes"),
+}  # fmt: skip
+"""Arguments that say how an op is planned and not what its line calls."""
+
+Place = Mapping[str, int]
+"""Coordinates of a rank on the axes of the mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileNames:
+    """What names mean everywhere in a file."""
+
+    program: Program
+    keys: Mapping[str, str]  # the key of a parameter or buffer -> its value
+    sizes: Mapping[str, int]
+    uneven: Mapping[str, ast.expr]  # attributes that hold sizes which differ between ranks
+    groups: frozenset[str]
+    functions: Mapping[str, str]  # names of the user's functions -> their paths
+    hidden: frozenset[str]  # names that stand for something else after the sizes are set: the class
+    fixed: dict[str, str] = field(default_factory=dict)  # attributes of `self.fixed` and `self.known` -> values
+    places: tuple[Place, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Scope:
+    """What names mean inside of a method."""
+
+    file: FileNames
+    values: dict[str, str | list[str]] = field(default_factory=dict)
+    at: str | None = None  # the layer that the method is entered for
+    reads: list[tuple[ast.expr, int]] = field(default_factory=list)  # expressions, and the op's inputs they stand for
+
+    def value(self, node: ast.expr) -> str | None:
+        """The value of the program that an expression names, None if it is more than a name."""
+        if isinstance(node, ast.Name):
+            bound = self.values.get(node.id)
+            return bound if isinstance(bound, str) else None
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in self.values:
+            bound = self.values[node.value.id]
+            at = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            return bound[at] if isinstance(bound, list) and isinstance(at, int) and at < len(bound) else None
+        path = self.path(node)
+        if path is None:
+            return None
+        return self.file.fixed[path] if path in self.file.fixed else self.file.keys.get(path)
+
+    def path(self, node: ast.expr) -> str | None:
+        """The key that `self.blocks[0].weight` or `at.weight` stands for."""
+        steps: list[str] = []
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            if isinstance(node, ast.Attribute):
+                steps.append(node.attr)
+            elif isinstance(node.slice, ast.Constant):
+                steps.append(str(node.slice.value))
+            else:
+                return None
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id in self.values:
+            return None
+        if node.id == "at" and self.at is not None:
+            return ".".join([self.at, *reversed(steps)])
+        if node.id != "self":
+            return None
+        path = list(reversed(steps))
+        return ".".join(path[1:] if path[:1] == ["held"] else path)
+
+    def number(self, node: ast.expr, place: Place) -> float | int | None:
+        """What an expression of sizes is for a rank; None if it is none."""
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, int | float) and not isinstance(node.value, bool) else None
+        if isinstance(node, ast.Name):
+            known = node.id not in self.values and node.id not in self.file.hidden
+            return self.file.sizes.get(node.id) if known else None
+        if isinstance(node, ast.Attribute):
+            text = dotted(node).removeprefix("self.")
+            return self.number(self.file.uneven[text], place) if text in self.file.uneven else None
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            inner = self.number(node.operand, place)
+            return None if inner is None else -inner
+        if isinstance(node, ast.BinOp):
+            left, right = self.number(node.left, place), self.number(node.right, place)
+            if left is None or right is None:
+                return None
+            signs = {ast.Add: left + right, ast.Mult: left * right}
+            return signs.get(type(node.op))
+        if isinstance(node, ast.Call) and dotted(node.func) == "share":
+            whole, axis = self.number(node.args[0], place), dotted(node.args[1]).removeprefix("self.")
+            if not isinstance(whole, int) or axis not in place:
+                return None
+            return share(whole, self.file.program.mesh.sizes[axis], place[axis])[1]
+        if isinstance(node, ast.Call) and dotted(node.func) == "float" and isinstance(node.args[0], ast.Constant):
+            return float(node.args[0].value)  # type: ignore[arg-type]
+        return None
+
+    def means(self, node: ast.expr, value: Any, op: Op) -> bool:
+        """Whether an expression stands for an argument of an op."""
+        if isinstance(value, Slot):
+            self.reads.append((node, value.index))
+            return self.value(node) == op.inputs[value.index]
+        if isinstance(value, Size):
+            sizes = self.file.program.mesh.sizes
+            return all(self.number(node, place) == value.local(sizes, place) for place in self.file.places)
+        if isinstance(value, Cut):
+            return self.cut(node) == value
+        if isinstance(value, tuple):
+            items = node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
+            return len(items) == len(value) and all(self.means(*pair, op) for pair in zip(items, value, strict=True))
+        if isinstance(value, dict):
+            if not isinstance(node, ast.Dict) or len(node.keys) != len(value):
+                return False
+            pairs = zip((self.text(key) for key in node.keys if key is not None), node.values, strict=True)
+            return all(key in value and self.means(item, value[key], op) for key, item in pairs)
+        if isinstance(value, Dtype):
+            return dotted(node) == f"torch.{value}"
+        if value is None or isinstance(value, bool | str):
+            return self.text(node) == value if isinstance(value, str) else _is_constant(node, value)
+        number = self.number(node, self.file.places[0])
+        return (number == value and type(number) is type(value)) or (value != value and number != number)
+
+    def text(self, node: ast.expr) -> str | None:
+        """A string; f"{at}.attn" is said relative to the layer."""
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else None
+        if not isinstance(node, ast.JoinedStr):
+            return None
+        parts: list[str] = []
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                parts.append(str(part.value))
+            elif isinstance(part, ast.FormattedValue) and dotted(part.value) == "at" and self.at is not None:
+                parts.append(self.at)
+            else:
+                return None
+        return "".join(parts)
+
+    def group(self, node: ast.expr) -> tuple[str, ...] | None:
+        """The axes of a group, `self.dp_tp`."""
+        name = dotted(node).removeprefix("self.")
+        return tuple(name.split("_")) if dotted(node).startswith("self.") and name in {*self.file.groups, MB} else None
+
+    def cut(self, node: ast.expr) -> Cut | None:
+        """`cut("tp", 3, 2, 16)` or `cut("tp", (1, 4, 8), (1, 2, 8), repeat=2)`."""
+        if not isinstance(node, ast.Call) or dotted(node.func) != "cut":
+            return None
+        try:
+            axis, *rest = (ast.literal_eval(arg) for arg in node.args)
+            rows = rest if rest and isinstance(rest[0], tuple) else [tuple(rest)]
+            repeat = next((ast.literal_eval(key.value) for key in node.keywords if key.arg == "repeat"), 1)
+            return Cut(axis=axis, blocks=tuple(Block(*row) for row in rows), repeat=repeat)
+        except (ValueError, TypeError):
+            return None
+
+
+def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
+    """Where the right-hand side of a line says something else than its op."""
+    try:
+        read = parse_line(op, node)
+    except UnreadableLineError as error:
+        yield str(error)
+        return
+    path = scope.file.functions.get(dotted(node.func)) if isinstance(node, ast.Call) else None
+    if path is not None and op.target != f"call.{path}":
+        yield f"it calls {path}"
+    unsaid = UNSAID.get(op.target, UNSAID.get(base_name(op), {}))
+    for name, value in expected(op, scope).items():
+        given = read.pop(name, None)
+        if given is None:
+            if not _may_be_left_out(op, name, value, unsaid, scope):
+                yield f"{name}={value!r} is not in it"
+        elif not _says(scope, op, name, given, value):
+            yield f"{name} is {ast.unparse(given)} in it, and {value!r} in the op"
+    for name, given in read.items():
+        if not (_is_constant(given, None) or (name in unsaid and _says(scope, op, name, given, unsaid[name]))):
+            yield f"{name}={ast.unparse(given)} is in it, and not in the op"
+
+
+def expected(op: Op, scope: Scope) -> dict[str, Any]:
+    """The arguments that a line of an op has to give."""
+    arguments = {name: value for name, value in op.arguments if name not in NOT_PRINTED.get(op.target, ())}
+    if op.target.startswith("comm."):
+        for flag in ("later", "in_place"):  # they choose the callee
+            arguments.pop(flag, None)
+        return {"x": Slot(0), **arguments}
+    if op.target == "call.cond":
+        operands = op.argument("operands")
+        for role in ("then", "other"):
+            arguments[f"{role}_operands"] = tuple(operands[at] for at in op.argument(f"{role}_takes"))
+    if op.target in ("call.opaque", "runtime.experts"):
+        lead = op.argument("op_key").split("@")[0]
+        pairs = zip(op.argument("names"), op.argument("held"), strict=True)
+        places = scope.file.keys
+        arguments["held"] = {
+            name: slot
+            for name, slot in pairs
+            if places.get(f"{lead}.{name}" if lead else name) != op.inputs[slot.index]
+        }
+    return arguments
+
+
+def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
+    aten = op.target.startswith(("aten.", "weights."))
+    if name in GROUPS and isinstance(value, tuple) and not aten:
+        return scope.group(node) == value if value else _is_constant(node, None)
+    if name == "reduction":
+        named = REDUCTIONS.get(str(node.value)) if isinstance(node, ast.Constant) else None
+        return named == value or scope.means(node, value, op)
+    if name == "splits":
+        items = node.elts if isinstance(node, ast.List) else []
+        return len(items) == len(value) and all(
+            isinstance(item, ast.Tuple)
+            and scope.means(item.elts[0], dim, op)
+            and scope.group(item.elts[1]) == (cut.axis,)
+            and scope.means(item.elts[2], cut, op)
+            for item, (dim, cut) in zip(items, value, strict=True)
+        )
+    if op.target.startswith("call.") and isinstance(node, ast.Attribute) and isinstance(value, str):
+        return dotted(node) == f"self.{value}"  # a branch is a method
+    return scope.means(node, value, op)
+
+
+def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], scope: Scope) -> bool:
+    if value is None or (name in unsaid and unsaid[name] == value):
+        return True
+    if name in ("cut", "to_cut") and (op.target.startswith("comm.") or op.target == "runtime.gather_linears"):
+        return _is_plain(value, op, scope)
+    if op.target == "aten.slice.Tensor" and name == "end":
+        return isinstance(value, int) and value > 1 << 60
+    if base_name(op) == "embedding" or op.target == "runtime.embedding_rows":
+        return name == "padding_idx" and value < 0
+    if base_name(op) == "convolution" and name == "output_padding":
+        return not op.argument("transposed") or not any(value)
+    return not op.target.startswith("aten.") and value in (False, ())
+
+
+def _is_plain(cut: Cut, op: Op, scope: Scope) -> bool:
+    """Whether a cut is the even contiguous one, which is what is meant where none is said."""
+    parts = 1
+    for axis in op.argument("axes"):
+        parts *= scope.file.program.mesh.sizes[axis]
+    return cut.simple(parts) and cut.blocks[0].size == parts
+
+
+def _is_constant(node: ast.expr, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value

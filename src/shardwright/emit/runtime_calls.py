@@ -1,0 +1,159 @@
+"""How the runtime's own ops print: converters, algorithms of a split op, random ops, custom ops, control flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..layout import Cut
+from .printing import Printing, axes_text, plain, show_cut
+
+Printer = Callable[[Printing], str]
+REDUCTIONS = {0: '"none"', 1: '"mean"', 2: '"sum"'}
+
+
+def converter(p: Printing) -> str:
+    kind = p.op.target.removeprefix("comm.")
+    axes: tuple[str, ...] = p.literal("axes")
+    group, x = axes_text(axes), p.names[0]
+    if kind == "exchange":
+        cuts = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
+        extra = "".join(f", {key}={show_cut(cut)}" for key, cut in cuts if not plain(cut, p.many(axes)))
+        return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
+    if kind == "reduce":
+        return f"comm.reduce({x}, {group}, {p['op']})"
+    if p.literal("later"):
+        return f"runtime.fan_in_later({x}, {group})"
+    if p.literal("dim") is None:
+        return f"comm.{kind}{'_' if p.literal('in_place') else ''}({x}, {group})"
+    cut = p.literal("cut")
+    extra = "" if plain(cut, p.many(axes)) else f", {show_cut(cut)}"
+    return f"comm.{kind}({x}, {p['dim']}, {group}{extra})"
+
+
+def cross_entropy(p: Printing) -> str:
+    reduction = p.literal("reduction", 1)
+    rows, classes = p.literal("rows"), p.literal("classes")
+    shown = [p["self"], p["target"]]
+    if rows:
+        shown.append(f"rows={axes_text(rows)}")
+    if classes:
+        shown += [f"classes={axes_text(classes)}", f"cut={p['cut']}", f"size={p['size']}"]
+    shown += _which_labels(p)
+    if reduction != 1:
+        shown.append(f"reduction={REDUCTIONS[reduction]}")
+    if p.literal("label_smoothing", 0.0):
+        shown.append(f"label_smoothing={p['label_smoothing']}")
+    if p.has("count"):
+        shown.append(f"count={p['count']}")
+    if p.literal("whole"):
+        shown.append("whole=True")
+    where = "runtime" if p.op.target.startswith("runtime.") else "F"
+    return f"{where}.{'nll_loss' if 'nll' in p.op.target else 'cross_entropy'}({', '.join(shown)})"
+
+
+def _which_labels(p: Printing) -> list[str]:
+    kept = [("weight", None), ("ignore_index", -100)]
+    return [f"{key}={p[key]}" for key, usual in kept if p.literal(key, usual) != usual]
+
+
+def _begin_count(p: Printing) -> str:
+    rows = axes_text(p.literal("rows"))
+    return f"runtime.begin_count({', '.join([p['target'], f'rows={rows}', *_which_labels(p)])})"
+
+
+def _linears(p: Printing) -> str:
+    """One layer by its weight and bias, several by lists of them."""
+    weights, biases, cut = p.literal("weights"), p.literal("biases"), p.literal("cut")
+    one = len(weights) == 1
+    shown = [p["input"], *([p["dim"]] if p.has("dim") else []), axes_text(p.literal("axes"))]
+    for column in (weights, biases):
+        if column is not None:
+            shown.append(p.show(column[0]) if one else f"[{', '.join(p.show(held) for held in column)}]")
+    if not plain(cut, p.many(p.literal("axes"))):
+        shown.append(f"cut={show_cut(cut)}")
+    return f"{p.op.target.removesuffix('s') if one else p.op.target}({', '.join(shown)})"
+
+
+def _batch_norm(p: Printing) -> str:
+    axes = p.literal("axes")
+    group = axes_text(axes) if axes else "None"
+    return (
+        f"runtime.batch_norm({p['input']}, {p['weight']}, {p['bias']}, {p['running_mean']}, {p['running_var']}, "
+        f"{p.literal('training', True)}, {p['momentum']}, {p['eps']}, {group}){'' if len(p.op.outputs) > 1 else '[0]'}"
+    )
+
+
+def _own(p: Printing) -> str:
+    shown = [f"{name}={p.show(held)}" if name else p.show(held) for name, held in p.literal("given")]
+    found = f"{p['path']}, {p['label']}, {axes_text(p.literal('axes'))}, {p['size']}"
+    return f"runtime.own({found})({', '.join(shown)})"
+
+
+def _splits(p: Printing) -> str:
+    splits: tuple[tuple[int, Cut], ...] = p.literal("splits")
+    shown = ", ".join(f"({dim}, {axes_text((cut.axis,))}, {show_cut(cut)})" for dim, cut in splits)
+    return f", splits=[{shown}]" if splits else ""
+
+
+def _dropout(p: Printing) -> str:
+    training = "" if p.literal("train", True) else ", training=False"
+    return f"self.random.dropout({p.first()}, {p['p']}, {p['op_key']}{_splits(p)}{training})"
+
+
+def _keyed_attention(p: Printing) -> str:
+    mask = p["attn_mask"] if p.has("attn_mask") else "None"
+    return (
+        f"self.random.attention({p['query']}, {p['key']}, {p['value']}, {mask}, {p['dropout_p']}, "
+        f"{bool(p.literal('is_causal'))}, {p['scale']}, {bool(p.literal('enable_gqa'))}, op={p['op_key']}{_splits(p)})"
+    )
+
+
+def _opaque(p: Printing) -> str:
+    """A part of the user's model that stays as it is; it takes its parameters from the stage, except those named."""
+    p.skip("batch", "rule")  # they say how it may be split
+    shown = [p["op_key"], *(p.show(held) for held in p.literal("tensors"))]
+    given = [f'"{name}": {p.show(held)}' for name, held in zip(p.literal("names"), p.literal("held"), strict=True)]
+    shown += [f"held={{{', '.join(given)}}}"] if given else []
+    shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
+    if p.literal("home"):
+        shown += [f"home={axes_text(p.literal('home'))}", f"cut={p['cut']}"]
+        return f"self.experts({', '.join(shown)})"
+    return f"self.opaque({', '.join(shown)})"
+
+
+def _cond(p: Printing) -> str:
+    given = p.literal("operands")
+    shown = [p["predicate"]]
+    for role in ("then", "other"):
+        taken = tuple(given[at] for at in p.literal(f"{role}_takes"))
+        shown += [f"self.{p.literal(role)}", p.show(taken)]
+    return f"runtime.cond({', '.join(shown)})"
+
+
+def _scan(p: Printing) -> str:
+    return f"runtime.scan(self.{p.literal('step')}, {p['init']}, {p['xs']}, {p['held']})"
+
+
+def _while_loop(p: Printing) -> str:
+    bodies = f"self.{p.literal('test')}, self.{p.literal('body')}"
+    return f"runtime.while_loop({bodies}, {p['carried']}, {p['held']})"
+
+
+def _embedding_rows(p: Printing) -> str:
+    padding = p.literal("padding_idx", -1)
+    extra = f", padding_idx={padding}" if padding is not None and padding >= 0 else ""
+    return (
+        f"runtime.embedding_rows({p['indices']}, {p['weight']}, {axes_text(p.literal('axes'))}, {p['cut']}, "
+        f"rows={p['rows']}{extra})"
+    )
+
+
+RUNTIME_PRINTERS: dict[str, Printer] = {
+    "runtime.embedding_rows": _embedding_rows,
+    "runtime.cross_entropy": cross_entropy, "runtime.nll_loss": cross_entropy, "runtime.begin_count": _begin_count,
+    "runtime.count_labels": lambda p: f"runtime.count_labels({', '.join([p['target'], *_which_labels(p)])})",
+    "runtime.fan_out_linears": _linears, "runtime.gather_linears": _linears, "runtime.batch_norm": _batch_norm,
+    "runtime.dropout": _dropout, "runtime.attention": _keyed_attention, "runtime.own": _own,
+    "call.opaque": _opaque, "runtime.experts": _opaque,
+    "call.cond": _cond, "call.scan": _scan, "call.while_loop": _while_loop,
+}  # fmt: skip

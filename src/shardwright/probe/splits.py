@@ -1,0 +1,95 @@
+"""Every split that a plan chooses is tried out on small inputs, once for each kind of op.
+
+A written rule and the local form that lowering gives an op (a mean becomes a sum and a division) are
+trusted by everything after them. Here the op is run whole and in pieces, forward and backward, with
+the arguments that it has in this model. Answers are kept for the process, as those of probing are.
+
+Not tried: ops whose pieces communicate (they have tests of their own), and calls that can't be made
+with random inputs.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import LoweringError, raise_all
+from ..ir import Op
+from ..rules import FAN, ROWS, Analysis, Call, Rule, analyse, find_rule
+from .check import WrongSplit, check_role, parts_of
+from .discover import UNCHECKED, one_op, run_known
+from .samples import NotProbed, Sample, smallest_sample
+
+_ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
+_TRIED: dict[Any, str] = {}  # what is wrong with a split; nothing for one that is right
+
+Choices = Mapping[str, Mapping[str, str]]
+
+
+def check_splits(facts: Analysis, choices: Iterable[Choices]) -> None:
+    """Raise if a split that a plan chooses does not give what the whole op gives."""
+    faults: dict[str, Op] = {}
+    ops = {op.name: op for op in facts.graph.ops}
+    with _ONE_AT_A_TIME:
+        for chosen in choices:
+            for name, picked in chosen.items():
+                signature = facts.signatures.get(name)
+                if signature is None or signature.rule is None or name not in ops:
+                    continue
+                labels = {role.name: role.label for role in signature.roles}
+                for choice in {labels.get(how, how) for how in picked.values()} - {FAN, ""}:
+                    fault = _fault(facts, ops[name], signature.rule, choice)
+                    if fault:
+                        faults.setdefault(fault, ops[name])
+    raise_all(
+        LoweringError,
+        "a split of this plan does not compute what the whole op computes; this is a fault of shardwright, please "
+        "report it, and forbid the split with a constraint meanwhile:",
+        [f"{op}: {fault}" for fault, op in faults.items()],
+    )
+
+
+def _fault(facts: Analysis, op: Op, rule: Rule, choice: str) -> str:
+    values = [facts.graph.values[name] for name in (*op.inputs, *op.outputs)]
+    shapes = tuple((value.shape, value.dtype, value.gradient) for value in values)
+    arguments = tuple((name, repr(value) if isinstance(value, dict) else value) for name, value in op.arguments)
+    key = (op.target, arguments, op.autocast, op.no_grad, shapes, choice)
+    if key not in _TRIED:
+        inputs = len(op.inputs)
+        _TRIED[key] = _try(Call(op, tuple(values[:inputs]), tuple(values[inputs:])), rule, choice)
+    return _TRIED[key]
+
+
+def _try(call: Call, rule: Rule, choice: str) -> str:
+    if any(word in call.op.target for word in UNCHECKED) or not call.inputs:
+        return ""
+
+    def same_rule(sample: Sample) -> bool:
+        small = find_rule(sample.call)
+        return small is not None and small.text == rule.text
+
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        try:
+            return _judge(smallest_sample(call, run_known, same_rule), choice)
+        except NotProbed:
+            return ""
+
+
+def _judge(sample: Sample, choice: str) -> str:
+    facts = analyse(one_op(sample.call))
+    (op,) = facts.graph.ops
+    role = next((role for role in facts.signatures[op.name].roles if role.label == choice), None)
+    if role is None and ROWS not in choice:
+        return ""
+    for parts in parts_of(3 if role is None else role.size)[:1]:
+        try:
+            check_role(facts, op, choice if role is None else role.name, parts, sample.draw(3), run_known)
+        except WrongSplit as error:
+            return error.said
+    return ""

@@ -1,0 +1,53 @@
+"""A number that two tensors share only if they have the same bits, computed where the tensor lies.
+
+The bits are read as words of 32 bits w[r, c], in rows of a fixed width, and multiplied by weights that look random:
+sum over r of u[r] * (sum over c of v[c] * w[r, c]), modulo 2**64. The weights go by position, so that samples in
+another order have another digest. Nothing is copied to the host, and no two devices round integers differently. It is
+made for slips, not against somebody who looks for two batches with one digest.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+WIDTH = 4096  # words of a row
+ROWS = 1024  # rows at a time: 32 MiB of products
+
+
+@torch.no_grad()
+def tensor_digest(tensor: Tensor) -> Tensor:
+    """The digest of a tensor's values as one int64 on its device; shape and dtype are not in it."""
+    words = _words(tensor)
+    whole = words.numel() // WIDTH
+    columns, rest = weights(WIDTH, words.device), words[whole * WIDTH :]
+    total = (rest * columns[: rest.numel()]).sum()
+    if whole:
+        rows = words[: whole * WIDTH].view(whole, WIDTH)
+        sums = torch.cat([(part * columns).sum(1) for part in torch.split(rows, ROWS)])
+        total += (sums * weights(whole, words.device)).sum()
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as a flat row of int32, filled up with zeros."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # a single element may have any stride
+    size = plain.element_size()
+    if (plain.numel() * size) % 4 or (plain.storage_offset() * size) % 4:
+        octets = plain.view(torch.uint8)
+        plain = octets.new_zeros(-(-octets.numel() // 4) * 4)
+        plain[: octets.numel()] = octets
+    return plain.view(torch.int32)
+
+
+@functools.cache
+def weights(count: int, device: torch.device) -> Tensor:
+    """So many numbers of 64 bits that look random, the same on every device and in every process."""
+    found = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        found = (found ^ (found >> shift)) * factor
+    return found ^ (found >> 31)

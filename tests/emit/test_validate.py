@@ -1,0 +1,238 @@
+"""Generated code is read back: every change of it is a LoweringError, and what the issue found wrong is right."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright import runtime
+from shardwright.emit import emit, validate
+from shardwright.emit.calls import FUNCTIONS, LISTS
+from shardwright.emit.parse import FORMS, NAMED_ONLY
+from shardwright.errors import LoweringError
+from shardwright.lower import Program, lower, lower_pipeline
+from shardwright.plan import draw, read_request
+from shardwright.plan.pipeline import draw_pipeline
+from shardwright.runtime import comm
+from tests.emit.mutants import survivors
+from tests.parity.threaded import compare
+from tests.plan.graphs import facts_of, graph_of
+
+
+def programs_of(name: str, plan: str) -> tuple[Program, ...]:
+    graph, facts, request = graph_of(name, 4), facts_of(name, 4), read_request(plan)
+    if "pp" in plan:
+        return lower_pipeline(graph, draw_pipeline(graph, request, facts, "", 2), facts).programs
+    return (lower(graph, draw(graph, request, facts), facts),)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("gpt", "dp=2,tp=2"), ("gpt", "zero3=2,recompute"), ("resnet", "dp=2"), ("dropout_gpt", "tp=2"),
+     ("gpt", "pp=2,zb")],
+)
+def test_every_change_of_a_generated_class_is_noticed(name: str, plan: str) -> None:
+    for program in programs_of(name, plan):
+        count, left = survivors(program, emit(program).text)
+        assert count > 200
+        assert left == []
+
+
+def test_a_fault_names_the_line_the_op_and_the_argument() -> None:
+    (program,) = programs_of("gpt", "tp=2")
+    text = emit(program).text.replace("is_causal=True", "is_causal=False")
+    with pytest.raises(LoweringError, match=r"line \d+, .*scaled_dot_product_attention.*is_causal is False in it, and"):
+        validate(program, text)
+
+
+def test_a_changed_size_is_noticed() -> None:
+    (program,) = programs_of("gpt", "tp=2")
+    with pytest.raises(LoweringError, match="h \\* E"):
+        validate(program, emit(program).text.replace("\nh = 2 ", "\nh = 3 "))
+
+
+def test_text_that_is_no_code_is_refused() -> None:
+    (program,) = programs_of("gpt", "tp=2")
+    with pytest.raises(LoweringError, match="can't be read back"):
+        validate(program, emit(program).text + "\n  x = (")
+
+
+# What is written down here again is what torch says of itself.
+
+
+def _parameters(callee: str) -> list[str]:
+    home = {"F": F, "torch": torch, "x": Tensor, "runtime": runtime, "comm": comm, "self": runtime.Stage}
+    where, _, name = callee.partition(".")
+    if where == "self":  # self.random.dropout
+        return [*inspect.signature(runtime.random.Randomness.dropout).parameters][1:]
+    if callee == "x.to":
+        return ["dtype"]  # by its type
+    function = getattr(home[where], name)
+    try:
+        names = [*inspect.signature(function).parameters]
+    except ValueError:  # a builtin: the arguments of its op
+        op = getattr(torch.ops.aten, name)
+        schemas = [getattr(op, overload)._schema for overload in op.overloads() if "out" not in overload]
+        names = [argument.name for argument in max(schemas, key=lambda schema: len(schema.arguments)).arguments]
+    return names[1:] if where == "x" else names
+
+
+SPELLED = {"self": ("input", "self", "x", "logits", "logp"), "indices": ("input", "ids"), "axes": ("group", "rows"),
+           "p": ("p",), "pad": ("pad",), "cut": ("cut", "gather_cut"), "to_cut": ("take_cut",),
+           "to_dim": ("take_dim", "to_dim"), "dim": ("dim", "gather_dim"), "op_key": ("op",), "x": ("x",),
+           "train": ("training",),
+           "split_size": ("split_size", "split_sizes"), "split_sizes": ("split_size", "split_sizes")}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", sorted(name for name, form in FORMS.items() if "*" not in form))
+def test_a_form_has_the_order_that_its_callee_has(target: str) -> None:
+    callee, _, rest = FORMS[target].partition("(")
+    names = rest.removesuffix(")").split(", ")
+    real = _parameters(callee)
+    for at, name in enumerate(names[: NAMED_ONLY.get(target, len(names))]):
+        assert real[at] == name or real[at] in SPELLED.get(name, ()), (callee, names, real)
+    for name in names[NAMED_ONLY.get(target, len(names)) :]:
+        assert name in real or any(other in real for other in SPELLED.get(name, ())), (callee, name, real)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_torch_calls_its_arguments_as_its_op_does(name: str) -> None:
+    op = getattr(torch.ops.aten, name)
+    function = getattr(torch, name)
+    assert callable(function)
+    assert op.overloads()
+
+
+def test_ops_that_return_lists_are_known() -> None:
+    lists = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::") and [str(held.type) for held in schema.returns] == ["List[Tensor]"]
+        and schema.overload_name not in ("Sequence", "list", "tensors")
+    }  # fmt: skip
+    named = {name for name in lists if not name.startswith(("_", "unflatten", "keys", "sorted", "where"))}
+    assert named == LISTS
+
+
+# What was found wrong.
+
+
+class Padded(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode, self.scale = mode, nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x * self.scale, (2, 1), mode=self.mode).square().sum()
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_padding_keeps_its_mode(mode: str) -> None:
+    compare(Padded(mode), (torch.randn(4, 3, 8),), "dp=2")
+
+
+def test_convolutions_keep_their_padding_mode() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).square().mean()
+
+    compare(Net(), (torch.randn(4, 3, 8, 8),), "dp=2")
+
+
+def test_logical_and_is_not_a_bitwise_one() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            both = torch.logical_and(n, n + 1) | torch.logical_and(x, x.relu())
+            return (x * self.scale * both).sum()
+
+    compare(Net(), (torch.randn(4, 6), torch.randint(0, 5, (4, 6))), "dp=2")
+
+
+def test_an_embedding_scaled_by_frequency_keeps_its_flag() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 8, scale_grad_by_freq=True)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).square().sum()
+
+    compare(Net(), (torch.randint(0, 5, (4, 6)),), "single")
+
+
+@pytest.mark.parametrize("name", ["B", "D", "S", "M", "F", "torch", "Stage", "comm", "PIECES"])
+def test_a_model_may_be_called_as_something_in_the_file(name: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(self.norm(x)).view(x.shape[0], -1).square().mean()
+
+    Net.__name__ = name
+    compare(Net(), (torch.randn(4, 3, 8),), "dp=2,tp=2")
+
+
+class Shuffled(nn.Module):
+    """Units as ShuffleNet has them: stages of layers that do the same, each after a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Unit() for _ in range(3))
+        self.between = nn.Linear(8, 8)
+        self.more = nn.ModuleList(Unit() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for unit in self.stages:
+            x, aside = unit(x)
+            kept.append(aside)
+        x = self.between(x)
+        for unit in self.stages:
+            x, aside = unit(x)
+        for unit in self.more:
+            x, aside = unit(x)
+            kept.append(aside)
+        return sum(held.square().mean() for held in kept) + x.square().mean()
+
+
+class Unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = self.norm(self.linear(x)).chunk(2, 1)
+        return torch.cat([right, left.tanh()], 1), left * right
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+def test_two_loops_over_one_method_have_their_own_variables(plan: str) -> None:
+    compare(Shuffled(), (torch.randn(4, 8),), plan)
+
+
+def test_a_list_of_one_is_unpacked() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            (part,) = (x * self.scale).chunk(1, 1)
+            (other,) = part[:, :1].unbind(1)
+            return part.square().sum() + other.sum()
+
+    compare(Net(), (torch.randn(4, 4),), "dp=2")

@@ -1,0 +1,1 @@
+"""Training code in the shape that public projects have it, with the one line put in."""
