@@ -11,7 +11,7 @@ PLAN ?= dp=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test bench coverage lint install clean
+.PHONY: demo test bench coverage ops lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
@@ -25,6 +25,10 @@ bench: $(READY)
 # Every architecture of transformers, about an hour on two cores.
 coverage: $(READY)
 	$(BIN)/python -m bench.coverage
+
+# All of PyTorch's own samples of ops, modules and optimizers against eager, a few hours on two cores.
+ops: $(READY)
+	$(BIN)/python -m tests.ops --processes $(PROCESSES)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from .aliases import Handle
 from .captured import Function
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
-from .finish import RANDOM, drop_dead, identifier, join_repeats, ops_of, promote_floats, value_names, values_of
+from .finish import drop_dead, identifier, join_repeats, ops_of, promote_floats, value_names, values_of
 
 Walk = Callable[[fx.GraphModule, Draft, Sequence[Handle], Callable[[Tensor], Handle]], Sequence[Any]]
 """Converts a graph module into a draft, given handles for its placeholders and a way to add constants."""
@@ -98,7 +98,7 @@ class Branches:
 
 def draws(graph: Graph) -> bool:
     """Whether an op of a graph draws random numbers."""
-    return any(RANDOM.search(op.target) or op.argument("dropout_p") for op in graph.ops)
+    return any(op.draws for op in graph.ops)
 
 
 def _wish(node: str, place: Place) -> str:

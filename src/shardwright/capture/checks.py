@@ -10,18 +10,21 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
-_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_INSIDE = (_TORCH, os.path.dirname(__file__) + os.sep)
+_MODELS = os.path.join(_TORCH, "nn") + os.sep  # which checks values as a user's model does
 
 
 class PassedChecks(TorchFunctionMode):
@@ -40,6 +43,9 @@ class PassedChecks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # cond and scan are captured by dynamo, which would look in here
             return func(*args, **(kwargs or {}))
+        if isinstance(func, FunctionType) and _has_checks(func.__code__):  # its inside would not be seen by a mode
+            with self:
+                return _unseen(func)(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "__bool__" or (name == "item" and args[0].dtype is torch.bool):
             frame = _user_frame(sys._getframe(1))
@@ -61,8 +67,35 @@ def unvalidated() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
+@lru_cache(maxsize=256)
+def _has_checks(code: CodeType) -> bool:
+    """Whether a function of torch.nn has a check of ours in it."""
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    path = code.co_filename
+    return path.startswith(_MODELS) and any(min(lines) <= line <= max(lines) for line in _value_checks(path))
+
+
+@lru_cache(maxsize=64)
+def _value_checks(path: str) -> tuple[int, ...]:
+    """The lines of checks in a file that ask torch about values, and not about shapes or words."""
+    asks = re.compile(r"\.(any|all)\(")
+    return tuple(line for line in _checks(path) if asks.search(linecache.getline(path, line)))
+
+
+def _unseen(func: FunctionType) -> FunctionType:
+    """The same function, not handed to modes as a whole."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    inside = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
+    made = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_INSIDE) or path.startswith(_MODELS):
+            break
         frame = frame.f_back
     return frame
 

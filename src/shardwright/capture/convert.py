@@ -95,7 +95,7 @@ class Conversion:
             name = getattr(op, "__name__", op)
             remedy = "Write it without torch.vmap and torch.func, or keep the submodule out with sw.opaque(submodule)."
             raise unsupported(f"it calls {name}, which is no tensor operation", place.source, remedy)
-        if op._opname == "as_strided" and not _in_order(node.args[0]):
+        if op._opname.startswith("as_strided") and not _in_order(node.args[0]):
             remedy = "Call .contiguous() before it, or use unfold, view or slices."
             raise unsupported("as_strided reads memory that is not in order", place.source, remedy)
         if target_name(op) == MARKER:

@@ -12,7 +12,10 @@ from ..errors import CaptureError
 from ..ir import Source
 from .places import source_of
 
-_BRANCH = ("guardondatadependent", "data-dependent", "could not guard", "cannot evaluate", "dynamic control flow")
+_BRANCH = (
+    "guardondatadependent", "data-dependent", "could not guard", "cannot evaluate", "dynamic control flow",
+    "datadependentoutput", "dynamicoutputshape",
+)  # fmt: skip
 _ITEM = ("_local_scalar_dense", ".item()", "aten.item", "unbacked")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..ir import Dtype, Op, Slot, Value
 from .draft import Draft, Fact, Ref, Step, map_refs, refs
+from .schema import draws, torch_op
 
-RANDOM = re.compile(r"dropout|rand|bernoulli|normal|multinomial|uniform|exponential|poisson|rrelu|cauchy|geometric")
 HALF = frozenset({"float32", "float16", "bfloat16"})
 
 
@@ -49,7 +49,7 @@ def _pure(draft: Draft, step: Step) -> bool:
 
 def is_pure(step: Step) -> bool:
     """Whether a step gives the same for the same arguments."""
-    return step.target.startswith("aten.") and not RANDOM.search(step.kind) and not step.arguments.get("dropout_p")
+    return step.target.startswith("aten.") and not draws(torch_op(step.target), step.arguments)
 
 
 def drop_dead(draft: Draft, wanted: Iterable[str]) -> None:
@@ -175,7 +175,7 @@ def ops_of(draft: Draft, names: Mapping[str, str]) -> tuple[Op, ...]:
                 name=name, target=step.target, arguments=tuple(arguments.items()),
                 inputs=tuple(names[held] for held in inputs), outputs=tuple(names[held] for held in step.outputs),
                 source=place.source, module_path=place.module, region=place.region, autocast=place.autocast,
-                no_grad=place.no_grad,
+                no_grad=place.no_grad, draws=draws(torch_op(step.target), step.arguments),
             )
         )  # fmt: skip
     return tuple(found)

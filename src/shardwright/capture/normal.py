@@ -14,6 +14,7 @@ from typing import Any
 from ..ir import Dtype
 from .draft import Draft, Fact, Place, Ref
 from .failure import unsupported
+from .strides import element_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ def _broadcast(call: Call) -> list[str]:
     for index, (ref, fact) in enumerate(zip(call.arguments["tensors"], call.facts, strict=True)):
         held = call.draft.facts[ref.name]
         if call.target.startswith("aten.meshgrid"):
-            dim = index if call.arguments.get("indexing", "ij") == "ij" or index > 1 else 1 - index
+            swapped = call.arguments.get("indexing", "ij") == "xy" and len(call.facts) > 1 and index < 2
+            dim = 1 - index if swapped else index
             shape = tuple(size if at == dim else 1 for at, size in enumerate(fact.shape))
             held = Fact(shape, held.dtype)
             ref = Ref(write(Call(call.draft, "aten.reshape.default", {"self": ref}, [held], call.place))[0])
@@ -160,11 +162,30 @@ def _arithmetic(call: Call) -> list[str]:
     return call.keep()
 
 
-@_for("as_strided")
+@_for("as_strided_scatter")
+def _as_strided_scatter(call: Call) -> list[str]:
+    remedy = "Use slice_scatter, index_put or torch.where."
+    what = "as_strided_scatter writes by places in memory, which values don't have"
+    raise unsupported(what, call.place.source, remedy)
+
+
+@_for("as_strided", "as_strided_copy")
 def _as_strided(call: Call) -> list[str]:
-    """It goes by the memory of what it is given, which is in order (convert.py refuses anything else)."""
-    ordered = call.draft.emit_one("aten.contiguous.default", {"self": call.first}, call.given, call.place)
-    return call.emit(**{**call.arguments, "self": Ref(ordered)})
+    """Places in memory are places in the order of the elements, where memory is in order (convert.py refuses the rest).
+
+    Said so, it does not matter where and how a value lies here, on one device or on many.
+    """
+    size, strides = call.arguments["size"], call.arguments["stride"]
+    places = element_numbers(call.draft, size, strides, call.arguments.get("storage_offset") or 0, call.place)
+    return call.emit("aten.take.default", self=call.first, index=places)
+
+
+@_for("cross")
+def _cross(call: Call) -> list[str]:
+    """Without a dim it is the first of size 3, which on a piece might be another one."""
+    if call.arguments.get("dim") is not None:
+        return call.keep()
+    return call.emit(**call.arguments | {"dim": call.fact.shape.index(3)})
 
 
 @_for("repeat_interleave")
@@ -222,7 +243,7 @@ def _split(call: Call) -> list[str]:
 @_for("t", "numpy_T", "mT", "matrix_H", "adjoint", "swapaxes", "swapdims", "transpose")
 def _transpose(call: Call) -> list[str]:
     rank = len(call.given.shape)
-    if call.target.split(".")[1] in ("t", "numpy_T") and rank < 2:
+    if rank == 0 or (call.target.split(".")[1] in ("t", "numpy_T") and rank < 2):
         return [call.first.name]
     if call.target == "aten.numpy_T.default" and rank > 2:
         return call.emit("aten.permute.default", self=call.first, dims=tuple(reversed(range(rank))))
@@ -233,9 +254,27 @@ def _transpose(call: Call) -> list[str]:
     return call.emit("aten.transpose.int", self=call.first, dim0=dims[0], dim1=dims[1])
 
 
+@_for("permute")
+def _permute(call: Call) -> list[str]:
+    rank = len(call.given.shape)
+    if [dim % rank for dim in call.arguments["dims"]] == list(range(rank)):
+        return [call.first.name]
+    return call.keep()
+
+
+@_for("sum.dim_IntList")
+def _sum(call: Call) -> list[str]:
+    """No dims are all of them, said so."""
+    if call.arguments.get("dim") in (None, ()) and call.given.shape:
+        return call.emit(**{**call.arguments, "dim": tuple(range(len(call.given.shape)))})
+    return call.keep()
+
+
 @_for("movedim", "moveaxis")
 def _movedim(call: Call) -> list[str]:
     rank = len(call.given.shape)
+    if rank == 0:
+        return [call.first.name]
     source, target = call.arguments["source"], call.arguments["destination"]
     pairs = zip(source, target, strict=True) if isinstance(source, tuple) else [(source, target)]
     moved = {new % rank: old % rank for old, new in pairs}
@@ -279,6 +318,9 @@ def _copy(call: Call) -> list[str]:
 @_for("fill", "zero")
 def _fill(call: Call) -> list[str]:
     value = call.arguments.get("value", 0)
+    if call.given.gradient:  # which is zero, and not none
+        target = "aten.fill.Tensor" if isinstance(value, Ref) else "aten.fill.Scalar"
+        return call.emit(target, self=call.first, value=value)
     if isinstance(value, Ref):
         return _copy(Call(call.draft, call.target, {"src": value}, call.facts, call.place))
     dtype = Dtype(call.fact.dtype)
@@ -311,7 +353,8 @@ def _conv(call: Call) -> list[str]:
     if not isinstance(bias, Ref):
         return call.emit(**rest)
     held = call.draft.facts[bias.name]
-    shape = (*held.shape, *(1 for _ in call.fact.shape[2:]))
+    space = len(call.draft.facts[call.arguments["weight"].name].shape) - 2  # the input may come without a batch
+    shape = (*held.shape, *[1] * space)
     y = call.draft.emit_one(call.target, rest, call.fact, call.place)
     fact = Fact(shape, held.dtype)
     viewed = call.draft.emit_one("aten.view.default", {"self": bias, "size": shape}, fact, call.place, "bias_view")
@@ -338,9 +381,12 @@ def _instance_norm(call: Call) -> list[str]:
 @_for("batch_norm")
 def _batch_norm(call: Call) -> list[str]:
     """In training one op whose last two outputs are the new statistics (see convert.py)."""
+    if len(call.given.shape) < 2:
+        raise unsupported("a batch norm needs a dim of channels", call.place.source, "Give it two dims at least.")
     arguments = {name: value for name, value in call.arguments.items() if name != "cudnn_enabled"}
-    if not arguments["training"]:
-        return call.emit(**{**arguments, "cudnn_enabled": False})
+    empty = 0 in call.given.shape and arguments.get("running_mean") is not None  # nothing is seen, nothing changes
+    if not arguments["training"] or empty:
+        return call.emit(**{**arguments, "training": False, "cudnn_enabled": False})
     channel = Fact((call.given.shape[1],), call.given.dtype)
     if arguments.get("running_mean") is None:
         arguments = {name: value for name, value in arguments.items() if not name.startswith("running")}

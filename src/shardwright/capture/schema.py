@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,27 @@ DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blo
 def target_name(op: torch._ops.OpOverload[..., Any]) -> str:
     """The name of an op in a graph, such as "aten.linear.default"."""
     return f"{op.namespace}.{op._opname}.{op._overloadname}"
+
+
+@lru_cache(maxsize=4096)
+def torch_op(target: str) -> Any:
+    """The torch op of a name in a graph; None for what is not one of torch's (a user's function, an opaque part)."""
+    space, _, rest = target.partition(".")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, space, None), name, None) if space != "call" else None
+    return getattr(packet, overload, None) if packet is not None else None
+
+
+def draws(op: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: torch tags such ops, and a dropout of 0 or in evaluation draws none."""
+    if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = {
+        argument.name: arguments.get(argument.name, argument.default_value if argument.has_default_value() else None)
+        for argument in op._schema.arguments
+    }
+    chances = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), int | float)]
+    return 0 not in chances and not any(given.get(name) is False for name in ("train", "training"))
 
 
 def named_arguments(
@@ -76,6 +98,10 @@ def literal(value: Any, source: Source | None) -> Any:
 
 
 def fact_of(tensor: torch.Tensor, source: Source | None = None) -> Fact:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        remedy = "Make it dense (to_dense, sparse=False), or keep the submodule out with sw.opaque(submodule)."
+        raise unsupported(f"a tensor there is {kind}, and a graph has dense tensors only", source, remedy)
     shape = tuple(literal(size, source) for size in tensor.shape)
     return Fact(shape, str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
 
@@ -83,4 +109,7 @@ def fact_of(tensor: torch.Tensor, source: Source | None = None) -> Fact:
 def facts_of(values: Any, source: Source | None = None) -> list[Fact]:
     """The facts of what an op gives: one tensor, or several."""
     every = values if isinstance(values, tuple | list) else [values]
-    return [fact_of(held, source) for held in every if isinstance(held, torch.Tensor)]
+    if any(isinstance(value, tuple | list) for value in every):
+        remedy = "Keep the submodule out with sw.opaque(submodule)."
+        raise unsupported("the op returns a list of tensors beside others", source, remedy)
+    return [fact_of(value, source) for value in every if isinstance(value, torch.Tensor)]

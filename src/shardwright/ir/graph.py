@@ -96,6 +96,7 @@ class Op:
     region: str | None = None  # the recompute region it is in: the user's (torch.utils.checkpoint), or the plan's
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region, else None
     no_grad: bool = False
+    draws: bool = False  # random numbers
 
     def argument(self, name: str, default: Argument = None) -> Argument:
         for held, value in self.arguments:
@@ -108,7 +109,7 @@ class Op:
         held = self.argument(name)
         return self.inputs[held.index] if isinstance(held, Slot) else None
 
-    def with_arguments(self, **changes: Argument) -> Op:
+    def with_arguments(self, /, **changes: Argument) -> Op:
         known = dict(self.arguments)
         return replace(self, arguments=tuple({**known, **changes}.items()))
 

@@ -117,7 +117,7 @@ def mean(program: Program, op: Op) -> Op | tuple[Op, ...]:
     source = program.layouts[op.inputs[0]]
     rank = len(source.cuts)
     held = op.argument("dim")
-    dims = tuple(range(rank)) if held in (None, ()) else tuple(d % max(rank, 1) for d in held)
+    dims = tuple(range(rank)) if held in (None, ()) or not rank else tuple(d % rank for d in held)
     if not any(source.cuts[dim] for dim in dims):
         return op
     count = 1

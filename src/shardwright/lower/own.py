@@ -48,9 +48,9 @@ def own_sizes(program: Program, op: Op) -> Op:
     signature = program.facts.signatures.get(op.name)
     if signature is None or signature.rule is None or not signature.rule.local:
         return op
-    axes = _axes(program, op, signature)
     arguments = dict(op.arguments)
     for path, labels in signature.rule.local.items():
+        axes = _axes(program, op, signature, labels)
         dim = tuple(atom for label in labels for atom in signature.labels.get(label, ()))
         sections = flat(program.facts.atoms, dim, axes)
         if not any(atom in axes for section in sections for atom in section):
@@ -62,16 +62,27 @@ def own_sizes(program: Program, op: Op) -> Op:
     return op.with_arguments(**arguments)
 
 
-def _axes(program: Program, op: Op, signature: Signature) -> dict[int, tuple[str, ...]]:
-    """The axes that take each atom of the op, major to minor."""
+def _axes(program: Program, op: Op, signature: Signature, labels: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """The axes that take each atom of some labels, major to minor.
+
+    Another label may be of the same atom, as where a batch is as large as a number of groups and stands for both.
+    """
     found: dict[int, tuple[str, ...]] = {}
     chosen = (program.choices or {}).get(op.name, {})
-    roles = {role.name: role for role in signature.roles}
+    beside = {*labels, *_beside(signature, labels)}
+    roles = {role.name: role for role in signature.roles if role.label in beside}
     for axis in program.mesh.names:
         role = roles.get(chosen.get(axis, ""))
         if role is not None:
             found[role.atom] = (*found.get(role.atom, ()), axis)
     return found
+
+
+def _beside(signature: Signature, labels: tuple[str, ...]) -> set[str]:
+    """The labels of sections beside these: they are split together."""
+    rows = [dim for bound in (*signature.inputs, *signature.outputs) for dim in bound.dims if len(dim) > 1]
+    named = [{label for section in dim for label in section} for dim in rows]
+    return {label for row in named if not row.isdisjoint(labels) for label in row}
 
 
 def _size(

@@ -56,17 +56,21 @@ def _fused(row: Sequence[Op], program: Program) -> Op | None:
 
 
 SHARES = ("comm.take", "comm.take_pad")
-VIEWS = "view transpose permute slice select unsqueeze squeeze expand split unbind chunk".split()
+DENSE = "linear mm bmm matmul addmm layer_norm embedding embedding_rows".split()  # what they make lies in order
 
 
 def loosen(program: Program) -> Program:
-    """This rank's share of a value has the strides of the whole, so that a view of it has to be a reshape."""
+    """This rank's share of a value has the strides of the whole, so that a view of it has to be a reshape.
+
+    So has what was joined along an inner dim, and what ops make that keep to the order of what they read.
+    """
     loose: set[str] = set()
     body = []
     for op in program.body:
-        if op.target in SHARES:
+        joined = op.target.startswith("comm.") and any(op.argument(key) for key in ("dim", "to_dim"))
+        if op.target in SHARES or joined:
             loose.update(op.outputs)
-        elif op.inputs and op.inputs[0] in loose and op.target.split(".")[1].split("_")[0] in VIEWS:
+        elif any(name in loose for name in op.inputs) and op.target.split(".")[1] not in DENSE:
             if op.target == "aten.view.default":
                 arguments = tuple(("shape" if name == "size" else name, held) for name, held in op.arguments)
                 op = replace(op, target="aten.reshape.default", arguments=arguments)

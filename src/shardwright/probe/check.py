@@ -213,12 +213,19 @@ def apart(held: Sequence[Tensor | None], whole: Tensor, layout: Layout, mesh: Me
 
 def _reduce(held: Sequence[Tensor], op: str) -> Tensor:
     stacked = torch.stack(list(held))
-    return stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0)
+    if op == "sum":  # of numbers in the dtype that they have, as ranks sum them; truths are no numbers
+        return stacked.sum(0, dtype=None if stacked.dtype is torch.bool else stacked.dtype)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """The same numbers in a dtype that they can be compared in: not every narrow one knows equality."""
+    return x.to(torch.complex64) if x.dtype is torch.complex32 else x
 
 
 def difference(mine: Tensor, theirs: Tensor) -> str:
     """In words how two tensors of one shape differ; nothing if they are the same."""
-    mine, theirs = mine.detach(), theirs.detach()
+    mine, theirs = _comparable(mine.detach()), _comparable(theirs.detach())
     if not theirs.numel() or torch.equal(mine, theirs):
         return ""
     if not theirs.dtype.is_floating_point and not theirs.dtype.is_complex:

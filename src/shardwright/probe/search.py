@@ -80,8 +80,9 @@ class _Search:
     def found(self) -> Found:
         """Whole dims first, then the blocks that are left, large ones first."""
         sizes = {size for shape in (*self.shapes, *self.results) for size in shape if size > 1}
+        top = max(sizes, default=1)
         for self.blocks in (False, True):
-            waiting = sorted(sizes | {number for number in self.arguments.values() if 1 < number <= max(sizes)})
+            waiting = sorted(sizes | {number for number in self.arguments.values() if 1 < number <= top})
             while waiting:
                 units = waiting.pop()
                 if self._joined(units) or self._reduced(units):  # what is left of its dims may be cut too

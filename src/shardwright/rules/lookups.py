@@ -169,7 +169,7 @@ def embedding_bag(call: Call) -> Rule:
 @rule("masked_scatter")
 def masked_scatter(call: Call) -> Rule:
     """Values are taken in the order of the mask: nothing can be split."""
-    return parse(f"{', '.join(['?'] * len(call.inputs))} -> {' '.join(map(str, call.shape))}")
+    return parse(f"{', '.join(['?'] * len(call.inputs))} -> {' '.join(map(str, call.outputs[0].shape))}")
 
 
 @rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")

@@ -11,11 +11,13 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 @rule("aten.cross_entropy_loss.default")
-def cross_entropy(call: Call) -> Rule:
+def cross_entropy(call: Call) -> Rule | None:
     """Rows by the exact mean (local sum over global count), classes by the algorithm that sums inside."""
     logits, target = call.inputs[0], call.inputs[1]
     reduction = call.op.argument("reduction", MEAN)
     probabilities = target.floating
+    if len(logits.shape) == 1 and len(call.inputs) > 2:
+        return None  # a single row with weights by class
     if len(logits.shape) == 1:
         return parse(f"c=classes, {'' if not probabilities else 'c=classes'} -> ")
     rows = letters(len(logits.shape) - 1, "n")
@@ -29,7 +31,9 @@ def cross_entropy(call: Call) -> Rule:
 
 
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default")
-def nll_loss(call: Call) -> Rule:
+def nll_loss(call: Call) -> Rule | None:
+    if len(call.shape) == 1:
+        return None  # a single row
     reduction = call.op.argument("reduction", MEAN)
     rows = letters(len(call.inputs[1].shape), "n")
     mark = {NONE: "", MEAN: "=rows+", SUM: "+"}[reduction]

@@ -24,7 +24,7 @@ UNARY = (
     "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar bitwise_and.Scalar bitwise_or.Scalar "
     "bitwise_xor.Scalar __lshift__.Scalar __rshift__.Scalar bitwise_left_shift.Tensor_Scalar "
     "bitwise_right_shift.Tensor_Scalar copysign.Scalar masked_fill.Scalar __and__.Scalar __or__.Scalar "
-    "zeros_like ones_like full_like empty_like"
+    "zeros_like ones_like full_like empty_like fill.Scalar"
 )
 BINARY = (
     "pow.Tensor_Tensor float_power.Tensor_Tensor maximum minimum max.other min.other fmax fmin eq.Tensor ne.Tensor "

@@ -42,7 +42,9 @@ fixed("* k+ ~1, * k+ ~2 -> *", "linalg_vecdot")
 
 
 @rule("inner")
-def inner(call: Call) -> Rule:
+def inner(call: Call) -> Rule | None:
+    if not all(value.shape for value in call.inputs):
+        return None
     left, right = letters(len(call.shape) - 1, "m"), letters(len(call.inputs[1].shape) - 1, "n")
     return write([[*left, "k+"], [*right, "k+"]], [[*left, *right]], [1, 2])
 
@@ -170,10 +172,10 @@ def attention(call: Call) -> Rule | None:
 
     With grouped heads the queries' heads are (g r) and those of keys and values g.
     """
-    q, k = call.inputs[0].shape, call.inputs[1].shape
+    q, k, v = (value.shape for value in call.inputs[:3])
+    if len(q) < 3 or not q[:-3] == k[:-3] == v[:-3] or not len(q) == len(k) == len(v):
+        return None  # leading dims that broadcast
     lead = letters(len(q) - 3, "b")
-    if len(q) < 3:
-        return None
     query_heads, key_heads = q[-3], k[-3]
     grouped = query_heads != key_heads
     heads = "(g r)" if grouped else "g"

@@ -11,6 +11,10 @@ from ..ir import Op, Value
 from .notation import Rule, parse
 
 
+class Declined(Exception):
+    """A rule has nothing to say about a call of these shapes; the op is then probed, or runs replicated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """An op with the values it reads and makes: what a rule may look at."""
@@ -32,7 +36,10 @@ class Call:
     def dim(self, name: str = "dim", default: int = 0, rank: int | None = None) -> int:
         """A dim argument, counted from the front."""
         value: int = self.op.argument(name, default)
-        return value % max(rank if rank is not None else len(self.shape), 1)
+        rank = len(self.shape) if rank is None else rank
+        if not rank:
+            raise Declined(f"{self.op} names a dim of a tensor that has none")
+        return value % rank
 
     def dims(self, name: str = "dim", rank: int | None = None) -> tuple[int, ...]:
         """A list of dims, counted from the front; all of them where none is given."""
@@ -80,7 +87,10 @@ def register(target: str, text: str | RuleFunction) -> None:
 def find_rule(call: Call) -> Rule | None:
     """The rule for a call, or None if the op has none (it then runs replicated)."""
     function = _TABLE.get(call.op.target)
-    found = function(call) if function is not None else None
+    try:
+        found = function(call) if function is not None else None
+    except Declined:
+        return None
     return parse(found) if isinstance(found, str) else found
 
 

@@ -209,6 +209,7 @@ class _Convert(torch.autograd.Function):
 
 def convert(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """A value changed by one linear map, and its gradient by the adjoint of it."""
+    x = x.resolve_conj() if x.is_complex() else x  # a conjugate is a view that can't be sent as it is
     if x.requires_grad and torch.is_grad_enabled():
         converted: Tensor = _Convert.apply(x, there, back)  # type: ignore[no-untyped-call]
         return converted

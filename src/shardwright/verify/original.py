@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..capture import Captured, Function, capture_pair, cast, casting, run
 from ..capture.interpret import overload_of
 from ..capture.part import forwards
+from ..capture.schema import draws, named_arguments
 from ..compile import skeleton_of
 from ..errors import InputError
 from ..ir import Graph, Op
 from ..precision import Precision
 from ..rules import DROPOUTS, is_drawn_whole
-from ..rules.chance import is_random_target
 from ..rules.kept import OPAQUE
 from ..runtime.random import ExactDropout, Randomness
 from .measure import Row, compare, largest
@@ -301,7 +301,7 @@ class KeyedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random, self.names = random, iter(names)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_random_target(str(func)):
+        if not draws(func, named_arguments(func, args, kwargs or {}, lambda held: held)):
             return func(*args, **(kwargs or {}))
         name = next(self.names, None)
         if name is None:

@@ -87,8 +87,7 @@ def verify(
                the world if there is one, else threads. Processes need a picklable model.
     size       how many ranks, where the plan does not say it (a policy function).
     directory  where generated code is kept; by default it is thrown away.
-    opaque, microbatches
-               as for parallelize.
+    opaque, microbatches  as for parallelize.
 
     The model is not changed. Dropout is exact: both sides draw the same masks.
     """

@@ -99,9 +99,14 @@ def bound_of(alone: Sequence[float], microbatches: int, schedule: str, after: Se
     if math.inf in alone:
         return math.inf
     whole = [microbatches * each + more for each, more in zip(alone, after or [0.0] * len(alone), strict=True)]
-    return 1.0 / sum(1.0 / each for each in whole) + waiting(alone, fill_of(schedule))
+    return _shared(whole) + waiting(alone, fill_of(schedule))
 
 
 def waiting(alone: Sequence[float], fill: float) -> float:
     """Seconds that a seat has nothing to do, at least, from those that a microbatch takes on each seat alone."""
-    return fill * (min(alone) - 1.0 / sum(1.0 / each for each in alone))
+    return fill * (min(alone) - _shared(alone))
+
+
+def _shared(alone: Sequence[float]) -> float:
+    """Seconds that seats take together for what each would take alone; none where there is nothing to do."""
+    return 1.0 / sum(1.0 / each for each in alone) if all(alone) else 0.0

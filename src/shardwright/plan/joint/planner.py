@@ -161,7 +161,7 @@ def find(
     except NothingFits as error:
         fault = error
     trained = facts.graph.entry.startswith("train")
-    flat_only = asked.stages == 1 or wishes.data_only or not wishes.pipelines
+    flat_only = asked.stages == 1 or wishes.data_only or not wishes.pipelines or not facts.live
     if not trained or (flat_only and not only):
         return _flat(flat, None, fault, None)
 
