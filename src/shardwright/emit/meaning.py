@@ -200,15 +200,15 @@ def argument_faults(op: Op, node: ast.expr, scope: Scope) -> Iterator[str]:
         yield f"it calls {path}"
     unsaid = UNSAID.get(op.target, UNSAID.get(base_name(op), {}))
     for name, value in expected(op, scope).items():
-        given = read.pop(name, None)
-        if given is None:
+        written = read.pop(name, None)
+        if written is None:
             if not _may_be_left_out(op, name, value, unsaid, scope):
                 yield f"{name}={value!r} is not in it"
-        elif not _says(scope, op, name, given, value):
-            yield f"{name} is {ast.unparse(given)} in it, and {value!r} in the op"
-    for name, given in read.items():
-        if not (_is_constant(given, None) or (name in unsaid and _says(scope, op, name, given, unsaid[name]))):
-            yield f"{name}={ast.unparse(given)} is in it, and not in the op"
+        elif not _says(scope, op, name, written, value):
+            yield f"{name} is {ast.unparse(written)} in it, and {value!r} in the op"
+    for name, written in read.items():
+        if not (_is_constant(written, None) or (name in unsaid and _says(scope, op, name, written, unsaid[name]))):
+            yield f"{name}={ast.unparse(written)} is in it, and not in the op"
 
 
 def expected(op: Op, scope: Scope) -> dict[str, Any]:

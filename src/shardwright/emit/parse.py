@@ -215,13 +215,13 @@ def _slice(op: Op, node: ast.expr) -> Arguments:
         raise UnreadableLineError("it is no slice")
     items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     dim = _only_dim(items)
-    held = items[dim if dim >= 0 else len(items) + dim]
+    item = items[dim if dim >= 0 else len(items) + dim]
     read: Arguments = {"self": node.value, "dim": _number(dim)}
-    if not isinstance(held, ast.Slice):
-        return read | {"index": held}
+    if not isinstance(item, ast.Slice):
+        return read | {"index": item}
     read |= {
         name: value
-        for name, value in (("start", held.lower), ("end", held.upper), ("step", held.step))
+        for name, value in (("start", item.lower), ("end", item.upper), ("step", item.step))
         if value is not None
     }
     return read

@@ -45,21 +45,21 @@ def _compare(program: Program, tree: ast.Module) -> None:
     (defined,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     methods = {node.name: node for node in defined.body if isinstance(node, ast.FunctionDef)}
     file = _names(program, tree, defined, methods)
-    reader = _Reader(program, file, methods)
+    reader = _TextReader(program, file, methods)
     reader.expect([dotted(base) for base in defined.bases] == ["Stage"], defined, "it is no stage")
     constants = [replace(op, no_grad=False, region=None) for op in program.constants]  # none of them has a gradient
     reader.run("constants", constants, [], None)
     if program.early:
         sources = [early.source for early in program.early]
-        reader.run("prologue", program.prologue, [held.value for held in program.asked], sources)
+        reader.run("prologue", program.prologue, [entry.value for entry in program.asked], sources)
         reader.counts(defined)
     for graph in program.graph.branches.values():
         ops = [keyed(graph, op) for op in graph.ops]
         outputs = [output.value for output in graph.outputs if output.value is not None]
-        reader.run(graph.name, ops, [held.value for held in graph.inputs], outputs)
+        reader.run(graph.name, ops, [entry.value for entry in graph.inputs], outputs)
     outputs = [name for name in program.outputs if name is not None]
     reader.updates = list(program.updates)
-    reader.run("forward", program.body, [held.value for held in program.graph.inputs], outputs)
+    reader.run("forward", program.body, [entry.value for entry in program.graph.inputs], outputs)
     reader.expect(not reader.updates, methods["forward"], f"the updates {reader.updates} are not in it")
 
 
@@ -112,7 +112,7 @@ class _Compared:
     reads: tuple[tuple[ast.expr, int], ...]
 
 
-class _Reader:
+class _TextReader:
     """Goes through methods, and takes one op of the program after the other."""
 
     def __init__(self, program: Program, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
@@ -246,16 +246,16 @@ class _Reader:
         """A call of a method of the file, perhaps one that is run again in backward."""
         call: ast.Call = node.value  # type: ignore[assignment]
         recompute = dotted(call.func) == "runtime.recompute"
-        method, given = self.methods[name], call.args[1:] if recompute else call.args
+        method, arguments = self.methods[name], call.args[1:] if recompute else call.args
         at = None
         if [argument.arg for argument in method.args.args[1:2]] == ["at"]:
-            at = scope.at if dotted(given[0]) == "at" else scope.path(given[0])
-            given = given[1:]
+            at = scope.at if dotted(arguments[0]) == "at" else scope.path(arguments[0])
+            arguments = arguments[1:]
         outer = self.recomputing
         if recompute:
             self.expect(outer is None, node, "it recomputes within what is recomputed")
             self.recomputing = {}
-        returned = self.enter(method, at, [scope.value(argument) for argument in given])
+        returned = self.enter(method, at, [scope.value(argument) for argument in arguments])
         self.recomputing = outer
         self.expect(None not in returned, node, "it returns something that is no value")
         return [str(value) for value in returned]
