@@ -223,6 +223,14 @@ def test_a_plan_for_another_model_is_refused():
         run(plan, gpt(6))
 
 
+def test_another_batch_than_the_plans_is_refused():
+    model, (ids, _) = gpt(4)
+    plan = sw.plan(model, example=(ids, ids), plan="dp=8,zero1=8", cluster=64)
+
+    with pytest.raises(PlanError, match=r"as large as the one that it was made for \(--batch"):
+        run(plan, (model, (ids[:12], ids[:12])))
+
+
 def test_microbatches_that_are_batches_of_their_own_are_refused():
     model, example = gpt(4)
     plan = sw.plan(model, example=example, plan="dp=2", cluster=2)
