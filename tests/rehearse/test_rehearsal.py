@@ -207,12 +207,52 @@ def test_a_search_is_not_a_plan():
         run("auto")
 
 
+@pytest.mark.parametrize(
+    ("option", "message"), [({"steps": 0}, "trains nothing"), ({"optimizer": "adam"}, "use 'sgd'")]
+)
+def test_training_that_is_none_is_refused(option, message):
+    with pytest.raises(InputError, match=message):
+        run("tp=8", **option)
+
+
 def test_a_plan_for_another_model_is_refused():
     model, example = gpt(4)
     plan = sw.plan(model, example=example, plan="tp=8", cluster=8)
 
     with pytest.raises(PlanError, match="another graph"):
         run(plan, gpt(6))
+
+
+def test_another_batch_than_the_plans_is_refused():
+    model, (ids, _) = gpt(4)
+    plan = sw.plan(model, example=(ids, ids), plan="dp=8,zero1=8", cluster=64)
+
+    with pytest.raises(PlanError, match=r"as large as the one that it was made for \(--batch"):
+        run(plan, (model, (ids[:12], ids[:12])))
+
+
+def test_microbatches_that_are_batches_of_their_own_are_refused():
+    model, example = gpt(4)
+    plan = sw.plan(model, example=example, plan="dp=2", cluster=2)
+
+    with pytest.raises(PlanError, match='microbatch_semantics="local" is not rehearsed'):
+        run(dataclasses.replace(plan, local=True, microbatches=2), (model, example))
+
+
+def test_what_stays_too_large_for_a_laptop_is_refused_before_it_is_allocated():
+    class Pictures(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches = nn.Conv2d(3, 512, 16, stride=16)
+
+        def forward(self, x):
+            return self.patches(x).square().mean()
+
+    with torch.device("meta"):
+        model, x = Pictures(), torch.zeros(256, 3, 16384, 16384)
+
+    with pytest.raises(PlanError, match=r"still has [\d,]+ elements.*16384.* for patches / conv2d"):
+        rehearse("dp=8", model, example=(x,))
 
 
 def test_a_branch_over_data_is_refused_with_its_line():

@@ -66,6 +66,10 @@ def rehearse(
     directory  where generated code is kept; by default it is thrown away.
     """
     began = time.monotonic()
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer={optimizer!r}; use {', '.join(map(repr, OPTIMIZERS))} or a function of parameters")
+    if steps < 1:
+        raise InputError(f"steps={steps} trains nothing; use at least 1")
     known, captured = _read(plan, model, example, precision, outputs, size, opaque)
     small = shrink(known, captured, model, pytree.tree_leaves(_ordered(captured, example)), seed)
     report = _run(small, optimizer, steps, _name(plan, known), directory, timeout)
@@ -132,6 +136,8 @@ def _read(
     graph = captured.graph
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         return load_plan(plan, graph), captured
+    if isinstance(plan, Plan):
+        return plan, captured
     facts = analyse(graph, probing(captured.functions))
     return make_plan(graph, facts, plan, size or ranks_of(plan)), captured
 

@@ -69,7 +69,11 @@ def shrink(plan: Plan, captured: Captured, model: nn.Module, leaves: Sequence[An
     facts = analyse(decided.graph, probing(captured.functions))
     meshes = cluster.meshes_of(cluster.axes)
     real = translated(plan, decided, facts, meshes, replace(cluster, microbatches=plan.microbatches))
-    programs = lowered(decided.graph, real, facts)
+    try:
+        programs = lowered(decided.graph, real, facts)
+    except PlanError as error:
+        raise PlanError(f"the plan does not fit this call of the model, which has to be as large as the one that it "
+                        f"was made for (--batch, --seq): {error}") from error  # fmt: skip
     shrinker = _Shrinker(
         plan=plan, cluster=cluster, decided=decided, layers=layers, facts=facts, real=real, programs=programs,
         shared=(*shared_by(decided, facts, meshes, plan.microbatches), *stored_by(facts, programs, meshes)),
