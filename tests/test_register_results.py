@@ -125,7 +125,7 @@ class Listed(torch.autograd.Function):
 
 REFUSED = {
     "decided returns a number that depends on data": lambda x: decided(x)[0] if decided(x)[1] else x,
-    "values of a tensor": lambda x: measured(x)[0],
+    r"measured can't run on tensors without values .*shapes=": lambda x: measured(x)[0],
     "configured returns an object of type object": lambda x: configured(x)[0],
     "Listed returns tensors inside of a list": lambda x: Listed.apply(x)[0],
 }

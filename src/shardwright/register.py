@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import runtime
+from .capture.by_path import is_path, replace_at
 from .capture.callee import Callee, flat, kept_whole, place, plain_of
 from .capture.keep import CALLEES
 from .capture.schema import target_name
@@ -42,25 +43,36 @@ def register_op(
     probe: Callable[[], Any] | None = None,
     algorithms: Mapping[str, Callable[..., Any]] | None = None,
     check: bool = True,
+    shapes: Callable[..., Any] | None = None,
 ) -> Any:
     """Say how an own op may be split: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
 
     rule        in the notation, one term for each tensor among the parameters; or a function of the op's
                 arguments (those that it names) that returns one. A label with the name of a parameter has its
                 size from there, and a rank gets its own size. Without a rule the op is probed.
-    function    a plain or compiled function, a torch.autograd.Function, or a torch.library op. It stays one op.
+    function    a plain or compiled function, a torch.autograd.Function, or a torch.library op. It stays one op. One of
+                somebody else's is named by its path, "package.module:function", and replaced where it stands.
     probe       makes arguments to test the rule with: a tuple, (args, kwargs), or a list of these. Without it
                 they are made from the rule.
     algorithms  for a label marked `label=name` (`label=name+` if it leaves a partial sum) the function that
                 splits it: it takes the op's arguments, local, and `part`, which has the group and the sizes.
     check       False leaves out the test of the rule.
+    shapes      for a function that can't run without values (numpy, Triton, a CUDA extension): takes its arguments and
+                returns the shape of what it makes, a tuple of shapes, or empty tensors where the dtype is another.
 
     Returns the function to call, to be used as a decorator. A rule that is wrong is a RuleError that names
     the split which broke it.
     """
 
+    if isinstance(rule, str) and function is None and is_path(rule):
+        rule, function = None, rule
+    if isinstance(function, str):
+        return replace_at(function, lambda found: register_op(
+            rule, found, probe=probe, algorithms=algorithms, check=check, shapes=shapes
+        ))  # fmt: skip
+
     def decorate(op: Any) -> Any:
-        kind = _kind(op)
+        kind = _kind(op, shapes)
         given = dict(algorithms or {})
         if isinstance(rule, str):
             _check_algorithms(kind.own.name, rule, given)
@@ -94,7 +106,7 @@ class _Kind:
                 CALLEES[self.result] = self.callee
 
 
-def _kind(op: Any) -> _Kind:
+def _kind(op: Any, shapes: Callable[..., Any] | None = None) -> _Kind:
     overload = getattr(op, "_opoverload", op)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverloadPacket):
         overload = overload.default
@@ -104,13 +116,13 @@ def _kind(op: Any) -> _Kind:
         forward = inspect.signature(op.forward)
         if op.setup_context is torch.autograd.Function.setup_context:
             forward = forward.replace(parameters=list(forward.parameters.values())[1:])  # without ctx
-        return _callable(op, Callee(op.apply, f"{op.__module__}.{op.__qualname__}", forward))
+        return _callable(op, Callee(op.apply, f"{op.__module__}.{op.__qualname__}", forward, shapes))
     if not callable(op) or not hasattr(plain_of(op), "__qualname__"):
         raise RuleError(
             f"{op!r} can't be registered: register_op takes a function, a torch.autograd.Function or a torch.library op"
         )
     plain = plain_of(op)
-    callee = Callee(op, _path(f"{plain.__module__}.{plain.__qualname__}"))
+    callee = Callee(op, _path(f"{plain.__module__}.{plain.__qualname__}"), describe=shapes)
     return _callable(kept_whole(callee), callee)
 
 
@@ -125,18 +137,19 @@ def _path(path: str) -> str:
 
 def _callable(result: Any, callee: Callee) -> _Kind:
     parameters = tuple(
-        Parameter(name=p.name, kind=_kind_of(p.annotation), default=p.default)
-        for p in callee.signature.parameters.values()
+        Parameter(name=p.name, kind=_kind_of(p), default=p.default) for p in callee.signature.parameters.values()
     )
     name = callee.path.rsplit(".", 1)[-1]
     own = Own(name=name, target=f"call.{callee.path}", parameters=parameters, run=callee.run_plain)
     return _Kind(own, result, callee.values, callee)
 
 
-def _kind_of(annotation: Any) -> str:
+def _kind_of(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:
         return ""
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    name = annotation.__name__ if type(annotation) is type else str(annotation)
+    return f"tuple[{name}, ...]" if parameter.kind is parameter.VAR_POSITIONAL else name
 
 
 def _library(result: Any, op: torch._ops.OpOverload[..., Any]) -> _Kind:

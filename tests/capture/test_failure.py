@@ -106,3 +106,10 @@ def test_strict_export_is_a_second_try(monkeypatch):
     graph = capture(Does(lambda x: x.relu() * 2), (torch.randn(3, 4),)).graph
     assert tried == [False, True]
     assert [op.target for op in graph.ops] == ["aten.relu.default", "aten.mul.Tensor"]
+
+
+def test_a_scripted_module_is_refused_by_name():
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        scripted = torch.jit.script(nn.Linear(3, 3))
+    with pytest.raises(CaptureError, match=r"model\.1 is a module of torch\.jit.*Use the module that"):
+        capture(nn.Sequential(nn.Linear(3, 3), scripted), (torch.ones(3, 3),))

@@ -71,6 +71,13 @@ def _advice(text: str, kind: str, reason: str) -> str:
             "its tensors. Keep it a tensor, compute it outside of the model and pass it, or keep the submodule out of\n"
             "the graph with sw.opaque(submodule)."
         )
+    kinds = re.search(r"Unsupported input type <class '([^']+)'>", text)
+    if kinds is not None:
+        return (
+            f"An argument is a {kinds[1]}, of which nobody can tell whether it is the same at the next call. Pass\n"
+            "tensors, numbers, strings, enums, or dataclasses and plain objects of these; what is fixed belongs into\n"
+            "the module."
+        )
     return f"{kind}: {reason}\nIf this part can't be written in another way, keep it out with sw.opaque(submodule)."
 
 

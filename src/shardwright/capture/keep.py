@@ -38,6 +38,7 @@ class Named(Protocol):
     path: str
     names: tuple[str, ...]
     changed: tuple[int, ...]
+    describe: Callable[..., Any] | None  # what it makes, if it can't run on fakes
 
     def run(self, *values: Any) -> Any: ...
 
@@ -71,7 +72,7 @@ class Call:
     def shapes(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         copies = [tensor.clone() for tensor in tensors]
         with torch.no_grad(), _Writes() as writes:
-            result = _forward(self.function, map_places(self.arguments, copies))
+            result = self._try(map_places(self.arguments, copies))
         register_containers(result)
         leaves, spec = pytree.tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -79,12 +80,31 @@ class Call:
         numbers = iter(range(len(made)))
         fixed = [Position(next(numbers)) if isinstance(leaf, torch.Tensor) else self._fixed(leaf) for leaf in leaves]
         self.result = pytree.tree_unflatten(fixed, spec)
+        own = named(self)
+        unseen = own.changed if own is not None and own.describe is not None else ()
         for at, tensor in enumerate(copies):
-            if _storage(tensor) in writes.storages:
+            if _storage(tensor) in writes.storages or at in unseen:
                 known = [index for index, leaf in enumerate(made) if leaf is tensor]
                 self.changed[at] = known[0] if known else len(made)
                 made += [] if known else [tensor]
         return [torch.empty_like(tensor) for tensor in made]
+
+    def _try(self, arguments: list[Any]) -> Any:
+        """What it makes of tensors without values; a registered function may say so instead of being run."""
+        own = named(self)
+        if own is None:
+            return _forward(self.function, arguments)
+        try:
+            return own.shapes(*arguments) if own.describe is not None else _forward(self.function, arguments)
+        except CaptureError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise CaptureError(
+                f"{own.path} can't run on tensors without values ({type(error).__name__}: {reason}). Say what it makes "
+                "with sw.register_op(..., shapes=lambda x: x.shape), or keep the submodule that calls it out of the "
+                "graph with sw.opaque(submodule)."
+            ) from error
 
     def _check_nesting(self, result: Any, count: int) -> None:
         """Autograd follows the tensors that a Function returns, and not those inside of what it returns."""
@@ -190,7 +210,13 @@ def map_places(held: Any, tensors: Sequence[Any]) -> Any:
     """Arguments with tensors where their positions stand."""
     if isinstance(held, Position):
         return tensors[held.index]
-    return type(held)(map_places(inner, tensors) for inner in held) if isinstance(held, list | tuple) else held
+    return rebuilt(held, lambda inner: map_places(inner, tensors)) if isinstance(held, list | tuple) else held
+
+
+def rebuilt(held: Any, change: Callable[[Any], Any]) -> Any:
+    """A list, a tuple or a named tuple with other items."""
+    items = [change(inner) for inner in held]
+    return type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
 
 
 torch.library.register_fake("shardwright_capture::call", _call_shapes, lib=_library)
@@ -214,7 +240,7 @@ def mark(kept: Kept, function: type[torch.autograd.Function] | Named, args: Sequ
         if isinstance(held, torch.Tensor):
             tensors.append(held)
             return Position(len(tensors) - 1)
-        return type(held)(position(inner) for inner in held) if isinstance(held, list | tuple) else held
+        return rebuilt(held, position) if isinstance(held, list | tuple) else held
 
     arguments = [position(held) for held in args]
     key = f"#{len(kept.calls)}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ def output_paths(spec: pytree.TreeSpec) -> list[str]:
 
 
 def register_containers(tree: Any) -> None:
-    """Teach torch's pytrees every plain dataclass and HF cache in a tree of arguments or results.
+    """Teach torch's pytrees every dataclass, enum, HF cache and plain object in a tree of arguments or results.
 
     A container that its library registered without names for its children, such as diffusers' outputs, gets them.
     """
@@ -76,6 +78,10 @@ def register_containers(tree: Any) -> None:
         held = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
         if kind not in pytree.SUPPORTED_NODES:
             torch.export.register_dataclass(kind)
+    elif _is_record(tree):
+        held = list(vars(tree).values())
+        if kind not in pytree.SUPPORTED_NODES:
+            _register_by_attributes(kind, every=True)
     else:
         return
     for inner in held:
@@ -95,13 +101,28 @@ def _with_keys(flatten: pytree.FlattenFunc) -> pytree.FlattenWithKeysFunc:
     return flatten_with_keys
 
 
-def _register_by_attributes(kind: type) -> None:
-    """An object whose attributes are its children; what holds no tensors is fixed."""
+def _is_record(tree: Any) -> bool:
+    """Whether an object is nothing but its attributes, and these are tensors, numbers and the like: a config."""
+    kind = type(tree)
+    create: Any = kind.__new__
+    plain = create is object.__new__ or kind is SimpleNamespace
+    if callable(tree) or not plain or not hasattr(tree, "__dict__"):
+        return False
+    values = list(vars(tree).values())
+    for value in values:
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    simple = (torch.Tensor, type(None), bool, int, float, complex, str, list, tuple, dict, Enum)
+    return all(isinstance(v, simple) or dataclasses.is_dataclass(v) or _is_record(v) for v in values)
+
+
+def _register_by_attributes(kind: type, every: bool = False) -> None:
+    """An object whose attributes are its children; unless it is `every` one, what holds no tensors is fixed."""
 
     def split(tree: Any) -> tuple[list[str], list[tuple[str, Any]]]:
         names, fixed = [], []
         for name, value in sorted(vars(tree).items()):
-            if isinstance(value, torch.Tensor | list | tuple | dict) or type(value) in pytree.SUPPORTED_NODES:
+            nested = isinstance(value, torch.Tensor | list | tuple | dict) or type(value) in pytree.SUPPORTED_NODES
+            if every or nested:
                 names.append(name)
             else:
                 fixed.append((name, value))
@@ -116,7 +137,8 @@ def _register_by_attributes(kind: type) -> None:
         return [(pytree.GetAttrKey(name), held) for name, held in zip(context[0], children, strict=True)], context
 
     def unflatten(children: Any, context: Any) -> Any:
-        made: Any = object.__new__(kind)
+        create: Any = kind.__new__
+        made = create(kind)
         made.__dict__.update(dict(context[1]))
         made.__dict__.update(zip(context[0], children, strict=True))
         return made

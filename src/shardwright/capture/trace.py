@@ -60,6 +60,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
 
     Opaque submodules that fakes tell nothing about are looked at while the real model runs.
     """
+    _refuse_scripted(module)
     register_containers((tuple(args), dict(kwargs)))
     parts = dict(opaque_parts(module))
     seen: dict[str, list[Seen]] = {}
@@ -75,6 +76,17 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
         if traced.left:
             _check_next(module, args, kwargs, traced, seen)
         return replace(traced, notes=(*traced.notes, *_checked(kept, module, real, seen)))
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    for path, held in module.named_modules():
+        if isinstance(held, torch.jit.ScriptModule):
+            name = f"model.{path}" if path else "the model"
+            raise CaptureError(
+                f"{name} is a module of torch.jit, whose code can't be seen. Use the module that torch.jit.script or "
+                "torch.jit.trace was given; functions of torch.jit.script are fine.",
+                path=path,
+            )
 
 
 def _check_next(

@@ -53,6 +53,11 @@ class Parameter:
         return None if self.default is NOTHING or self.default is None else False
 
     @property
+    def several(self) -> bool:
+        """Whether it is a list of tensors."""
+        return any(word in self.kind.lower() for word in ("list", "tuple", "sequence"))
+
+    @property
     def usual(self) -> Any:
         """A value to test with."""
         return self.default if self.default is not NOTHING else {"float": 0.5, "bool": False}.get(self.kind, NOTHING)
@@ -151,7 +156,8 @@ def own_inputs(own: Own, rule: Rule) -> Iterator[Values]:
             values: Values = {p.name: sizes.get(p.name, p.usual) for p in own.parameters if p not in tensors}
             top = min((size for shape in shapes for size in shape if size > 1), default=4)
             for p, shape, kind in zip(tensors, shapes, kinds, strict=True):
-                values[p.name] = None if p in left_out else _draw(shape, kind, top, generator)
+                drawn = [_draw(shape, kind, top, generator) for _ in range(2 if p.several else 1)]
+                values[p.name] = None if p in left_out else drawn if p.several else drawn[0]
             ordered = {p.name: values[p.name] for p in own.parameters}
             if _runs(own, ordered):
                 yield ordered
