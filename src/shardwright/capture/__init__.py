@@ -4,6 +4,7 @@ from .assemble import capture, capture_pair
 from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .casting import cast, casting
+from .copies import copy_module
 from .interpret import run
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
@@ -24,6 +25,7 @@ __all__ = [
     "capture_pair",
     "cast",
     "casting",
+    "copy_module",
     "experts",
     "find_opaque",
     "opaque",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from .branches import Branches
 from .branches import functions as run_branches
 from .captured import Captured, Function, InputLeaf
 from .convert import Conversion, Modes
+from .copies import copy_module
 from .draft import Draft
 from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
 from .interpret import run_plain
@@ -133,7 +133,7 @@ def _opaque(traced: Trace, op: Op, promote: bool) -> Opaque:
 def _runs_opaque(calls: Mapping[str, Opaque], module: nn.Module) -> Function:
     """Runs them op by op, on copies, so that the module is left as it is."""
     parts = {call.path: module.get_submodule(call.path) for call in calls.values()}
-    bodies = {path: Body(copy.deepcopy(part)) for path, part in parts.items()}
+    bodies = {path: Body(copy_module(part)) for path, part in parts.items()}
     return Function(call=runner(calls, module, bodies), module="shardwright", qualname="opaque")
 
 

@@ -21,6 +21,7 @@ from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain
+from .foreign import OwnParameters
 from .keep import Kept, keeping
 from .known import KnownValues
 from .opaque import marking, opaque_parts
@@ -92,6 +93,7 @@ def _export(
     first: BaseException | None = None
     for strict in ways:
         stand_in, checks = StandIn(), PassedChecks()
+        fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
         with (
             _quiet(),
             user_frames(),
@@ -101,16 +103,18 @@ def _export(
             counting(kept),
             _known(module, strict),
             nullcontext() if strict else KnownDraws(),
+            nullcontext() if strict else OwnParameters(),
             nullcontext() if strict else checks,
             nullcontext() if strict else KnownValues(),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
         ):
-            fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
             try:
                 program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
             except Exception as error:
                 first = first or error
+                if any(isinstance(seen, CaptureError) for seen in causes(error)):
+                    break  # what was refused on purpose might go unseen in the other way
                 continue
         if strict and (kept.calls or kept.regions):
             break  # dynamo has no notion of our markers: better no graph than a wrong one

@@ -7,7 +7,6 @@ with that fixed. Generated files lie in a directory by content, so nothing stale
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from ..capture import (
     capture,
     cast,
     casting,
+    copy_module,
     without_collection,
 )  # fmt: skip
 from ..cost import training_flops
@@ -73,7 +73,7 @@ def skeleton_of(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    return copy_module(module, memo)
 
 
 def compile_graph(
@@ -211,7 +211,7 @@ class Compiler:
 
     def _gathered(self, model: ParallelModel) -> nn.Module:
         """The original with the values that it has now. All ranks must call it."""
-        made = copy.deepcopy(self.skeleton).to_empty(device=self.world.device)
+        made = copy_module(self.skeleton).to_empty(device=self.world.device)
         state = {**model.full_state_dict(), **model._ready().buffers}
         with torch.no_grad():
             for key, tensor in (*made.named_parameters(), *made.named_buffers()):
@@ -335,7 +335,7 @@ class Compiler:
         """A submodule that stays as it is. All entries share one copy of it, so that what it remembers is one."""
         like = self.skeleton.get_submodule(call.path)
         if call.path not in self.bodies:
-            self.bodies[call.path] = Body(copy.deepcopy(like))
+            self.bodies[call.path] = Body(copy_module(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
 
 

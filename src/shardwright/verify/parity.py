@@ -13,7 +13,6 @@ process the ranks are started here, as threads or as processes.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import AUTO, Captured, capture, cast, casting, find_opaque
+from ..capture import AUTO, Captured, capture, cast, casting, copy_module, find_opaque
 from ..compile import skeleton_of
 from ..errors import InputError, PlanError
 from ..ir import Graph
@@ -166,7 +165,7 @@ def make_task(
 
     args, kwargs = pytree.tree_map(moved, arguments_of(example))
     return Task(
-        module=copy.deepcopy(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
+        module=copy_module(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,
         steps=steps, entries=entries, seed=seed, precision=precision or Precision(),
     )  # fmt: skip
