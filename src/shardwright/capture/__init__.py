@@ -4,7 +4,7 @@ from .assemble import capture, capture_pair
 from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .casting import cast, casting
-from .copies import copy_module
+from .copies import copy_module, rebind
 from .interpret import run
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
@@ -29,6 +29,7 @@ __all__ = [
     "experts",
     "find_opaque",
     "opaque",
+    "rebind",
     "run",
     "without_collection",
 ]

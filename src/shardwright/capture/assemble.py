@@ -25,6 +25,7 @@ from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names
 from .interpret import run_plain
 from .leaves import Leaves
 from .part import Body, Opaque, runner
+from .reads import Reads, everything
 from .real import Real
 from .signature import input_paths, output_paths
 from .trace import Trace, trace, without_collection
@@ -115,7 +116,14 @@ def _assembled(
         functions={op.target: functions[op.target] for op in _all_ops(graph) if op.target in functions},
         keywords=tuple(kwargs),
         opaques=opaques,
+        reads=_reads(traced, module, opaques, bool(graph.branches)),
     )
+
+
+def _reads(traced: Trace, module: nn.Module, opaques: Mapping[str, Opaque], branches: bool) -> Reads:
+    """The attributes that are constants: all, where dynamo has captured branches or a part runs as it is."""
+    paths = [""] if branches else [call.path for call in opaques.values()]
+    return traced.reads.union(*(everything(module, path) for path in paths))
 
 
 def _all_ops(graph: Graph) -> list[Op]:

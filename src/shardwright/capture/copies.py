@@ -31,9 +31,14 @@ def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     copied = copy.deepcopy(module, memo)
     rebind = _Rebind(memo)
     for part in copied.modules():
-        changed = {name: rebind(held) for name, held in vars(part).items() if name not in _TENSORS}
-        vars(part).update({name: held for name, held in changed.items() if held is not vars(part)[name]})
+        changed = {name: rebind(value) for name, value in vars(part).items() if name not in _TENSORS}
+        vars(part).update({name: value for name, value in changed.items() if value is not vars(part)[name]})
     return copied
+
+
+def rebind(value: Any, memo: dict[int, Any]) -> Any:
+    """A value with what a memo says in the place of modules and tensors that it leads to; itself if there are none."""
+    return _Rebind(memo)(value)
 
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -48,35 +53,35 @@ class _Rebind:
         self._made: dict[int, Any] = {}
         self._alive: list[Any] = []  # so that no id is given twice
 
-    def __call__(self, held: Any) -> Any:
-        if isinstance(held, _ATOMS) or not self._reach(held):
-            return held
-        if id(held) in self._memo and not isinstance(held, types.FunctionType):
-            return self._memo[id(held)]
-        if id(held) not in self._made:
-            self._alive.append(held)
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, _ATOMS) or not self._reach(value):
+            return value
+        if id(value) in self._memo and not isinstance(value, types.FunctionType):
+            return self._memo[id(value)]
+        if id(value) not in self._made:
+            self._alive.append(value)
             for kind, rebuild in _REBUILDS:
-                if isinstance(held, kind):
-                    self._made[id(held)] = rebuild(held, self)
+                if isinstance(value, kind):
+                    self._made[id(value)] = rebuild(value, self)
                     break
             else:
-                self._object(held)
-        return self._made[id(held)]
+                self._object(value)
+        return self._made[id(value)]
 
-    def keep(self, original: Any, made: Any) -> None:
+    def keep(self, original: Any, fresh: Any) -> None:
         """Know what is made of something before all of it is: a function may reach itself."""
-        self._made[id(original)] = made
+        self._made[id(original)] = fresh
 
     def cell(self, original: types.CellType) -> types.CellType:
         """One new cell for each old one: two functions that share a variable go on sharing it."""
         self._alive.append(original)
-        made: types.CellType = self._made.setdefault(id(original), types.CellType())
-        return made
+        fresh: types.CellType = self._made.setdefault(id(original), types.CellType())
+        return fresh
 
-    def _object(self, held: Any) -> None:
-        made = copy.copy(held)
-        self.keep(held, made)
-        vars(made).update({name: self(inner) for name, inner in vars(held).items()})
+    def _object(self, value: Any) -> None:
+        fresh = copy.copy(value)
+        self.keep(value, fresh)
+        vars(fresh).update({name: self(inner) for name, inner in vars(value).items()})
 
     def _reach(self, start: Any) -> bool:
         """Whether something leads to a module or a tensor of the original."""
@@ -85,89 +90,89 @@ class _Rebind:
         seen: set[int] = set()
         todo = [start]
         while todo:
-            held = todo.pop()
-            if id(held) in seen or isinstance(held, _ATOMS):
+            value = todo.pop()
+            if id(value) in seen or isinstance(value, _ATOMS):
                 continue
-            seen.add(id(held))
-            self._alive.append(held)
-            if id(held) in self._memo and isinstance(held, nn.Module | Tensor):
+            seen.add(id(value))
+            self._alive.append(value)
+            if id(value) in self._memo and isinstance(value, nn.Module | Tensor):
                 self._reaches[id(start)] = True
                 return True
-            if not isinstance(held, nn.Module | Tensor):
-                todo += inside(held)
+            if not isinstance(value, nn.Module | Tensor):
+                todo += inside(value)
         self._reaches.update(dict.fromkeys(seen, False))  # none of them leads there
         return False
 
 
-def inside(held: Any) -> Iterable[Any]:
+def inside(value: Any) -> Iterable[Any]:
     """What an object leads to."""
-    if isinstance(held, types.FunctionType):
-        cells = [cell.cell_contents for cell in held.__closure__ or () if _is_full(cell)]
-        return [*cells, *(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values(), *vars(held).values()]
-    if isinstance(held, types.MethodType):
-        return [held.__func__, held.__self__]
-    if isinstance(held, functools.partial):
-        return [held.func, *held.args, *held.keywords.values()]
-    if isinstance(held, weakref.ref):
-        return [held()]
-    if isinstance(held, dict):
-        return list(held.values())
-    if isinstance(held, list | tuple | set | frozenset):
-        return list(held)
-    return list(vars(held).values()) if hasattr(held, "__dict__") else []
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
 def _is_full(cell: types.CellType) -> bool:
     return cell != types.CellType()  # cells are compared by what they hold, and an empty one is like no other
 
 
-def _function(held: types.FunctionType, rebind: _Rebind) -> Any:
-    cells = tuple(rebind.cell(cell) for cell in held.__closure__ or ())
-    made = types.FunctionType(held.__code__, held.__globals__, held.__name__, None, cells or None)
-    rebind.keep(held, made)
-    for mine, cell in zip(cells, held.__closure__ or (), strict=True):
+def _function(value: types.FunctionType, rebind: _Rebind) -> Any:
+    cells = tuple(rebind.cell(cell) for cell in value.__closure__ or ())
+    fresh = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
+    rebind.keep(value, fresh)
+    for mine, cell in zip(cells, value.__closure__ or (), strict=True):
         if _is_full(cell) and not _is_full(mine):
             mine.cell_contents = cell.cell_contents  # it may lead back to a function that shares the cell
             mine.cell_contents = rebind(cell.cell_contents)
-    made.__defaults__ = rebind(held.__defaults__)
-    made.__kwdefaults__ = rebind(held.__kwdefaults__)
-    made.__qualname__, made.__module__, made.__doc__ = held.__qualname__, held.__module__, held.__doc__
-    made.__annotations__ = held.__annotations__
-    vars(made).update({name: rebind(inner) for name, inner in vars(held).items()})
-    return made
+    fresh.__defaults__ = rebind(value.__defaults__)
+    fresh.__kwdefaults__ = rebind(value.__kwdefaults__)
+    fresh.__qualname__, fresh.__module__, fresh.__doc__ = value.__qualname__, value.__module__, value.__doc__
+    fresh.__annotations__ = value.__annotations__
+    vars(fresh).update({name: rebind(inner) for name, inner in vars(value).items()})
+    return fresh
 
 
-def _mapping(held: Any, rebind: _Rebind) -> Any:
-    made = copy.copy(held)
-    rebind.keep(held, made)
-    made.update({key: rebind(inner) for key, inner in held.items()})
-    return made
+def _mapping(value: Any, rebind: _Rebind) -> Any:
+    fresh = copy.copy(value)
+    rebind.keep(value, fresh)
+    fresh.update({key: rebind(inner) for key, inner in value.items()})
+    return fresh
 
 
-def _list(held: list[Any], rebind: _Rebind) -> Any:
-    made = copy.copy(held)
-    rebind.keep(held, made)
-    made[:] = [rebind(inner) for inner in held]
-    return made
+def _list(value: list[Any], rebind: _Rebind) -> Any:
+    fresh = copy.copy(value)
+    rebind.keep(value, fresh)
+    fresh[:] = [rebind(inner) for inner in value]
+    return fresh
 
 
-def _tuple(held: tuple[Any, ...], rebind: _Rebind) -> Any:
-    inner = [rebind(one) for one in held]
-    return type(held)(*inner) if hasattr(held, "_fields") else type(held)(inner)
+def _tuple(value: tuple[Any, ...], rebind: _Rebind) -> Any:
+    inner = [rebind(item) for item in value]
+    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
 
 
 _REBUILDS: tuple[tuple[Any, Callable[[Any, _Rebind], Any]], ...] = (
     (types.FunctionType, _function),
-    (types.MethodType, lambda held, rebind: types.MethodType(rebind(held.__func__), rebind(held.__self__))),
+    (types.MethodType, lambda value, rebind: types.MethodType(rebind(value.__func__), rebind(value.__self__))),
     (
         functools.partial,
-        lambda held, rebind: functools.partial(
-            rebind(held.func),
-            *(rebind(arg) for arg in held.args),
-            **{key: rebind(value) for key, value in held.keywords.items()},
+        lambda value, rebind: functools.partial(
+            rebind(value.func),
+            *(rebind(arg) for arg in value.args),
+            **{key: rebind(value) for key, value in value.keywords.items()},
         ),
     ),
-    (weakref.ref, lambda held, rebind: weakref.ref(rebind(held()))),
+    (weakref.ref, lambda value, rebind: weakref.ref(rebind(value()))),
     (dict, _mapping),
     (list, _list),
     (tuple | set | frozenset, _tuple),

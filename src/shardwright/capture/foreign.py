@@ -31,8 +31,8 @@ class OwnParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # cond and scan are captured by dynamo, which would look in here
-            for held in (*args, *(kwargs.values() if kwargs else ())):
-                for inner in held if isinstance(held, list | tuple) else (held,):
+            for argument in (*args, *(kwargs.values() if kwargs else ())):
+                for inner in argument if isinstance(argument, list | tuple) else (argument,):
                     if isinstance(inner, Tensor) and is_foreign(inner) and not _asks_no_values(func):
                         raise refusal(inner, source_of("".join(traceback.format_stack())))
         return func(*args, **(kwargs or {}))

@@ -27,6 +27,7 @@ from .known import KnownValues
 from .opaque import marking, opaque_parts
 from .part import Opaque
 from .places import user_frames
+from .reads import Reads, everything, reading
 from .real import NoValues, Real, Seen, check_rows, see
 from .signature import register_containers
 from .stand_in import StandIn
@@ -47,6 +48,7 @@ class Trace:
     kept: Kept
     stand_in: StandIn
     notes: tuple[str, ...] = ()
+    reads: Reads = frozenset()
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], real: Real) -> Trace:
@@ -91,7 +93,10 @@ def _export(
     ways: Sequence[bool],
 ) -> Trace:
     first: BaseException | None = None
-    for strict in ways:
+    listens = True  # to what is read; dynamo, which captures the bodies of scan, stumbles over a listener
+    todo = list(ways)
+    while todo:
+        strict = todo.pop(0)
         stand_in, checks = StandIn(), PassedChecks()
         fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
         with (
@@ -108,6 +113,7 @@ def _export(
             nullcontext() if strict else KnownValues(),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
+            reading(module) if listens and not strict else nullcontext(everything(module)) as reads,
         ):
             try:
                 program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
@@ -115,15 +121,22 @@ def _export(
                 first = first or error
                 if any(isinstance(seen, CaptureError) for seen in causes(error)):
                     break  # what was refused on purpose might go unseen in the other way
+                if listens and not strict and any(_is_of_dynamo(seen) for seen in causes(error)):
+                    listens, first = False, None
+                    todo.insert(0, False)
                 continue
         if strict and (kept.calls or kept.regions):
             break  # dynamo has no notion of our markers: better no graph than a wrong one
-        return Trace(program, kept, stand_in, checks.notes())
+        return Trace(program, kept, stand_in, checks.notes(), frozenset(reads))
     assert first is not None
     refused = next((error for error in causes(first) if isinstance(error, CaptureError)), None)
     if refused is not None:
         raise refused
     raise explain(module, first) from first
+
+
+def _is_of_dynamo(error: BaseException) -> bool:
+    return type(error).__module__.startswith("torch._dynamo")
 
 
 @contextmanager

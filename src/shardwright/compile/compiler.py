@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..capture import (
+    AUTO,
     Body,
     Captured,
     Function,
@@ -59,21 +61,11 @@ from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
 from .seats import Seat, check_held, find_seats, with_masters
+from .skeleton import calling, carry, check_effects, check_hooks, signature, skeleton_of
 
 Outputs = Literal["all", "scalars"]
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
-
-
-def skeleton_of(module: nn.Module) -> nn.Module:
-    """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy_module(module, memo)
 
 
 def compile_graph(
@@ -135,6 +127,8 @@ class Compiler:
         self.module: nn.Module | None = module
         self.precision = precision or Precision()
         self.skeleton = cast(skeleton_of(module), self.precision)
+        self._alive: dict[int, Any] = {}
+        self._signature = signature(module, self._alive)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
@@ -144,8 +138,32 @@ class Compiler:
         self.bodies: dict[str, Body] = {}
         self.looked = False  # whether an opaque part had to be seen running
         self.loop: Loop | None = None
+        self.method = ""  # which is compiled, other than forward
 
-    def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def renew(self, model: ParallelModel) -> None:
+        """Before anything is compiled the original is the truth, whatever was done to it since `parallelize`."""
+        if self.module is None:
+            return
+        now = signature(self.module, self._alive)
+        if now != self._signature:
+            marks = {AUTO: True} if AUTO in vars(self.skeleton) else {}
+            self.skeleton, self._signature = cast(skeleton_of(self.module), self.precision), now
+            vars(self.skeleton).update(marks)
+            model.remake(self.skeleton, self.module)
+
+    def carry(self, shown: nn.Module, path: str, name: str, value: Any) -> None:
+        """Take an attribute that the user has changed to where programs are made, and to opaque parts that run."""
+        carry(self.skeleton, shown, path, name, value)
+        for at, body in self.bodies.items():
+            if path == at or path.startswith(f"{at}.") or not at:
+                carry(body.part, shown.get_submodule(at), path[len(at) :].lstrip("."), name, value)
+
+    def __call__(
+        self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = ""
+    ) -> Entry:  # fmt: skip
+        self.method = method
+        if not self.programs:
+            self._check_first(model)
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
@@ -169,9 +187,21 @@ class Compiler:
         if model._holding is None:
             self._hold(model, made, seats, groups)
         check_held(seats, model._ready().seats, made)
+        model.watch(captured.reads)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
         return self._load(model, captured, made[0], next(iter(groups.values())))
+
+    def _check_first(self, model: ParallelModel) -> None:
+        check_hooks(self.skeleton)
+        if self.optimizer is not None and not model.training and torch.is_grad_enabled():
+            warnings.warn(
+                "the model is in eval mode and has an optimizer: it is planned for evaluation, and trained so (dropout "
+                "is off, batch norms use their running statistics); call model.train() before the first call, or "
+                "compile the evaluation under torch.no_grad()",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
@@ -187,8 +217,10 @@ class Compiler:
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
         real = self._real(model, given, rows, scale)
-        with _CAPTURING, casting(self.skeleton, self.precision):
-            found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
+        called = calling(self.skeleton, self.method)
+        with _CAPTURING, casting(called, self.precision):
+            found = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
+        check_effects(called, self.skeleton, self.method, found.graph)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 
     def _real(self, model: ParallelModel, given: Any, rows: int | None, scale: int) -> Real:
@@ -205,7 +237,7 @@ class Compiler:
             leaves, spec = pytree.tree_flatten(given)
             many = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows for x in leaves]
             whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, many, strict=True)]
-            return module, *pytree.tree_unflatten(whole, spec)
+            return calling(module, self.method), *pytree.tree_unflatten(whole, spec)
 
         return make
 

@@ -8,9 +8,8 @@ function that does (`compile_entry`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +19,18 @@ from torch import Tensor, nn
 from shardwright.errors import InputError
 
 from . import comm, faults, state
+from .entry import Entry as Entry
+from .entry import Holding as Holding
 from .gradients import GradientSync
-from .holding import Held
 from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, rows_of
-from .parameters import ShardParameter
-from .pipeline import Running
 from .random import Randomness
 from .reduction import Kind, Reduction, total
 from .stage import Stage, shown
-from .world import Groups, World
+from .view import ModelView
+from .world import World
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A program that is ready to run, with the way in and out: a stage, or a pipeline of several."""
-
-    path: Path
-    flatten: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
-    unflatten: Callable[[Sequence[Tensor | None]], Any]
-    literals: tuple[bool, ...]  # for each output, whether it is a literal
-    rows: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
-    dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
-    stage: Stage | None = None
-    running: Running | None = None
-
-    @property
-    def stages(self) -> list[Stage]:
-        """The programs of this rank."""
-        if self.running is None:
-            return [self.stage] if self.stage is not None else []
-        return [placed.stage for placed in self.running.pipeline.placed if placed.stage is not None]
-
-
-@dataclass(kw_only=True)
-class Holding:
-    """What a rank holds: pieces, buffers, and what keeps them right. Made when the model is first compiled."""
-
-    groups: Groups
-    held: list[Held]
-    parameters: dict[str, ShardParameter]  # by first key
-    buffers: dict[str, Tensor]
-    sync: GradientSync | None
-    zero: Any
-    random: Randomness
-    replica_axes: tuple[str, ...]
-    persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
-    seats: state.Seats = ()  # of a pipeline: for each mesh what its ranks hold
-    empty: set[str] = field(default_factory=set)  # first keys of what was on meta and has no values yet
-
-    @property
-    def saved_buffers(self) -> dict[str, Tensor]:
-        return {key: self.buffers[key] for key in self.persistent}
-
-    def filled(self, keys: Container[str]) -> None:
-        """What has these keys has values."""
-        self.empty -= {held.name for held in self.held if any(key in keys for key in held.keys)}
-
-    def check_filled(self) -> None:
-        if self.empty:
-            some = ", ".join(sorted(self.empty)[:4])
-            raise InputError(
-                f"{len(self.empty)} parameters were on meta and have no values yet ({some}); load them first: "
-                "shardwright.checkpoint.load_weights(path, model), sw.load, or model.load_state_dict"
-            )
-
-
-class ParallelModel(nn.Module):
+class ParallelModel(ModelView):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any
@@ -95,7 +40,7 @@ class ParallelModel(nn.Module):
         self,
         skeleton: nn.Module,
         world: World,
-        compile_entry: Callable[[ParallelModel, tuple[Any, ...], dict[str, Any]], Entry],
+        compile_entry: Callable[..., Entry],  # (model, args, kwargs), and method= for a method other than forward
         mode: Mode,
         accumulate: int,
         reduction: Kind = "mean",
@@ -163,16 +108,6 @@ class ParallelModel(nn.Module):
         """What the model draws from; a checkpoint has its step."""
         found: Randomness | None = getattr(self._around["compile"], "random", None)
         return self._holding.random if self._holding is not None else found
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            held = self.__dict__.get("_around", {}).get("skeleton")
-            found = getattr(held, name) if held is not None and not name.startswith("_") else None
-            if found is None or isinstance(found, Tensor | nn.Module):
-                raise
-            return found
 
     def train(self, mode: bool = True) -> ParallelModel:
         skeleton: nn.Module = self._around["skeleton"].train(mode)  # which may have a word of its own about parts
@@ -260,6 +195,7 @@ class ParallelModel(nn.Module):
             tensors.update(dict.fromkeys(held.keys, holding.parameters[held.name]))
         tensors.update(holding.buffers)
         self.show(shown(self._around["skeleton"], tensors))
+        self.guard()
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
@@ -268,6 +204,7 @@ class ParallelModel(nn.Module):
 
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
+        self._around["root"] = module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._parts = list(self.modules())
@@ -286,10 +223,14 @@ class ParallelModel(nn.Module):
         with faults.calling():
             return self._run(args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with faults.calling():
+            return self._run(args, kwargs, name)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
         if self.passing == "gather":
             args, kwargs = self._gathered(args, kwargs)
-        entry = self._entry(args, kwargs)
+        entry = self._entry(args, kwargs, method)
         holding = self._ready()
         holding.check_filled()
         for stage in entry.stages:
@@ -340,22 +281,26 @@ class ParallelModel(nn.Module):
             holding.buffers[key].copy_(value)
         stage.updates.clear()
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        self._see_flags()
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Entry:
+        constants = self.constants(method)
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        key = (self._flags, str(spec), shapes, self.passing)
+        key = (constants, str(spec), shapes, self.passing)
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
             check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
-            self._entries[key] = self._around["compile"](self, args, kwargs)
+            self.catch_up()
+            extra = {"method": method} if method else {}
+            self._entries[key] = self._around["compile"](self, args, kwargs, **extra)
+            after = self.constants(method)  # a trace may fill a cache of the model
+            self._entries[after, *key[1:]] = self._entries[key]
         return self._entries[key]
 
     def _check_dtypes(self, key: Any) -> None:
         """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
-        for (_, spec, shapes, _), entry in self._entries.items():
-            if spec == key[1]:
+        for (constants, spec, shapes, _), entry in self._entries.items():
+            if spec == key[1] and constants[0] == key[0][0]:
                 known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))
                 if len(known) == len(given) == len(entry.dtypes):
                     check_dtypes([path for path, _ in entry.dtypes], known, given)
