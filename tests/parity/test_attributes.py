@@ -344,3 +344,31 @@ def test_an_attribute_that_only_a_later_program_reads(tmp_path):
     model.sharpness = 2.0
     model.eval()
     assert torch.equal(model(X), 2 * before)
+
+
+def test_many_programs_for_one_number_are_warned_about(tmp_path):
+    model = parallelize(make(), plan="single", directory=tmp_path)
+    for scale in range(8):
+        model.scale = scale
+        model(X)
+    model.scale = 9
+    with pytest.warns(UserWarning, match=r"values of scale, which the forward reads.*make it a buffer"):
+        model(X)
+
+
+def test_many_programs_for_one_argument_are_warned_about(tmp_path):
+    class Powers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, times):
+            for _ in range(times):
+                x = self.layer(x)
+            return x.mean()
+
+    model = parallelize(Powers().double(), plan="single", directory=tmp_path)
+    for times in range(1, 9):
+        model(X, times)
+    with pytest.warns(UserWarning, match=r"argument 1.*torch\.tensor"):
+        model(X, 9)

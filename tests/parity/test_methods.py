@@ -151,3 +151,26 @@ def test_a_submodule_on_its_own_is_refused_still(tmp_path):
     model(X)
     with pytest.raises(InputError, match="can't be called on its own"):
         model.encoder(X)
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["without a cache", "with a cache"])
+def test_generate_of_transformers(cache, tmp_path):
+    def loop(model):
+        return [model.generate(3 + WORDS, max_new_tokens=2, do_sample=False, use_cache=cache)]
+
+    both(llama, "tp=2", tmp_path, loop)
+
+
+def test_save_pretrained_is_refused_with_what_to_do_instead(tmp_path):
+    model = parallelize(seeded(llama), plan="single", directory=tmp_path)
+    with pytest.raises(InputError, match=r"save_pretrained can't be called.*checkpoint\.save_weights\(path, model\)"):
+        model.save_pretrained(tmp_path)

@@ -13,6 +13,7 @@ Structure (submodules, parameters, hooks) is pinned instead, and refuses to be c
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ SLOTS = ("_parameters", "_buffers", "_modules")
 _VALUES = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _LARGEST = 20_000  # a container of more is data, not a setting
+
+MANY = 8
+"""So many programs that differ in one value are worth a warning."""
 
 State = tuple[tuple[str, str, Hashable], ...]
 Carry = Callable[[str, str, Any], None]
@@ -180,3 +184,36 @@ def _items(container: Any) -> list[Any]:
 def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
+
+
+def warn_of_many(keys: Iterable[Any], key: Any) -> None:
+    """Say so once where one number after the other compiles a program of its own.
+
+    A key is ((method, modes, state), the structure of the arguments, what each of them is, ...): see
+    `ModelView.constants` and `ParallelModel._entry`.
+    """
+    (method, modes, state), spec, leaves, *rest = key
+    attributes: set[Hashable] = set()
+    numbers: dict[int, set[str]] = {}
+    for (other, flags, values), structure, others, *more in keys:
+        if (other, flags, structure, more) != (method, modes, spec, rest) or len(others) != len(leaves):
+            continue
+        apart = [index for index, leaf in enumerate(leaves) if leaf != others[index]]
+        if not apart and values != state:
+            attributes.add(values)
+        elif len(apart) == 1 and isinstance(others[apart[0]], str) and values == state:
+            numbers.setdefault(apart[0], set()).add(others[apart[0]])
+    if len(attributes) == MANY:
+        names = sorted({f"{path}.{name}".lstrip(".") for path, name, _ in state})
+        _warn(f"of {', '.join(names)}, which the forward reads", "pass it to forward as a tensor, or make it a buffer")
+    for index, values in numbers.items():
+        if len(values) == MANY:
+            _warn(f"that argument {index} had ({leaves[index]} now)", "pass torch.tensor(value) instead of a number")
+
+
+def _warn(what: str, remedy: str) -> None:
+    warnings.warn(
+        f"{MANY} programs were compiled for values {what}: each value is a constant of a program of its own; {remedy}",
+        UserWarning,
+        stacklevel=3,
+    )

@@ -22,6 +22,7 @@ from . import comm, faults, state
 from .entry import Entry as Entry
 from .entry import Holding as Holding
 from .gradients import GradientSync
+from .guards import warn_of_many
 from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, rows_of
 from .random import Randomness
 from .reduction import Kind, Reduction, total
@@ -291,6 +292,7 @@ class ParallelModel(ModelView):
                 self._check_dtypes(key)
             check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
             self.catch_up()
+            warn_of_many(self._entries, key)
             extra = {"method": method} if method else {}
             self._entries[key] = self._around["compile"](self, args, kwargs, **extra)
             after = self.constants(method)  # a trace may fill a cache of the model
