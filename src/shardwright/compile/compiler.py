@@ -55,11 +55,13 @@ from ..runtime.optimizer import Optimizers, adopt, several
 from ..runtime.pipeline import Loop, Running
 from ..runtime.pipeline.loop import Backward
 from ..runtime.random import Randomness
+from ..runtime.scalars import NotAnInput
 from ..runtime.stage import Stage, stage_class
 from ..runtime.world import Groups, Moment, World
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
+from .scalars import check_floats
 from .seats import Seat, check_held, find_seats, with_masters
 from .skeleton import calling, carry, check_effects, check_hooks, signature, skeleton_of
 
@@ -139,6 +141,7 @@ class Compiler:
         self.looked = False  # whether an opaque part had to be seen running
         self.loop: Loop | None = None
         self.method = ""  # which is compiled, other than forward
+        self.floats: Mapping[int, float] = {}
 
     def renew(self, model: ParallelModel) -> None:
         """Before anything is compiled the original is the truth, whatever was done to it since `parallelize`."""
@@ -159,9 +162,11 @@ class Compiler:
                 carry(body.part, shown.get_submodule(at), path[len(at) :].lstrip("."), name, value)
 
     def __call__(
-        self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = ""
+        self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
+        floats: Mapping[int, float] | None = None,
     ) -> Entry:  # fmt: skip
-        self.method = method
+        """The program of a call; `floats` are those of its leaves that are given as tensors."""
+        self.method, self.floats = method, floats or {}
         if not self.programs:
             self._check_first(model)
         captured = self._capture(model, args, kwargs)
@@ -219,9 +224,21 @@ class Compiler:
         real = self._real(model, given, rows, scale)
         called = calling(self.skeleton, self.method)
         with _CAPTURING, casting(called, self.precision):
+            if self.floats:
+                self._check_floats(called, shown, spec, real)
             found = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
         check_effects(called, self.skeleton, self.method, found.graph)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
+
+    def _check_floats(self, called: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, real: Real) -> None:
+        if self.precision.casts:
+            raise NotAnInput("a precision casts what is computed with a number")
+
+        def trace(call: list[Any]) -> Captured:
+            args, kwargs = pytree.tree_unflatten(call, spec)
+            return capture(called, args, kwargs, entry="floats", promote=self.promote, real=real)
+
+        check_floats(trace, leaves, self.floats)
 
     def _real(self, model: ParallelModel, given: Any, rows: int | None, scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.

@@ -26,6 +26,7 @@ from .guards import warn_of_many
 from .inputs import Mode, check_dtypes, check_mode, check_shapes, gather_rows, rows_of
 from .random import Randomness
 from .reduction import Kind, Reduction, total
+from .scalars import Arguments, NotAnInput, ScalarInputs, dtype_of_floats
 from .stage import Stage, shown
 from .view import ModelView
 from .world import World
@@ -57,6 +58,8 @@ class ParallelModel(ModelView):
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
         self._beside: GradientSync | None = None  # of the module that this is a part of
+        self._scalars = ScalarInputs(world.device)
+        self._float = dtype_of_floats(skeleton.parameters())
         self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
         self.plan = self.flops = None
@@ -231,7 +234,7 @@ class ParallelModel(ModelView):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
         if self.passing == "gather":
             args, kwargs = self._gathered(args, kwargs)
-        entry = self._entry(args, kwargs, method)
+        (args, kwargs), entry = self._find(args, kwargs, method)
         holding = self._ready()
         holding.check_filled()
         for stage in entry.stages:
@@ -282,7 +285,22 @@ class ParallelModel(ModelView):
             holding.buffers[key].copy_(value)
         stage.updates.clear()
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Entry:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Arguments, Entry]:
+        """The program of a call, and what it is given: floats may be inputs."""
+        narrow = torch.is_autocast_enabled(self._world.device.type)
+        lifted, floats = self._scalars.lift((args, kwargs), method, None if narrow else self._float)
+        if floats:
+            try:
+                entry = self._entry(*lifted, method, floats)
+                self._scalars.decide((args, kwargs), method, floats, inputs=True)
+                return lifted, entry
+            except NotAnInput:
+                self._scalars.decide((args, kwargs), method, floats, inputs=False)
+        return (args, kwargs), self._entry(args, kwargs, method)
+
+    def _entry(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "", floats: Mapping[int, float] | None = None
+    ) -> Entry:
         constants = self.constants(method)
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
@@ -293,7 +311,7 @@ class ParallelModel(ModelView):
             check_shapes([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
             self.catch_up()
             warn_of_many(self._entries, key)
-            extra = {"method": method} if method else {}
+            extra = {**({"method": method} if method else {}), **({"floats": floats} if floats else {})}
             self._entries[key] = self._around["compile"](self, args, kwargs, **extra)
             after = self.constants(method)  # a trace may fill a cache of the model
             self._entries[after, *key[1:]] = self._entries[key]
