@@ -21,6 +21,7 @@ PAGES = [
     "faults.md",
     "huggingface.md",
     "lightning.md",
+    "methods.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -361,3 +361,15 @@ def many(plan: str, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         net = seeded(Many)
         run.fit(net, datamodule=Data())
         return whole(run) if plan else net.state_dict(), dict(run.callback_metrics)
+
+
+class Annealed(Net):
+    """Its loss has a weight that grows from epoch to epoch."""
+
+    weight = 1.0
+
+    def on_train_epoch_start(self):
+        self.weight = 1.0 + self.current_epoch
+
+    def training_step(self, batch, batch_idx):
+        return self.weight * super().training_step(batch, batch_idx)

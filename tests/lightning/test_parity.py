@@ -3,7 +3,7 @@
 import pytest
 
 from .jobs import all_sorts, fit
-from .modules import Busy, Net, Numbers, Pair, apart, many, single
+from .modules import Annealed, Busy, Net, Numbers, Pair, apart, many, single
 
 
 def same(found, expected):
@@ -76,4 +76,11 @@ def test_several_loaders_streams_callbacks_and_loggers(pools):
 def test_a_step_that_can_not_be_compiled_runs_with_compiled_parts(pools, plan):
     expected = single(Numbers)
     for found in pools[2].run(fit, "Numbers", plan, 2, {"parts": ["blocks", "head"]}):
+        same(found, expected)
+
+
+def test_an_attribute_that_changes_with_the_epoch_is_seen(pools, alone):
+    expected = single(Annealed)
+    assert apart(expected[0], alone[0]) > 1e-4
+    for found in pools[2].run(fit, "Annealed", "dp=2", 2, {}):
         same(found, expected)

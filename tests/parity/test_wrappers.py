@@ -147,11 +147,15 @@ def test_a_pickle_is_refused_and_saving_is_named(tmp_path, pickled):
 
 
 @pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.float, lambda model: model.to(torch.bfloat16)])
-@pytest.mark.parametrize("example", [None, (X,)])
-def test_a_cast_after_compilation_is_refused(tmp_path, cast, example):
-    model = parallelize(net(), plan="single", example=example, directory=tmp_path)
+def test_a_cast_after_compilation_is_refused(tmp_path, cast):
+    model = compiled(tmp_path)
     with pytest.raises(InputError, match=r"compiled for parameters in torch\.float64.*precision="):
         cast(model)
+
+
+def test_a_cast_before_the_first_call_is_compiled(tmp_path):
+    model = parallelize(net(), plan="single", directory=tmp_path).float()
+    torch.testing.assert_close(model(X.float()), net().float()(X.float()), rtol=0, atol=0)
 
 
 def test_moving_to_where_it_is_changes_nothing(tmp_path):

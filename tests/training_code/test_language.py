@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.errors import PlanError
-
 from .running import OneLine, check, parameters, seeded
 
 PLANS = ["dp=2", "tp=2", "zero3=2", "pp=2", "auto"]
@@ -219,13 +217,9 @@ def word_language_model(one_line: OneLine) -> list[Tensor]:
     return seen + parameters(model)
 
 
-def test_word_language_model() -> None:
-    check(word_language_model, "tp=2")
-
-
-def test_a_batch_in_the_second_dim_is_not_split_by_guesswork() -> None:
-    with pytest.raises(PlanError, match="dp=2 splits the batch, but"):
-        check(word_language_model, "dp=2")
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_word_language_model(plan: str) -> None:
+    check(word_language_model, plan)
 
 
 class Seq2Seq(nn.Module):

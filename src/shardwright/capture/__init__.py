@@ -4,6 +4,7 @@ from .assemble import capture, capture_pair
 from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .casting import cast, casting
+from .copies import copy_module, rebind
 from .interpret import run
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
@@ -25,10 +26,12 @@ __all__ = [
     "capture_pair",
     "cast",
     "casting",
+    "copy_module",
     "experts",
     "find_opaque",
     "input_paths",
     "opaque",
+    "rebind",
     "run",
     "without_collection",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,11 +20,13 @@ from .branches import Branches
 from .branches import functions as run_branches
 from .captured import Captured, Function, InputLeaf
 from .convert import Conversion, Modes
+from .copies import copy_module
 from .draft import Draft
 from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
 from .interpret import run_plain
 from .leaves import Leaves
 from .part import Body, Opaque, runner
+from .reads import Reads, everything
 from .real import Real
 from .registration import nothing_registered
 from .signature import input_paths, output_paths
@@ -119,7 +120,14 @@ def _assembled(
         functions={op.target: functions[op.target] for op in _all_ops(graph) if op.target in functions},
         keywords=tuple(kwargs),
         opaques=opaques,
+        reads=_reads(traced, module, opaques, bool(graph.branches)),
     )
+
+
+def _reads(traced: Trace, module: nn.Module, opaques: Mapping[str, Opaque], branches: bool) -> Reads:
+    """The attributes that are constants: all, where dynamo has captured branches or a part runs as it is."""
+    paths = [""] if branches else [call.path for call in opaques.values()]
+    return traced.reads.union(*(everything(module, path) for path in paths))
 
 
 def _all_ops(graph: Graph) -> list[Op]:
@@ -137,7 +145,7 @@ def _opaque(traced: Trace, op: Op, promote: bool) -> Opaque:
 def _runs_opaque(calls: Mapping[str, Opaque], module: nn.Module) -> Function:
     """Runs them op by op, on copies, so that the module is left as it is."""
     parts = {call.path: module.get_submodule(call.path) for call in calls.values()}
-    bodies = {path: Body(copy.deepcopy(part)) for path, part in parts.items()}
+    bodies = {path: Body(copy_module(part)) for path, part in parts.items()}
     return Function(call=runner(calls, module, bodies), module="shardwright", qualname="opaque")
 
 

@@ -18,6 +18,7 @@ from .captured import InputLeaf
 from .draft import Draft, Place, Ref
 from .failure import unsupported
 from .finish import identifier
+from .foreign import is_foreign, refusal
 from .normal import Call, write
 from .places import source_of
 from .schema import fact_of
@@ -115,11 +116,14 @@ class Leaves:
         base = by_storage.get(tensor.untyped_storage()._cdata)
         if base is not None:
             return self._data_of(base)
+        lines = (source_of(user.meta.get("stack_trace")) for user in node.users)
+        line = next((line for line in lines if line is not None), None)
+        if is_foreign(tensor):
+            raise refusal(tensor, line)
         if isinstance(tensor, FakeTensor):
-            lines = (source_of(user.meta.get("stack_trace")) for user in node.users)
             what = f"It reads a tensor {list(tensor.shape)} that has no values and is no parameter or buffer"
             remedy = "Register it as a buffer, or build the model on a real device."
-            raise unsupported(what, next((line for line in lines if line is not None), None), remedy)
+            raise unsupported(what, line, remedy)
         handle = self.outside[str(spec.target)] = self.constant(tensor, str(spec.target))
         return handle
 

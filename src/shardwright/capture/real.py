@@ -6,7 +6,6 @@ Python attributes of its own, without gradients and with its own random numbers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from .copies import copy_module
 
 Real = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 """A module with values and arguments with values, for the call that is captured."""
@@ -48,7 +48,7 @@ def see(real: Real, skeleton: nn.Module, paths: Iterable[str]) -> dict[str, list
             f"what {', '.join(paths)} returns can only be seen by running the model, and its parameters or its "
             "example are on meta or fake; pass a model and an example with values"
         )
-    copied = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    copied = copy_module(module, {id(parameter): parameter for parameter in module.parameters()})
     for held, like in zip(copied.modules(), skeleton.modules(), strict=True):
         held.training = like.training
     found: dict[str, list[Seen]] = {path: [] for path in paths}

@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain, located
+from .foreign import OwnParameters
 from .grad_mode import noting_grad_mode
 from .keep import Kept, keeping
 from .known import KnownValues
@@ -29,6 +30,7 @@ from .opaque import marking, opaque_parts
 from .part import Opaque
 from .places import user_frames
 from .raw_data import RawData
+from .reads import Reads, everything, reading
 from .real import NoValues, Real, Seen, check_rows, see
 from .selected import EqualSelections
 from .signature import register_containers
@@ -53,6 +55,7 @@ class Trace:
     stand_in: StandIn
     notes: tuple[str, ...] = ()
     left: Attributes = field(default_factory=dict)  # attributes that the call has changed
+    reads: Reads = frozenset()
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], real: Real) -> Trace:
@@ -124,9 +127,13 @@ def _export(
     ways: Sequence[bool],
 ) -> Trace:
     first: BaseException | None = None
-    for strict in ways:
+    listens = True  # to what is read; dynamo, which captures the bodies of scan, stumbles over a listener
+    todo = list(ways)
+    while todo:
+        strict = todo.pop(0)
         stand_in, checks, known = StandIn(), PassedChecks(), KnownValues()
         left: Attributes = {}
+        fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
         with (
             _quiet(),
             user_frames(),
@@ -136,32 +143,45 @@ def _export(
             counting(kept),
             tracking(kept),
             _watching(module, strict, known, left),
-            nullcontext() if strict else noting_grad_mode(),
-            nullcontext() if strict else KnownDraws(),
-            nullcontext() if strict else checks,
-            nullcontext() if strict else known,
-            nullcontext() if strict else RawData(),
-            nullcontext() if strict else EqualSelections(),
-            nullcontext() if strict else masking(kept, known),
+            nullcontext() if strict else _modes(kept, checks, known),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
+            reading(module) if listens and not strict else nullcontext(everything(module)) as reads,
         ):
-            fake_args, fake_kwargs = stand_in.inputs((tuple(args), dict(kwargs)))
             try:
                 program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
             except Exception as error:
                 first = first or error
-                if any(isinstance(held, CaptureError) for held in causes(error)):
+                if any(isinstance(cause, CaptureError) for cause in causes(error)):
                     break  # refused on purpose: dynamo would not see why
+                if listens and not strict and any(_is_of_dynamo(cause) for cause in causes(error)):
+                    listens, first = False, None
+                    todo.insert(0, False)
                 continue
         if strict and (kept.calls or kept.regions):
             break  # dynamo has no notion of our markers: better no graph than a wrong one
-        return Trace(program, kept, stand_in, checks.notes(), left)
+        return Trace(program, kept, stand_in, checks.notes(), left, frozenset(reads))
     assert first is not None
     refused = next((error for error in causes(first) if isinstance(error, CaptureError)), None)
     if refused is not None:
         raise located(module, refused, first)
     raise explain(module, first) from first
+
+
+@contextmanager
+def _modes(kept: Kept, checks: PassedChecks, known: KnownValues) -> Iterator[None]:
+    """What looks at the calls of torch while a model is traced by running it, the innermost last."""
+    with ExitStack() as stack:
+        for mode in (
+            noting_grad_mode(), KnownDraws(), OwnParameters(), checks, known, RawData(), EqualSelections(),
+            masking(kept, known),
+        ):  # fmt: skip
+            stack.enter_context(mode)
+        yield
+
+
+def _is_of_dynamo(error: BaseException) -> bool:
+    return type(error).__module__.startswith("torch._dynamo")
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """From a call to a program that runs: capture, plan, lower, emit, load, for one entry at a time."""
 
 from .batched import with_unbatched
-from .compiler import Compiler, Outputs, compile_graph, count_replicas, replicas_of, skeleton_of
+from .compiler import Compiler, Outputs, compile_graph
 from .files import write
+from .replicas import count_replicas, replicas_of
+from .skeleton import skeleton_of
 
 __all__ = [
     "Compiler", "Outputs", "compile_graph", "count_replicas", "replicas_of", "skeleton_of", "with_unbatched",

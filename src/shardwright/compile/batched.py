@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from ..batch_dim import BatchDim, find_batch_dim, said_by
 from ..capture import Captured
 from ..runtime.comparison import CallSignature
@@ -43,3 +46,12 @@ def with_unbatched(captured: Captured, unbatched: Sequence[str] | None) -> Captu
     inputs = [(leaf.path, leaf.shape) for leaf in captured.input_leaves]
     batch = find_batch_dim(inputs, said_by(unbatched, [path for path, _ in inputs]))
     return with_batch(captured, batch, batch.size)
+
+
+def stand_in(tensor: Tensor, batched: bool, scale: int, parts: int) -> Tensor:
+    """A tensor without memory, at global shape, or at that of one of several parts."""
+    shape = list(tensor.shape)
+    if batched:
+        shape[0] = shape[0] * scale // parts
+    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)

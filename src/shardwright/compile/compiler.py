@@ -7,9 +7,8 @@ with that fixed. Generated files lie in a directory by content, so nothing stale
 
 from __future__ import annotations
 
-import copy
-import math
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..capture import (
+    AUTO,
     Body,
     Captured,
     Function,
@@ -32,6 +32,7 @@ from ..capture import (
     capture,
     cast,
     casting,
+    copy_module,
     input_paths,
     without_collection,
 )  # fmt: skip
@@ -41,10 +42,8 @@ from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
 from ..layout import Layout, Mesh
 from ..lower import Pipelined, Program, lower, lower_pipeline
-from ..plan import Plan, read_request
+from ..plan import Plan
 from ..plan.file import read as read_plan
-from ..plan.rows import replica_axes
-from ..plan.strings import REPLICAS
 from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
 from ..precision import Precision
 from ..probe import check_splits, probing
@@ -52,40 +51,27 @@ from ..rules import Analysis, analyse
 from ..runtime.inputs import CallInputs, Mode
 from ..runtime.model import Entry, ParallelModel
 from ..runtime.optimizer import Optimizers, adopt, several
-from ..runtime.parameters import Untouched
 from ..runtime.pipeline import Loop, Running
 from ..runtime.pipeline.loop import Backward
 from ..runtime.random import Randomness
 from ..runtime.replaced import mark_replaced
+from ..runtime.scalars import NotAnInput
 from ..runtime.stage import Stage, stage_class
 from ..runtime.unadopted import watch_optimizers
 from ..runtime.world import Groups, Moment, World
 from .agreement import check_programs, check_settings
-from .batched import signature_of, with_batch
+from .batched import signature_of, stand_in, with_batch
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
+from .replicas import count_replicas
+from .scalars import check_floats
 from .seats import Seat, check_held, find_seats, with_masters
+from .skeleton import calling, carry, check_effects, check_hooks, signature, skeleton_of
 
 Outputs = Literal["all", "scalars"]
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
-
-
-def skeleton_of(module: nn.Module) -> nn.Module:
-    """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        with Untouched():  # of an original that is compiled for the second time
-            empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    for held in module.modules():
-        for value in vars(held).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:  # computed before each forward: weight_norm
-                memo[id(value)] = torch.empty_like(value, device="meta")
-    return copy.deepcopy(module, memo)
 
 
 def compile_graph(
@@ -102,25 +88,6 @@ def compile_graph(
         plan = wish(facts)
         program = lower(graph, plan, facts, homes=homes, mode=mode)
         return plan, program, emit(program).text
-
-
-def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh that a plan will have and its axes that split the batch, before there is a plan."""
-    if isinstance(wish, Plan):
-        return wish.mesh, replica_axes(wish.mesh)
-    if not isinstance(wish, str) or wish.endswith(".json"):
-        raise InputError(
-            'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
-        )
-    text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
-    request = read_request(text, world.size)
-    return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
-
-
-def count_replicas(wish: PlanLike, world: World) -> int:
-    """How many data-parallel groups a plan will have."""
-    mesh, axes = replicas_of(wish, world)
-    return math.prod(mesh.sizes[name] for name in axes)
 
 
 class Compiler:
@@ -148,6 +115,8 @@ class Compiler:
         self.module: nn.Module | None = module
         self.precision = precision or Precision()
         self.skeleton = cast(skeleton_of(module), self.precision)
+        self._alive: dict[int, Any] = {}
+        self._signature = signature(module, self._alive)
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
@@ -160,6 +129,8 @@ class Compiler:
         self.looked = False  # whether an opaque part had to be seen running
         self.loop: Loop | None = None
         self._agreed = False
+        self.method = ""  # which is compiled, other than forward
+        self.floats: Mapping[int, float] = {}
 
     def agree(self) -> None:
         """See that all ranks have the same packages and options, once. All ranks must call it."""
@@ -167,8 +138,33 @@ class Compiler:
             check_settings(self)
             self._agreed = True
 
-    def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def renew(self, model: ParallelModel) -> None:
+        """Before anything is compiled the original is the truth, whatever was done to it since `parallelize`."""
+        if self.module is None:
+            return
+        now = signature(self.module, self._alive)
+        if now != self._signature:
+            marks = {AUTO: True} if AUTO in vars(self.skeleton) else {}
+            self.skeleton, self._signature = cast(skeleton_of(self.module), self.precision), now
+            vars(self.skeleton).update(marks)
+            model.remake(self.skeleton, self.module)
+
+    def carry(self, shown: nn.Module, path: str, name: str, value: Any) -> None:
+        """Take an attribute that the user has changed to where programs are made, and to opaque parts that run."""
+        carry(self.skeleton, shown, path, name, value)
+        for at, body in self.bodies.items():
+            if path == at or path.startswith(f"{at}.") or not at:
+                carry(body.part, shown.get_submodule(at), path[len(at) :].lstrip("."), name, value)
+
+    def __call__(
+        self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
+        floats: Mapping[int, float] | None = None,
+    ) -> Entry:  # fmt: skip
+        """The program of a call; `floats` are those of its leaves that are given as tensors."""
         self.agree()
+        self.method, self.floats = method, floats or {}
+        if not self.programs:
+            self._check_first(model)
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
@@ -194,9 +190,21 @@ class Compiler:
         if model._holding is None:
             self._hold(model, made, seats, groups)
         check_held(seats, model._ready().seats, made)
+        model.watch(captured.reads)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
         return self._load(model, captured, made[0], next(iter(groups.values())))
+
+    def _check_first(self, model: ParallelModel) -> None:
+        check_hooks(self.skeleton)
+        if self.optimizer is not None and not model.training and torch.is_grad_enabled():
+            warnings.warn(
+                "the model is in eval mode and has an optimizer: it is planned for evaluation, and trained so (dropout "
+                "is off, batch norms use their running statistics); call model.train() before the first call, or "
+                "compile the evaluation under torch.no_grad()",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         entry = "train" if model.training else "eval"
@@ -207,7 +215,7 @@ class Compiler:
         if batch.size is not None and batch.size % parts:
             raise InputError(f"a batch of {batch.size} rows does not divide into {parts} microbatches")
         shown = [
-            _stand_in(leaf, batched, scale, parts) if isinstance(leaf, Tensor) else leaf
+            stand_in(leaf, batched, scale, parts) if isinstance(leaf, Tensor) else leaf
             for leaf, batched in zip(leaves, batch.batched, strict=True)
         ]
         given = (args, kwargs)
@@ -215,10 +223,24 @@ class Compiler:
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
         real = self._real(model, given, batch.batched, scale)
-        with _CAPTURING, casting(self.skeleton, self.precision):
-            found = capture(self.skeleton, args, kwargs, entry=entry, promote=self.promote, real=real)
+        called = calling(self.skeleton, self.method)
+        with _CAPTURING, casting(called, self.precision):
+            if self.floats:
+                self._check_floats(called, shown, spec, real)
+            found = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
+        check_effects(called, self.skeleton, self.method, found.graph)
         found = with_batch(found, batch, batch.size and batch.size * scale // parts)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
+
+    def _check_floats(self, called: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, real: Real) -> None:
+        if self.precision.casts:
+            raise NotAnInput("a precision casts what is computed with a number")
+
+        def trace(call: list[Any]) -> Captured:
+            args, kwargs = pytree.tree_unflatten(call, spec)
+            return capture(called, args, kwargs, entry="floats", promote=self.promote, real=real)
+
+        check_floats(trace, leaves, self.floats)
 
     def _real(self, model: ParallelModel, given: Any, batched: Sequence[bool], scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.
@@ -235,13 +257,13 @@ class Compiler:
                 raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
             leaves, spec = pytree.tree_flatten(given)
             whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, batched, strict=True)]
-            return module, *pytree.tree_unflatten(whole, spec)
+            return calling(module, self.method), *pytree.tree_unflatten(whole, spec)
 
         return make
 
     def _gathered(self, model: ParallelModel) -> nn.Module:
         """The original with the values that it has now. All ranks must call it."""
-        made = copy.deepcopy(self.skeleton).to_empty(device=self.world.device)
+        made = copy_module(self.skeleton).to_empty(device=self.world.device)
         state = {**model.full_state_dict(), **model._ready().buffers}
         with torch.no_grad():
             for key, tensor in (*made.named_parameters(), *made.named_buffers()):
@@ -368,14 +390,5 @@ class Compiler:
         """A submodule that stays as it is. All entries share one copy of it, so that what it remembers is one."""
         like = self.skeleton.get_submodule(call.path)
         if call.path not in self.bodies:
-            self.bodies[call.path] = Body(copy.deepcopy(like))
+            self.bodies[call.path] = Body(copy_module(like))
         return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
-
-
-def _stand_in(tensor: Tensor, batched: bool, scale: int, parts: int) -> Tensor:
-    """A tensor without memory, at global shape, or at that of one of several parts."""
-    shape = list(tensor.shape)
-    if batched:
-        shape[0] = shape[0] * scale // parts
-    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)

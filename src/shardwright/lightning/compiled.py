@@ -20,7 +20,7 @@ from ..parts import replace_parts
 from ..runtime.model import ParallelModel
 from ..runtime.optimizer import adopt
 from ..runtime.world import start
-from .effects import is_metric, outermost
+from .effects import Append, is_metric, outermost
 from .steps import SLOTS, StepBook, stepping, without_text
 
 
@@ -58,6 +58,7 @@ class CompiledSteps:
         shell = stepping(module, self._book)
         made = parallelize(shell, optimizers[0] if optimizers else None, **options)
         self.model: ParallelModel = made[0] if optimizers else made
+        self.model.stand_for(module, harmless="lightning.")  # whose summary has hooks that note shapes
 
     def prepare(self, step: str, batch: Any) -> None:
         """Compile for a step, and show the pieces in the module, whose parts train or not as they did."""
@@ -82,6 +83,9 @@ class CompiledSteps:
             found = self.model(name, *without_text(batch), places)
         if self.module._parameters is not self.model._parameters:
             self._show()
+        for effect in self._book.effects:
+            if isinstance(effect, Append):  # a list that a step appends to is no constant of it
+                self.model.forget(effect.name)
         self._book.do(self.module, found["effects"])
         return found["result"]
 
@@ -93,7 +97,8 @@ class CompiledSteps:
             vars(module)[slot] = getattr(model, slot)
         for path, metric in metrics:
             parent, _, name = path.rpartition(".")
-            module.get_submodule(parent)._modules[name] = metric.to(self._device)
+            slots: Any = module.get_submodule(parent)._modules
+            slots.put(name, metric.to(self._device))
         model._parts = list(model.modules())
         vars(module)["forward"] = lambda *args, **kwargs: self._call("forward", (args, kwargs), {})
 

@@ -8,9 +8,8 @@ function that does (`compile_entry`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,83 +19,32 @@ from torch import Tensor, nn
 from shardwright.errors import InputError
 
 from . import comm, faults, state
-from .comparison import CallSignature, InputComparison
+from .comparison import InputComparison
+from .entry import Entry as Entry
+from .entry import Holding as Holding
 from .gradients import GradientSync
-from .holding import Held
+from .guards import warn_of_many
 from .inputs import CallInputs, Mode, check_dtypes
-from .parameters import ShardParameter
-from .pipeline import Running
 from .random import Randomness
 from .reduction import Kind, Reduction, total
+from .scalars import Arguments, NotAnInput, ScalarInputs, dtype_of_floats
 from .stage import Stage, shown
-from .world import Groups, World
-from .wrappers import Unwrappable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A program that is ready to run, with the way in and out: a stage, or a pipeline of several."""
-
-    path: Path
-    flatten: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
-    unflatten: Callable[[Sequence[Tensor | None]], Any]
-    literals: tuple[bool, ...]  # for each output, whether it is a literal
-    rows: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
-    dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
-    signature: CallSignature
-    stage: Stage | None = None
-    running: Running | None = None
-
-    @property
-    def stages(self) -> list[Stage]:
-        """The programs of this rank."""
-        if self.running is None:
-            return [self.stage] if self.stage is not None else []
-        return [placed.stage for placed in self.running.pipeline.placed if placed.stage is not None]
-
-
-@dataclass(kw_only=True)
-class Holding:
-    """What a rank holds: pieces, buffers, and what keeps them right. Made when the model is first compiled."""
-
-    groups: Groups
-    held: list[Held]
-    parameters: dict[str, ShardParameter]  # by first key
-    buffers: dict[str, Tensor]
-    sync: GradientSync | None
-    zero: Any
-    random: Randomness
-    replica_axes: tuple[str, ...]
-    persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
-    seats: state.Seats = ()  # of a pipeline: for each mesh what its ranks hold
-    empty: set[str] = field(default_factory=set)  # first keys of what was on meta and has no values yet
-
-    @property
-    def saved_buffers(self) -> dict[str, Tensor]:
-        return {key: self.buffers[key] for key in self.persistent}
-
-    def filled(self, keys: Container[str]) -> None:
-        """What has these keys has values."""
-        self.empty -= {held.name for held in self.held if any(key in keys for key in held.keys)}
-
-    def check_filled(self) -> None:
-        if self.empty:
-            some = ", ".join(sorted(self.empty)[:4])
-            raise InputError(
-                f"{len(self.empty)} parameters were on meta and have no values yet ({some}); load them first: "
-                "shardwright.checkpoint.load_weights(path, model), sw.load, or model.load_state_dict"
-            )
+from .view import ModelView
+from .world import World
 
 
 class CompileEntry(Protocol):
-    """Makes the program of a call."""
+    """Makes the program of a call, of forward or of another method."""
 
     call_inputs: CallInputs
 
-    def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry: ...
+    def __call__(
+        self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
+        floats: Mapping[int, float] | None = None,
+    ) -> Entry: ...  # fmt: skip
 
 
-class ParallelModel(Unwrappable):
+class ParallelModel(ModelView):
     """What `sw.parallelize` returns. `plan` and `generated` say what was decided and where its code lies."""
 
     plan: Any
@@ -123,6 +71,8 @@ class ParallelModel(Unwrappable):
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
         self._beside: GradientSync | None = None  # of the module that this is a part of
+        self._scalars = ScalarInputs(world.device)
+        self._float = dtype_of_floats(skeleton.parameters())
         self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
         self.plan = self.flops = None
@@ -175,16 +125,6 @@ class ParallelModel(Unwrappable):
         """What the model draws from; a checkpoint has its step."""
         found: Randomness | None = getattr(self._around["compile"], "random", None)
         return self._holding.random if self._holding is not None else found
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            held = self.__dict__.get("_around", {}).get("skeleton")
-            found = getattr(held, name) if held is not None and not name.startswith("_") else None
-            if found is None or isinstance(found, Tensor | nn.Module):
-                raise
-            return found
 
     def train(self, mode: bool = True) -> ParallelModel:
         skeleton: nn.Module = self._around["skeleton"].train(mode)  # which may have a word of its own about parts
@@ -275,6 +215,7 @@ class ParallelModel(Unwrappable):
             tensors.update(dict.fromkeys(held.keys, holding.parameters[held.name]))
         tensors.update(holding.buffers)
         self.show(shown(self._around["skeleton"], tensors))
+        self.guard()
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
@@ -283,6 +224,7 @@ class ParallelModel(Unwrappable):
 
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
+        self._around["root"] = module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._parts = list(self.modules())
@@ -301,10 +243,14 @@ class ParallelModel(Unwrappable):
         with faults.calling():
             return self._run(args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with faults.calling():
+            return self._run(args, kwargs, name)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
         if self.passing == "gather":
             args, kwargs = self.call_inputs.gather(args, kwargs)
-        entry = self._entry(args, kwargs)
+        (args, kwargs), entry = self._find(args, kwargs, method)
         holding = self._ready()
         holding.check_filled()
         for stage in entry.stages:
@@ -357,22 +303,42 @@ class ParallelModel(Unwrappable):
             holding.buffers[key].copy_(value)
         stage.updates.clear()
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        self._see_flags()
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Arguments, Entry]:
+        """The program of a call, and what it is given: floats may be inputs."""
+        narrow = torch.is_autocast_enabled(self._world.device.type)
+        lifted, floats = self._scalars.lift((args, kwargs), method, None if narrow else self._float)
+        if floats:
+            try:
+                entry = self._entry(*lifted, method, floats)
+                self._scalars.decide((args, kwargs), method, floats, inputs=True)
+                return lifted, entry
+            except NotAnInput:
+                self._scalars.decide((args, kwargs), method, floats, inputs=False)
+        return (args, kwargs), self._entry(args, kwargs, method)
+
+    def _entry(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "", floats: Mapping[int, float] | None = None
+    ) -> Entry:
+        constants = self.constants(method)
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        key = (self._flags, str(spec), shapes, self.passing)
+        key = (constants, str(spec), shapes, self.passing)
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
             self.call_inputs.check(args, kwargs)
-            self._entries[key] = self._around["compile"](self, args, kwargs)
+            self.catch_up()
+            warn_of_many(self._entries, key)
+            extra = {**({"method": method} if method else {}), **({"floats": floats} if floats else {})}
+            self._entries[key] = self._around["compile"](self, args, kwargs, **extra)
+            after = self.constants(method)  # a trace may fill a cache of the model
+            self._entries[after, *key[1:]] = self._entries[key]
         return self._entries[key]
 
     def _check_dtypes(self, key: Any) -> None:
         """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
-        for (_, spec, shapes, _), entry in self._entries.items():
-            if spec == key[1]:
+        for (constants, spec, shapes, _), entry in self._entries.items():
+            if spec == key[1] and constants[0] == key[0][0]:
                 known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))
                 if len(known) == len(given) == len(entry.dtypes):
                     check_dtypes([path for path, _ in entry.dtypes], known, given)

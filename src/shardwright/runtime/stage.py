@@ -27,6 +27,8 @@ from shardwright.layout import Cut, Reduction
 from shardwright.layout import share as share_of
 
 from .experts import experts
+from .methods import running
+from .pinned import ADDED, pin
 from .random import Randomness
 from .weights import WeightQueue
 from .world import Group, Groups, Moment
@@ -269,6 +271,9 @@ def shown(original: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             at._parameters[last] = tensor
         else:
             at._buffers[last] = tensor
+    for (path, module), like in zip(root.named_modules(), original.modules(), strict=True):
+        absent = frozenset(name for name, held in like._buffers.items() if held is None)
+        pin(module, path, absent, vars(root).setdefault(ADDED, []))
     return root
 
 
@@ -287,6 +292,9 @@ def _shown(original: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Mod
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    method = running()
+    if method is not None:
+        method.touch(f"calls {name}")
     raise InputError(
         f"{name} is a part of a parallelized model and holds pieces: it can't be called on its own; call the whole "
         f"model, or parallelize the part by itself"

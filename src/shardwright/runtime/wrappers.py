@@ -93,7 +93,7 @@ class Unwrappable(nn.Module):
         pieces = any(isinstance(parameter, ShardParameter) for parameter in self.parameters())
         for dtype, device in {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}:
             now = fn(torch.empty(0, dtype=dtype, device=device))
-            if now.dtype != dtype:
+            if now.dtype != dtype and pieces:
                 raise InputError(
                     f"the model is compiled for parameters in {dtype}, and was cast to {now.dtype}; cast it before "
                     "parallelize, or pass precision= to it (docs/precision.md)"

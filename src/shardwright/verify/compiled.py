@@ -5,7 +5,6 @@ Ranks that are threads share one capture: torch.export is not made for several a
 
 from __future__ import annotations
 
-import copy
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..capture import Captured
+from ..capture import Captured, copy_module
 from ..compile import Compiler
 from ..planning import Batching, PlanLike
 from ..runtime.holding import Held, gather, storage_layout
@@ -56,7 +55,7 @@ class Compiled:
     def __init__(self, order: Order) -> None:
         task = order.task
         self.task = task
-        module = copy.deepcopy(task.module)
+        module = copy_module(task.module)
         if "train" in task.entries and not module.training:
             module.train()
         self.first = first_names(module)

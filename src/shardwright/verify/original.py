@@ -14,7 +14,6 @@ the compiled program cut theirs from, and other random ops draw by the keys that
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..capture import Captured, Function, capture_pair, cast, casting, run
+from ..capture import Captured, Function, capture_pair, cast, casting, copy_module, run
 from ..capture.interpret import overload_of
 from ..capture.part import forwards
 from ..capture.schema import draws, named_arguments
@@ -59,7 +58,7 @@ class Original:
         captures: dict[tuple[Entry, bool], Captured] | None = None,
     ) -> None:
         self.task = task
-        self.module, self.narrow = _cast(copy.deepcopy(task.module), task.precision)
+        self.module, self.narrow = _cast(copy_module(task.module), task.precision)
         if "train" in task.entries and not self.module.training:
             self.module.train()
         self.promote = task.promote if promote is None else promote

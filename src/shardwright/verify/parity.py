@@ -14,7 +14,6 @@ tried with one plan of each kind (`KINDS`), since one rank alone would prove not
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import AUTO, Captured, capture, cast, casting, find_opaque
+from ..capture import AUTO, Captured, capture, cast, casting, copy_module, find_opaque
 from ..compile import skeleton_of
 from ..errors import InputError, LoweringError, PlanError, raise_all
 from ..ir import Graph
@@ -203,7 +202,7 @@ def make_task(
 
     args, kwargs = pytree.tree_map(moved, arguments_of(example))
     return Task(
-        module=copy.deepcopy(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
+        module=copy_module(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,
         steps=steps, entries=entries, seed=seed, precision=precision or Precision(),
     )  # fmt: skip

@@ -1,0 +1,32 @@
+"""How many data-parallel replicas a plan will have, before there is a plan."""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import InputError
+from ..layout import Mesh
+from ..plan import Plan, read_request
+from ..plan.rows import replica_axes
+from ..plan.strings import REPLICAS
+from ..planning import PlanLike
+from ..runtime.world import World
+
+
+def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh that a plan will have and its axes that split the batch, before there is a plan."""
+    if isinstance(wish, Plan):
+        return wish.mesh, replica_axes(wish.mesh)
+    if not isinstance(wish, str) or wish.endswith(".json"):
+        raise InputError(
+            'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
+        )
+    text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
+    request = read_request(text, world.size)
+    return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
+
+
+def count_replicas(wish: PlanLike, world: World) -> int:
+    """How many data-parallel groups a plan will have."""
+    mesh, axes = replicas_of(wish, world)
+    return math.prod(mesh.sizes[name] for name in axes)

@@ -1,0 +1,114 @@
+"""The user's model as it is seen through the compiled one: its attributes, its methods, its structure.
+
+Until the first call the user looks at the original, and may do to it whatever they like. From then on they look
+at its modules with the pieces in them (`stage.shown`): attributes can be changed, and programs follow
+(guards.py), structure can't (pinned.py), and methods run as methods.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from .guards import SLOTS, AttributeGuard
+from .methods import method_of
+from .pinned import check_hooks
+from .wrappers import Unwrappable
+
+
+class ModelView(Unwrappable):
+    """Attributes that are not of this class are those of the user's model."""
+
+    _around: dict[str, Any]
+    _flags: tuple[bool, ...]
+    _guard: AttributeGuard | None = None  # of what programs hold as constants, once there are any
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            root = self.root
+            if root is None or (name.startswith("_") and name not in vars(root)):
+                raise
+            value = getattr(root, name)
+            if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
+                raise
+            is_method = isinstance(value, MethodType) and value.__self__ is root
+            return method_of(self, name, value) if is_method else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        root = self.root
+        is_part = isinstance(value, nn.Parameter | nn.Module) or any(name in vars(self).get(slot, ()) for slot in SLOTS)
+        if root is None or is_part or name in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(root, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self.root is not None and name in vars(self.root) and name not in vars(self):
+            delattr(self.root, name)
+        else:
+            super().__delattr__(name)
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The user's model itself: the original until the first call, from then on one that holds the pieces."""
+        root: nn.Module | None = vars(self).get("_around", {}).get("root")
+        return root
+
+    def guard(self) -> None:
+        """From now on look at what programs hold as constants."""
+        root: nn.Module = self._around["root"]
+        carry = getattr(self._around["compile"], "carry", None)
+        modules = {**dict(root.named_modules()), "": self._around.get("user", root)}
+        self._guard = AttributeGuard(modules, partial(carry, root) if carry else None)
+
+    def watch(self, reads: Iterable[tuple[str, str]]) -> None:
+        """A program was made that holds these attributes of modules as constants."""
+        if self._guard is not None:
+            self._guard.watch(reads)
+
+    def forget(self, name: str) -> None:
+        """An attribute of the model is no constant, whatever a trace has read."""
+        if self._guard is not None:
+            self._guard.forget("", name)
+
+    def catch_up(self) -> None:
+        """A program is about to be made: it may read attributes that none has read before."""
+        if self._guard is not None:
+            self._guard.catch_up()
+
+    def constants(self, method: str = "") -> tuple[Any, ...]:
+        """What a program is made for besides its arguments."""
+        if self._guard is None:
+            renew = getattr(self._around["compile"], "renew", None)
+            if renew is not None:
+                renew(self)
+        else:
+            check_hooks(self._around["root"], self._around.get("harmless", ()))
+        self._see_flags()
+        return method, self._flags, self._guard.state() if self._guard is not None else ()
+
+    def stand_for(self, module: nn.Module, harmless: str) -> None:
+        """The user's attributes are those of another module, which this one runs for; overlook hooks of a package."""
+        self._around.update(user=module, harmless=(harmless,))
+
+    def remake(self, skeleton: nn.Module, module: nn.Module) -> None:
+        """The original was changed before anything was compiled."""
+        self._around["skeleton"] = skeleton
+        self.show(module)
+        self._flags = ()  # they are looked at next
+
+    def show(self, module: nn.Module) -> None:
+        raise NotImplementedError
+
+    def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the model as a program."""
+        raise NotImplementedError
+
+    def _see_flags(self) -> None:
+        raise NotImplementedError

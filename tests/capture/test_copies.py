@@ -1,0 +1,98 @@
+"""A copied module computes with its own tensors, whatever its attributes are."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.capture import copy_module
+from tests.models.closures import WAYS, ClosureNet, TwoLayers, replaced_forward
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_replaced_forward_of_the_copy_reads_the_copy(how):
+    model, x = replaced_forward(how), torch.randn(3, 8)
+    copied = copy_module(model)
+
+    copied(x).backward()
+
+    assert torch.equal(copied(x), model(x))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in copied.parameters())
+
+
+def test_functions_that_share_a_variable_share_it_in_the_copy():
+    model = TwoLayers()
+    layer, count = model.one, 0
+
+    def bump(x):
+        nonlocal count
+        count += 1
+        return layer(x)
+
+    def read():
+        return count if layer is not None else -1
+
+    model.bump, model.read = bump, read
+    copied = copy_module(model)
+    copied.bump(torch.randn(2, 8))
+
+    assert (copied.read(), model.read()) == (1, 0)
+
+
+def test_a_function_that_reaches_itself():
+    model = TwoLayers()
+    layer = model.one
+
+    def again(x, times):
+        return x if times == 0 else again(layer(x), times - 1)
+
+    model.again = again
+    copied = copy_module(model)
+    with torch.no_grad():
+        copied.one.weight.zero_()
+        copied.one.bias.zero_()
+
+    assert torch.equal(copied.again(torch.randn(2, 8), 2), torch.zeros(2, 8))
+
+
+def test_functions_in_containers_and_objects():
+    class Box:
+        def __init__(self, function):
+            self.function = function
+
+    model = TwoLayers()
+    layer = model.one
+    model.table = {"a": [lambda: layer.weight], "b": (Box(lambda: layer.bias),)}
+    model.weak = weakref.ref(layer)
+    copied = copy_module(model)
+
+    assert copied.table["a"][0]() is copied.one.weight
+    assert copied.table["b"][0].function() is copied.one.bias
+    assert copied.weak() is copied.one
+    assert model.table["a"][0]() is layer.weight
+
+
+def test_what_leads_to_no_module_stays_the_object_that_it_is():
+    model = TwoLayers()
+    logger = object()
+    model.act, model.note = torch.relu, lambda: logger
+    copied = copy_module(model)
+
+    assert copied.act is torch.relu
+    assert copied.note is model.note
+
+
+def test_hooks_are_bound_to_the_copy():
+    model = ClosureNet()
+    head = model.blocks[0]
+    seen: list[nn.Module] = []
+    head.register_forward_hook(lambda module, args, result: seen.append(head) if False else result + head.norm.bias)
+    copied = copy_module(model)
+
+    copied(torch.randn(2, 8)).backward()
+
+    assert model.blocks[0].norm.bias.grad is None

@@ -1,0 +1,86 @@
+"""Attributes are remembered by value, and looked at quickly."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.runtime.guards import ABSENT, AttributeGuard, freeze
+
+
+def guarded(**attributes):
+    module = nn.Module()
+    vars(module).update(attributes)
+    carried = []
+    guard = AttributeGuard({"": module}, lambda *change: carried.append(change))
+    guard.watch(("", name) for name in attributes)
+    return module, guard, carried
+
+
+def test_what_has_not_changed_is_no_state():
+    _, guard, carried = guarded(a=1, b=[1.0, {"c": float("nan")}])
+    assert guard.state() == guard.state() == ()
+    assert carried == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, True), (2, 2.0), (None, 0), ("a", "b"), ((1,), (1, 2))])
+def test_another_value_or_another_type_is_a_change(before, after):
+    module, guard, carried = guarded(a=before)
+    module.a = after
+    assert guard.state() != ()
+    assert carried == [("", "a", after)]
+    module.a = before
+    assert guard.state() == ()
+
+
+def test_an_equal_value_is_none():
+    module, guard, carried = guarded(a=1.5, b=SimpleNamespace(c=[1]))
+    module.a, module.b = 3.0 / 2, SimpleNamespace(c=[1])
+    assert guard.state() == ()
+    assert carried == []
+
+
+def test_a_change_deep_inside_is_seen():
+    module, guard, _ = guarded(a=SimpleNamespace(b={"c": [1, {2}]}))
+    module.a.b["c"][1].add(3)
+    assert guard.state() != ()
+
+
+def test_an_attribute_that_goes_is_absent():
+    module, guard, carried = guarded(a=1)
+    del module.a
+    assert guard.state() != ()
+    assert carried == [("", "a", ABSENT)]
+
+
+def test_what_leads_to_itself_can_be_frozen():
+    ring = SimpleNamespace()
+    ring.next = ring
+    assert freeze(ring, {}) == freeze(ring, {})
+
+
+def test_tensors_are_known_by_their_version():
+    module, guard, _ = guarded(a=torch.zeros(3))
+    module.a.add_(1)
+    assert guard.state() != ()
+
+
+def test_a_look_at_a_thousand_modules_takes_less_than_a_millisecond():
+    """0.2 ms on a quiet core; the bound is for a busy one."""
+    config = SimpleNamespace(**{f"k{number}": number for number in range(70)})
+    modules = {str(number): nn.BatchNorm1d(4) for number in range(1000)}
+    for module in modules.values():
+        module.config = config
+    guard = AttributeGuard(modules, None)
+    guard.watch((path, name) for path in modules for name in ("eps", "momentum", "config"))
+
+    def took():
+        start = time.perf_counter()
+        guard.state()
+        return time.perf_counter() - start
+
+    assert min(took() for _ in range(50)) < 1e-3
