@@ -307,6 +307,7 @@ class Compiler:
         for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
         self.module = None  # from here on the pieces are the truth
+        self._alive, self._signature = {}, []
 
     def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
         program = made.program
