@@ -24,7 +24,7 @@ ALL = "*"
 """In the place of a name: all attributes that the module has."""
 
 _INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_BARE = frozenset(vars(nn.Module())) | frozenset(dir(nn.Module))  # what every module has, and what it does
+_SKIPPED = (frozenset(vars(nn.Module())) | frozenset(dir(nn.Module))) - {"__dict__"}  # what every module has and does
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,17 @@ def reading(module: nn.Module) -> Iterator[set[tuple[str, str]]]:
                 del kind.__getattribute__
 
 
-def _get(self: Any, name: str) -> Any:
-    if torch.compiler.is_dynamo_compiling():  # cond and scan are captured by dynamo, which would look in here
-        return object.__getattribute__(self, name)
-    if name not in _BARE or name == "__dict__":
-        listener = _LISTENERS.get(threading.get_ident())
-        path = listener.paths.get(id(object.__getattribute__(self, "__dict__"))) if listener else None
-        if listener is not None and path is not None:
-            if name != "__dict__":
-                listener.seen.add((path, name))
-            elif not sys._getframe(1).f_code.co_filename.startswith(_INSIDE):
-                listener.seen.add((path, ALL))
-    return object.__getattribute__(self, name)
+def _get(self: Any, name: str, plain: Any = object.__getattribute__) -> Any:
+    if name in _SKIPPED or torch.compiler.is_dynamo_compiling():  # which captures cond and scan, and would look in here
+        return plain(self, name)
+    listener = _LISTENERS.get(threading.get_ident())
+    path = listener.paths.get(id(plain(self, "__dict__"))) if listener else None
+    if listener is not None and path is not None:
+        if name != "__dict__":
+            listener.seen.add((path, name))
+        elif not sys._getframe(1).f_code.co_filename.startswith(_INSIDE):
+            listener.seen.add((path, ALL))
+    return plain(self, name)
 
 
 def everything(module: nn.Module, below: str = "") -> Reads:

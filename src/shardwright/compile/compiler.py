@@ -312,6 +312,7 @@ class Compiler:
         watch_optimizers()
         mark_replaced(dict(self.module.named_parameters()), replaced)
         self.module = None  # from here on the pieces are the truth
+        self._alive, self._signature = {}, []
 
     def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
         program = made.program
