@@ -11,12 +11,13 @@ value of its root, and other views of that root are taken again when they are ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .draft import Draft, Place, Ref
 from .failure import unsupported
 from .normal import slice_bounds
+from .strides import element_numbers
 
 SHAPERS = {
     "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.squeeze",
@@ -58,15 +59,30 @@ class Handle:
             self.seen = now
         return self.name
 
-    def write(self, draft: Draft, name: str, place: Place) -> None:
-        """Give this tensor, and everything that shares its memory, a new value."""
-        if self.parent is None or self.view is None:
-            self.version += 1
-        else:
-            before = self.parent.read()
-            self.parent.write(draft, _scatter(draft, self.view, before, name, place), place)
-            self.seen = self.root().version
-        self.name = name
+    def write(self, draft: Draft, name: str, place: Place, before: str | None = None) -> None:
+        """Give this tensor, and everything that shares its memory, a new value.
+
+        before   of what is written to without gradient: its value so far, whose gradient stays
+        """
+        if self.parent is not None and self.view is not None:
+            parent = self.parent.read()
+            self.parent.write(draft, _scatter(draft, self.view, parent, name, place), place, before)
+            self.seen = -1 if before is not None else self.root().version  # taken anew, with its gradient
+            self.name = name
+            return
+        self.version += 1
+        self.name = name if before is None else _with_history(draft, before, name, place)
+
+
+def _with_history(draft: Draft, before: str, new: str, place: Place) -> str:
+    """A value written under no_grad: autograd still takes the tensor for what it was, and so hands its gradient on."""
+    fact = draft.facts[before]
+    if not fact.gradient:
+        return new
+    seen = replace(place, no_grad=False)
+    plain = draft.emit_one("aten.detach.default", {"self": Ref(before)}, fact, seen)
+    nothing = draft.emit_one("aten.sub.Tensor", {"self": Ref(before), "other": Ref(plain)}, fact, seen)
+    return draft.emit_one("aten.add.Tensor", {"self": Ref(new), "other": Ref(nothing)}, fact, seen)
 
 
 def _scatter(draft: Draft, view: View, parent: str, new: str, place: Place) -> str:
@@ -85,7 +101,11 @@ def _scatter(draft: Draft, view: View, parent: str, new: str, place: Place) -> s
         dims = [dim % len(fact.shape) for dim in held["dims"]]
         inverse = tuple(dims.index(dim) for dim in range(len(dims)))
         return draft.emit_one("aten.permute.default", {"self": Ref(new), "dims": inverse}, fact, place)
-    if kind in ("aten.slice", "aten.select", "aten.diagonal", "aten.as_strided"):
+    if kind == "aten.as_strided":
+        numbers = element_numbers(draft, held["size"], held["stride"], held.get("storage_offset") or 0, place)
+        written = {"self": Ref(parent), "index": numbers, "source": Ref(new)}
+        return draft.emit_one("aten.put.default", written, fact, place)
+    if kind in ("aten.slice", "aten.select", "aten.diagonal"):
         if kind == "aten.slice":
             held = slice_bounds(held, fact.shape)
         return draft.emit_one(f"{kind}_scatter.default", {**both, **held}, fact, place)

@@ -244,7 +244,7 @@ class Conversion:
         handle: Handle = raw[written[0]]
         fact = self.draft.facts[handle.read()]
         name = write(Call(self.draft, twin, arguments, [Fact(fact.shape, fact.dtype)], place))[0]
-        handle.write(self.draft, name, place)
+        handle.write(self.draft, name, place, before=handle.root().name if place.no_grad else None)
         self.draft.loose.update((name, handle.root().name))
         return handle
 
