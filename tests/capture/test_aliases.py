@@ -92,6 +92,30 @@ WRITES = [shift, through_split, through_chunk, through_unbind, through_transpose
 WRITES += [copies_do_not, relu_in_place, through_casts_that_do_nothing, by_bits]
 
 
+def clamped(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        y.clamp_(min=0.1)
+    return y.sin()
+
+
+def scaled_part(y: Tensor) -> Tensor:
+    part = y[1:]
+    with torch.no_grad():
+        part.mul_(3)
+    return y.sin() + part.sum()
+
+
+def through_strides(y: Tensor) -> Tensor:
+    y = y + 0
+    y.as_strided((2, 2), (4, 2), 1).mul_(3)
+    return y.sin()
+
+
+@pytest.mark.parametrize("write", [clamped, scaled_part, through_strides])
+def test_a_write_leaves_the_gradient_that_eager_has(write):
+    agree(Writes(write), torch.randn(4, 6, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_seen_by_everything_that_shares_the_memory(write):
     captured = agree(Writes(write), torch.randn(4, 6, dtype=torch.float64))

@@ -16,6 +16,7 @@ REASONS: dict[str, str] = {
     "memory": "it writes by places in memory, which the values of a graph don't have",
     "statistics": "running statistics are written in place by an op that does not say so",
     "momentum": "with `momentum=None` the number of batches so far is taken out of a tensor",
+    "mask": "a mask that is passed in is asked for its values (whether it is causal)",
     "channels": "a batch norm of a tensor without a dim of channels",
     "fake": "torch itself can't trace the op without running it",
 }
@@ -34,7 +35,8 @@ REFUSED: dict[str, str] = {
         "_batch_norm_with_update", "_native_batch_norm_legit", "nn.functional.instance_norm", "nn.InstanceNorm1d",
         "nn.InstanceNorm2d", "nn.InstanceNorm3d",
     ), "statistics"),
-    **dict.fromkeys(("nn.BatchNorm2d", "nn.BatchNorm3d"), "momentum"),
+    **dict.fromkeys(("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d"), "momentum"),
+    **dict.fromkeys(("nn.Transformer", "nn.TransformerEncoder"), "mask"),
     "nn.functional.batch_norm": "channels",
     **dict.fromkeys(("linalg.lstsq", "linalg.lstsq.grad_oriented", "nn.functional.ctc_loss", "nn.CTCLoss"), "fake"),
 }  # fmt: skip

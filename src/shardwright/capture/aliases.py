@@ -17,6 +17,7 @@ from typing import Any
 from .draft import Draft, Place, Ref
 from .failure import unsupported
 from .normal import slice_bounds
+from .strides import element_numbers
 
 SHAPERS = {
     "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.squeeze",
@@ -101,7 +102,11 @@ def _scatter(draft: Draft, view: View, parent: str, new: str, place: Place) -> s
         dims = [dim % len(fact.shape) for dim in held["dims"]]
         inverse = tuple(dims.index(dim) for dim in range(len(dims)))
         return draft.emit_one("aten.permute.default", {"self": Ref(new), "dims": inverse}, fact, place)
-    if kind in ("aten.slice", "aten.select", "aten.diagonal", "aten.as_strided"):
+    if kind == "aten.as_strided":
+        numbers = element_numbers(draft, held["size"], held["stride"], held.get("storage_offset") or 0, place)
+        written = {"self": Ref(parent), "index": numbers, "source": Ref(new)}
+        return draft.emit_one("aten.put.default", written, fact, place)
+    if kind in ("aten.slice", "aten.select", "aten.diagonal"):
         if kind == "aten.slice":
             held = slice_bounds(held, fact.shape)
         return draft.emit_one(f"{kind}_scatter.default", {**both, **held}, fact, place)

@@ -141,7 +141,8 @@ def _cat(call: Call) -> list[str]:
     """What is empty adds nothing: an HF cache starts so, and so does what a rotary embedding leaves alone."""
     dim = call.arguments.get("dim", 0)
     shapes = {ref: call.draft.facts[ref.name].shape for ref in call.arguments["tensors"]}
-    tensors = tuple(ref for ref in call.arguments["tensors"] if shapes[ref] != (0,) and shapes[ref][dim] != 0)
+    empty = {ref for ref, shape in shapes.items() if (shape == (0,) or shape[dim] == 0) and not call.grads(ref)}
+    tensors = tuple(ref for ref in call.arguments["tensors"] if ref not in empty)
     if len(tensors) == 1 and call.draft.facts[tensors[0].name] == replace(call.fact, gradient=call.grads(tensors[0])):
         return _restride(replace(call, arguments={"self": tensors[0]}))
     return call.emit("aten.cat.default", tensors=tensors or call.arguments["tensors"], dim=call.arguments.get("dim", 0))

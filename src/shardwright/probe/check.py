@@ -212,15 +212,18 @@ def apart(held: Sequence[Tensor | None], whole: Tensor, layout: Layout, mesh: Me
 
 
 def _reduce(held: Sequence[Tensor], op: str) -> Tensor:
-    stacked = torch.stack(list(held))
-    if op == "sum":  # of numbers in the dtype that they have, as ranks sum them; truths are no numbers
-        return stacked.sum(0, dtype=None if stacked.dtype is torch.bool else stacked.dtype)
-    return stacked.amax(0) if op == "max" else stacked.amin(0)
+    stacked = torch.stack([_comparable(x) for x in held])
+    return stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+_WIDER = {
+    torch.complex32: torch.complex64, torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64,
+}  # fmt: skip
 
 
 def _comparable(x: Tensor) -> Tensor:
-    """The same numbers in a dtype that they can be compared in: not every narrow one knows equality."""
-    return x.to(torch.complex64) if x.dtype is torch.complex32 else x
+    """The same numbers in a dtype that they can be added and compared in, which not all can be."""
+    return x.to(_WIDER[x.dtype]) if x.dtype in _WIDER else x
 
 
 def difference(mine: Tensor, theirs: Tensor) -> str:

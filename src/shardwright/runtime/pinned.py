@@ -34,7 +34,7 @@ class Pinned(dict[str, Any]):
         key = f"{self._path}.{name}" if self._path else name
         how = ", or load values with load_state_dict" if self._what == "parameter" else ""
         if done == "replaced" and how:
-            how += "; a wrapper that replaces parameters, such as fully_shard, can't be put around a compiled model"
+            how += "; wrappers such as fully_shard or accelerator.prepare can't be put around a compiled model"
         raise InputError(
             f"the {self._what} {key} can't be {done} in a model that is parallelized: its programs were made of what "
             f"was there; {REMEDY}{how}"
