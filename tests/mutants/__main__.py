@@ -15,11 +15,10 @@ from pathlib import Path
 
 from .changes import Mutant, mutants
 from .nearest import Neighbourhood
-from .preload import preload
-from .trial import Change, Lab, Verdict
+from .trial import Change, Lab, Verdict, snapshot
 
 TREE = Path(__file__).parents[2]
-PACKAGE = TREE / "src" / "shardwright"
+PACKAGE = "shardwright"
 ROOMS = ("rules", "lower", "emit", "runtime", "checkpoint")
 
 
@@ -75,11 +74,6 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     options = parsed(arguments)
     begin, done = time.monotonic(), list[Verdict]()
-    coming: Iterator[Mutant] = drawn(PACKAGE, options.rooms.split(","), options.seed)
-    if options.again is not None:
-        left = {held["name"] for held in json.loads(options.again.read_text()) if held["outcome"] == "survived"}
-        coming = (mutant for mutant in coming if str(mutant) in left)
-    changes = changes_of(coming, Neighbourhood(PACKAGE, TREE / "tests"), options.files)
 
     def tell(verdict: Verdict) -> None:
         done.append(verdict)
@@ -88,12 +82,17 @@ def main(arguments: Sequence[str]) -> int:
         if options.report is not None:
             options.report.write_text(json.dumps([vars(held) for held in done], indent=1))
 
-    preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        lab = Lab(
-            tree=TREE, package=PACKAGE.name, scratch=Path(scratch), processes=options.processes, each=options.each
-        )
-        chosen = itertools.islice(changes, options.skip, options.skip + options.count)
+        tree = snapshot(TREE, Path(scratch) / "tree")
+        near = Neighbourhood(tree / "src" / PACKAGE, tree / "tests")
+        coming: Iterable[Mutant] = drawn(near.package, options.rooms.split(","), options.seed)
+        if options.again is not None:
+            left = {held["name"] for held in json.loads(options.again.read_text()) if held["outcome"] == "survived"}
+            coming = (mutant for mutant in coming if str(mutant) in left)
+        changes = changes_of(coming, near, options.files)
+        chosen = list(itertools.islice(changes, options.skip, options.skip + options.count))
+        lab = Lab(tree=tree, scratch=Path(scratch), processes=options.processes, each=options.each)
+        lab.warm_up(sorted({test for change in chosen for test in change.tests}))
         lab.run(chosen, tell, deadline=begin + options.seconds)
     print(summary(done))
     return 0

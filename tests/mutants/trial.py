@@ -1,17 +1,17 @@
-"""Tries mutants: each is written into a scratch copy of the tree, and tests run on it in a fork.
+"""Tries mutants: tests run on the package with one file changed, up to the first that fails.
 
-The process that forks has imported torch and pytest and nothing of the package, so that a trial costs the second
-that the package takes to be imported, and the tests. A test that fails is believed only if it passes without the
-change: it is tried once on the unchanged tree, and left out from then on if it fails there too.
+    warm    in a fork of a process that has imported the package and the tests: the code of the file's functions is
+            replaced. Seconds less, but processes that tests start, and what was computed at import, are as they were
+    cold    in a new process, on a scratch copy of the tree with the file changed: what survived warm, and what is
+            not in a function
 
-    scratch/0/src/shardwright/...   one copy for each fork that runs at a time; the working tree is never written to
-    scratch/0/tests/...
+A test that fails is believed only if it passes without the change. The working tree is never written to.
 """
 
 from __future__ import annotations
 
-import compileall
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -19,14 +19,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 COPIED = ("src", "tests", "bench", "examples", "docs", "pyproject.toml", "README.md")
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
-NOTHING_THERE = 5  # pytest's exit code where it finds no test
+OPTIONS = ("-x", "--hypothesis-profile=mutants")
+ALWAYS = ("-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
+STOPPED, NOTHING_THERE = 2, 5  # pytest's exit codes where a plugin ends it, and where it finds no test
 GRACE = 30.0  # seconds that a trial may take longer than its tests
 
 
@@ -53,24 +55,44 @@ class Verdict:
     seconds: float = 0.0
 
 
+def snapshot(tree: Path, to: Path) -> Path:
+    """A copy of what tests need of a tree."""
+    to.mkdir(parents=True)
+    for name in COPIED:
+        if (tree / name).is_dir():
+            shutil.copytree(tree / name, to / name)
+        elif (tree / name).exists():
+            shutil.copy2(tree / name, to / name)
+    return to
+
+
 @dataclass
 class Lab:
-    """Scratch copies of a tree, and the forks that run in them."""
+    """A copy of a tree, and the processes in which tests run on changes of it."""
 
-    tree: Path
-    package: str  # the package that is changed, which no fork may inherit
+    tree: Path  # which nobody changes meanwhile
     scratch: Path
     processes: int = 2
-    each: float = 60.0  # seconds after which a trial begins no other file of tests
-    one_test: float = 60.0  # seconds that one test may take
+    each: float = 60.0  # seconds after which a trial begins no other test
+    one_test: float = 120.0  # seconds that one test may take
+    warm: bool = False
     sound: set[str] = field(default_factory=set)  # tests that pass without any change
     flaky: set[str] = field(default_factory=set)  # tests that fail without any change
+
+    def warm_up(self, tests: Sequence[str]) -> None:
+        """Import the package and tests into this process."""
+        _settle(self.tree)
+        ended = _pytest(["--collect-only", "--rootdir", str(self.tree), *_below(self.tree, tests)], None)
+        if ended:
+            raise RuntimeError(f"tests could not be imported: pytest ended with {ended}")
+        self.warm = True
+        gc.collect()
+        gc.freeze()
 
     def run(
         self, changes: Iterable[Change], tell: Callable[[Verdict], None], deadline: float = float("inf")
     ) -> list[Verdict]:
         """Try changes, as many at a time as there are processes; begins no trial after the deadline."""
-        self._copy()
         verdicts: list[Verdict] = []
         free, running, coming = list(range(self.processes)), dict[int, tuple[int, Change]](), iter(changes)
         try:
@@ -93,28 +115,16 @@ class Lab:
         finally:
             for pid in running:
                 os.kill(pid, signal.SIGTERM)
+                os.waitpid(pid, 0)
 
     def _home(self, at: int) -> Path:
         return self.scratch / str(at)
 
-    def _copy(self) -> None:
-        """The first copy is compiled, and the others are copies of it."""
-        first = self._home(0)
-        for at in range(self.processes):
-            source = first if at else self.tree
-            shutil.rmtree(self._home(at), ignore_errors=True)
-            self._home(at).mkdir(parents=True)
-            for name in COPIED:
-                if (source / name).is_dir():
-                    shutil.copytree(source / name, self._home(at) / name)
-                elif (source / name).exists():
-                    shutil.copy2(source / name, self._home(at) / name)
-            if not at:
-                compileall.compile_dir(first, quiet=2)
-
     def _fork(self, at: int, change: Change) -> int:
         """A supervisor of one trial: it outlives tests that hang or die."""
         sys.stdout.flush()
+        if not self._home(at).exists():
+            snapshot(self.tree, self._home(at))
         pid = os.fork()
         if not pid:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -123,31 +133,48 @@ class Lab:
 
     def _supervise(self, home: Path, change: Change) -> None:
         begin, flaky = time.monotonic(), set(self.flaky)
-        while True:
-            with _changed(home / change.file, change.text):
-                verdict = self._tested(home, change, flaky)
-            if verdict.outcome == "survived" or verdict.test in self.sound or self._passes(home, change, verdict.test):
+        for warm in (True, False) if self.warm else (False,):
+            verdict = self._believed(home, change, flaky, warm)
+            if verdict.outcome != "survived":
                 break
+        _write(home, replace(verdict, flaky=tuple(flaky), seconds=time.monotonic() - begin))
+
+    def _believed(self, home: Path, change: Change, flaky: set[str], warm: bool) -> Verdict:
+        """A verdict by a test that passes without the change."""
+        while True:
+            with contextlib.nullcontext() if warm else _changed(home / change.file, change.text):
+                verdict = self._tested(home, change, flaky, warm)
+            if verdict.outcome == "survived" or verdict.test in self.sound:
+                return verdict
+            if self._passes(home, change, verdict.test, warm):
+                self.sound.add(verdict.test)
+                return verdict
             if not verdict.test or verdict.test in flaky:
                 print((home / "output.txt").read_text())
                 raise RuntimeError(f"{change.name}: the tests can't be run: {verdict.error}")
             flaky.add(verdict.test)  # it says nothing of this change
-        _write(home, replace(verdict, flaky=tuple(flaky), seconds=time.monotonic() - begin))
 
-    def _passes(self, home: Path, change: Change, test: str) -> bool:
+    def _passes(self, home: Path, change: Change, test: str, warm: bool) -> bool:
         """Whether a test passes in the tree as it is; of a file that can't be imported, whether it can be."""
-        plain = replace(change, name="unchanged", tests=(test,))
-        return bool(test) and self._tested(home, plain, (), import_only="::" not in test).outcome == "survived"
+        plain = replace(change, name="unchanged", text="", tests=(test,))
+        return bool(test) and self._tested(home, plain, (), warm, import_only="::" not in test).outcome == "survived"
 
-    def _tested(self, home: Path, change: Change, flaky: Collection[str], import_only: bool = False) -> Verdict:
+    def _tested(
+        self, home: Path, change: Change, flaky: Collection[str], warm: bool, import_only: bool = False
+    ) -> Verdict:
+        """The verdict of one run in a process of its own, which is ended when it takes too long."""
         for name in ("verdict.json", "running"):
             (home / name).unlink(missing_ok=True)
         begin = time.monotonic()
+        options = [*OPTIONS, "-o", f"timeout={self.one_test:g}", *(["--collect-only"] if import_only else [])]
+        order = {"flaky": list(flaky), "each": self.each, "options": options, "change": vars(change)}
         pid = os.fork()
         if not pid:
             os.setpgid(0, 0)  # so that the tests' own processes end with it
-            options = [*OPTIONS, "-o", f"timeout={self.one_test:g}", *(["--collect-only"] if import_only else [])]
-            _end_with(lambda: _test(home, self.package, change, _Watch(home, flaky), options, begin + self.each))
+            if warm:
+                _end_with(lambda: _test_warm(self.tree, home, order))
+            (home / "order.json").write_text(json.dumps(order))
+            os.execv(sys.executable, [sys.executable, __file__, str(home)])
         limit, ended = begin + self.each + self.one_test + GRACE, False
         try:
             while time.monotonic() < limit and not ended:
@@ -193,7 +220,7 @@ def _write(home: Path, verdict: Verdict) -> None:
 
 
 def _read(home: Path, change: Change) -> Verdict:
-    """What a fork wrote; one that was ended before it could hung, or died, in the test that ran."""
+    """What a process wrote; one that was ended before it could hung, or died, in the test that ran."""
     try:
         held = json.loads((home / "verdict.json").read_text())
     except FileNotFoundError:
@@ -203,11 +230,15 @@ def _read(home: Path, change: Change) -> Verdict:
     return Verdict(**{name: tuple(value) if isinstance(value, list) else value for name, value in held.items()})
 
 
-class _Watch:
-    """A plugin of pytest that notes which test runs, and what the first one that failed raised."""
+# -- in the process that runs the tests ----------------------------------------------------------
 
-    def __init__(self, home: Path, flaky: Collection[str]) -> None:
-        self.home, self.flaky, self.test, self.error = home, flaky, "", ""
+
+class _Watch:
+    """A plugin of pytest that notes which test runs and what the first one that failed raised, and ends in time."""
+
+    def __init__(self, home: Path, flaky: Collection[str], until: float) -> None:
+        self.home, self.flaky, self.until, self.test, self.error = home, flaky, until, "", ""
+        self.late = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.nodeid not in self.flaky]
@@ -215,39 +246,118 @@ class _Watch:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         (self.home / "running").write_text(nodeid)
 
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        if time.monotonic() > self.until:
+            self.late, item.session.shouldstop = True, "time is up"
+
     def pytest_exception_interact(self, node: Any, call: Any) -> None:
         if not self.test:
             said = " ".join(str(call.excinfo.value).split())[:160]
             self.test, self.error = node.nodeid, f"{call.excinfo.type.__name__}: {said}"
 
 
-def _test(home: Path, package: str, change: Change, watch: _Watch, options: list[str], until: float) -> None:
-    """Run the tests of a change, one file after the other, up to the first that fails, and write a verdict."""
-    _settle(home, package)
-    import pytest
+def _test_warm(tree: Path, home: Path, order: dict[str, Any]) -> None:
+    change = order["change"]
+    _print_to(home / "output.txt")
+    if change["text"] and not _swapped(tree, change["file"], change["text"]):
+        _write(home, Verdict(name=change["name"], outcome="survived", error="it has to be tried cold"))
+        return
+    _test(tree, home, order)
 
-    ran: list[str] = []
-    for test in change.tests:
-        if time.monotonic() > until and ran:
-            break
-        ended = int(pytest.main(["--rootdir", str(home), *options, test], plugins=[watch]))
-        if ended not in (0, NOTHING_THERE):
+
+def _test(tree: Path, home: Path, order: dict[str, Any]) -> None:
+    """Run the tests of a change, one file after the other, up to the first that fails, and write a verdict."""
+    change, ran = order["change"], list[str]()
+    watch = _Watch(home, order["flaky"], time.monotonic() + order["each"])
+    for test in change["tests"]:
+        ended = _pytest(["--rootdir", str(tree), *order["options"], *_below(tree, [test])], watch)
+        if watch.test or ended not in (0, STOPPED, NOTHING_THERE):
             error = watch.error or f"pytest ended with {ended}"
             outcome = "timed out" if "Timeout" in error else "caught"
-            _write(home, Verdict(name=change.name, outcome=outcome, test=watch.test or test, error=error, ran=(*ran,)))
+            told = Verdict(name=change["name"], outcome=outcome, test=watch.test or test, error=error, ran=(*ran,))
+            _write(home, told)
             return
+        if watch.late:
+            break
         ran.append(test)
-    _write(home, Verdict(name=change.name, outcome="survived", ran=(*ran,)))
+    _write(home, Verdict(name=change["name"], outcome="survived", ran=(*ran,)))
 
 
-def _settle(home: Path, package: str) -> None:
-    """Have this process, and all that it starts, use a scratch copy."""
-    os.chdir(home)
-    out = os.open(home / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _below(tree: Path, tests: Iterable[str]) -> list[str]:
+    return [str(tree / test) for test in tests]
+
+
+def _pytest(arguments: Sequence[str], plugin: object) -> int:
+    import pytest
+    from hypothesis import Phase, settings
+
+    settings.register_profile("mutants", deadline=None, phases=[Phase.explicit, Phase.generate])  # nothing is shrunk
+    return int(pytest.main([*ALWAYS, *arguments], plugins=[] if plugin is None else [plugin]))
+
+
+def _print_to(file: Path) -> None:
+    out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.environ.update(PYTHONPATH=f"{home / 'src'}:{home}", PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+
+
+def _settle(tree: Path) -> None:
+    """Have this process, and all that it starts, use a tree."""
+    os.chdir(tree)
+    os.environ.update(PYTHONPATH=f"{tree / 'src'}:{tree}", PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     sys.dont_write_bytecode = True
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", package)]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]
-    sys.path[:0] = [str(home / "src"), str(home)]
+    sys.path[:0] = [str(tree / "src"), str(tree)]
+
+
+def _swapped(tree: Path, file: str, text: str) -> bool:
+    """Give the functions of a loaded module the code that they have in another text, if that is all that differs."""
+    path = str(tree / file)
+    before, after = (compile(held, path, "exec") for held in ((tree / file).read_text(encoding="utf-8"), text))
+    old, new = _functions(before), _functions(after)
+    if _outside(before) != _outside(after) or old.keys() != new.keys():
+        return False
+    if any(len({code.co_freevars for code in (*old[name], *new[name])}) > 1 for name in new):
+        return False
+    for held in gc.get_objects():
+        if isinstance(held, types.FunctionType) and held.__code__.co_filename == path:
+            codes = new.get(held.__code__.co_qualname, [])
+            if len(codes) != 1:  # overloads and lambdas, which have no name of their own
+                if held.__code__ not in codes:
+                    return False
+                continue
+            held.__code__ = codes[0]
+    return True
+
+
+def _functions(code: types.CodeType) -> dict[str, list[types.CodeType]]:
+    """All functions that some code makes, by their qualified names."""
+    found: dict[str, list[types.CodeType]] = {}
+    for held in code.co_consts:
+        if isinstance(held, types.CodeType):
+            if held.co_flags & 2:  # CO_NEWLOCALS: a function, not a class
+                found.setdefault(held.co_qualname, []).append(held)
+            for name, codes in _functions(held).items():
+                found.setdefault(name, []).extend(codes)
+    return found
+
+
+def _outside(code: types.CodeType) -> list[object]:
+    """What code does outside of functions: its instructions and what they use, classes included."""
+    inner = [held for held in code.co_consts if isinstance(held, types.CodeType) and not held.co_flags & 2]
+    plain = [repr(held) for held in code.co_consts if not isinstance(held, types.CodeType)]
+    return [code.co_code, code.co_names, plain, *(_outside(held) for held in inner)]
+
+
+def _main(home: Path) -> None:
+    """A cold trial: this file run as a script."""
+    order = json.loads((home / "order.json").read_text())
+    _print_to(home / "output.txt")
+    _settle(home)
+    _test(home, home, order)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this script
+    _main(Path(sys.argv[1]))
