@@ -11,7 +11,7 @@ PLAN ?= dp=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test bench coverage lint install clean
+.PHONY: demo test bench coverage mutants faults lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
@@ -25,6 +25,14 @@ bench: $(READY)
 # Every architecture of transformers, about an hour on two cores.
 coverage: $(READY)
 	$(BIN)/python -m bench.coverage
+
+# The package with one thing changed at a time, which the tests must notice: an hour; see docs/testing.md.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --report mutants.json $(MUTANTS)
+
+# 126 faults of one line each, chosen by hand.
+faults: $(READY)
+	$(BIN)/python -m tests.faults
 
 lint: $(READY)
 	$(BIN)/ruff check .

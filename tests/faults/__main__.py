@@ -1,4 +1,4 @@
-"""`python -m tests.faults [words]`: injects every fault (or those whose text has the words), and prints what noticed it."""
+"""`python -m tests.faults [words]`: injects the faults whose text has the words, and prints what noticed each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rules import RULES
 from .runtime import RUNTIME
 
 TREE = Path(__file__).parents[2]
-FAULTS = (*EMITTER, *RULES, *LOWER, *RUNTIME)
+FAULTS = (*RULES, *LOWER, *RUNTIME, *EMITTER)
 CHECK = "tests/faults/test_emitter.py::test_what_is_emitted_is_read_back"
 
 

@@ -29,7 +29,6 @@ COPIED = ("src", "tests", "bench", "examples", "docs", "pyproject.toml", "README
 OPTIONS = ("-x", "--hypothesis-profile=mutants")
 ALWAYS = ("-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
 STOPPED, NOTHING_THERE = 2, 5  # pytest's exit codes where a plugin ends it, and where it finds no test
-GRACE = 30.0  # seconds that a trial may take longer than its tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +74,7 @@ class Lab:
     processes: int = 2
     each: float = 60.0  # seconds after which a trial begins no other test
     one_test: float = 120.0  # seconds that one test may take
+    grace: float = 30.0  # seconds that a trial may take longer than its tests
     warm: bool = False
     sound: set[str] = field(default_factory=set)  # tests that pass without any change
     flaky: set[str] = field(default_factory=set)  # tests that fail without any change
@@ -82,7 +82,7 @@ class Lab:
     def warm_up(self, tests: Sequence[str]) -> None:
         """Import the package and tests into this process."""
         _settle(self.tree)
-        ended = _pytest(["--collect-only", "--rootdir", str(self.tree), *_below(self.tree, tests)], None)
+        ended = _pytest(["--collect-only", "-qq", "--rootdir", str(self.tree), *_below(self.tree, tests)], None)
         if ended:
             raise RuntimeError(f"tests could not be imported: pytest ended with {ended}")
         self.warm = True
@@ -93,6 +93,7 @@ class Lab:
         self, changes: Iterable[Change], tell: Callable[[Verdict], None], deadline: float = float("inf")
     ) -> list[Verdict]:
         """Try changes, as many at a time as there are processes; begins no trial after the deadline."""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that trials end, and what they wrote is removed
         verdicts: list[Verdict] = []
         free, running, coming = list(range(self.processes)), dict[int, tuple[int, Change]](), iter(changes)
         try:
@@ -127,7 +128,6 @@ class Lab:
             snapshot(self.tree, self._home(at))
         pid = os.fork()
         if not pid:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
             _end_with(lambda: self._supervise(self._home(at), change))
         return pid
 
@@ -175,7 +175,7 @@ class Lab:
                 _end_with(lambda: _test_warm(self.tree, home, order))
             (home / "order.json").write_text(json.dumps(order))
             os.execv(sys.executable, [sys.executable, __file__, str(home)])
-        limit, ended = begin + self.each + self.one_test + GRACE, False
+        limit, ended = begin + self.each + self.one_test + self.grace, False
         try:
             while time.monotonic() < limit and not ended:
                 time.sleep(0.05)
@@ -318,8 +318,9 @@ def _swapped(tree: Path, file: str, text: str) -> bool:
     old, new = _functions(before), _functions(after)
     if _outside(before) != _outside(after) or old.keys() != new.keys():
         return False
-    if any(len({code.co_freevars for code in (*old[name], *new[name])}) > 1 for name in new):
+    if any([code.co_freevars for code in old[name]] != [code.co_freevars for code in new[name]] for name in new):
         return False
+    gc.unfreeze()  # what is frozen is not listed
     for held in gc.get_objects():
         if isinstance(held, types.FunctionType) and held.__code__.co_filename == path:
             codes = new.get(held.__code__.co_qualname, [])
