@@ -16,7 +16,7 @@ from .rules import RULES
 from .runtime import RUNTIME
 
 TREE = Path(__file__).parents[2]
-FAULTS = (*RULES, *LOWER, *RUNTIME, *EMITTER)
+FAULTS = (*RUNTIME, *LOWER, *RULES, *EMITTER)
 CHECK = "tests/faults/test_emitter.py::test_what_is_emitted_is_read_back"
 
 

@@ -321,7 +321,9 @@ def _swapped(tree: Path, file: str, text: str) -> bool:
     if any([code.co_freevars for code in old[name]] != [code.co_freevars for code in new[name]] for name in new):
         return False
     gc.unfreeze()  # what is frozen is not listed
-    for held in gc.get_objects():
+    every = gc.get_objects()
+    gc.freeze()
+    for held in every:
         if isinstance(held, types.FunctionType) and held.__code__.co_filename == path:
             codes = new.get(held.__code__.co_qualname, [])
             if len(codes) != 1:  # overloads and lambdas, which have no name of their own
