@@ -145,4 +145,10 @@ EMITTER = (
         "self.last.get(self.held[word], -1) > at + 9",
     ),
     Fault("a count is not summed over ranks", "emit/early.py", "if early.axes else []", "if not early.axes else []"),
+    Fault(
+        "the largest becomes a sum",
+        RUNTIME,
+        """comm.reduce({x}, {group}, {p['op']})""",
+        """comm.fan_in({x}, {group})""",
+    ),
 )

@@ -13,10 +13,11 @@ from shardwright.capture import capture
 from shardwright.compile import skeleton_of
 from shardwright.emit import emit
 from shardwright.errors import LoweringError
+from shardwright.ir import Graph
 from shardwright.lower import Program, lower, lower_pipeline
 from shardwright.plan import draw, read_request
 from shardwright.plan.pipeline import draw_pipeline
-from shardwright.rules import analyse
+from shardwright.rules import Analysis, analyse
 from tests.faults.emitter import EMITTER
 from tests.faults.fault import Fault
 from tests.faults.room import changed_room
@@ -58,15 +59,33 @@ class Many(nn.Module):
         return smooth + plain + distance + torch.addmm(scores, scores, scores.t() @ scores, beta=0.5, alpha=2).sum()
 
 
-@lru_cache
-def programs(name: str, plan: str) -> tuple[Program, ...]:
-    """What a plan makes of a model; of Many, or of one of the zoo."""
+class Largest(nn.Module):
+    """A number without a gradient that all rows decide: each rank has the largest of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return (x * self.scale / n.amax()).sum()
+
+
+def graph_and_facts(name: str) -> tuple[Graph, Analysis]:
+    """Of a model above, or of one of the zoo."""
     if name == "many":
         args = (torch.randint(0, 12, (4, 4)), torch.randn(4, 4, 8), torch.randint(0, 6, (4,)))
         graph = capture(skeleton_of(Many()), args, {}).graph
-        facts = analyse(graph)
+    elif name == "largest":
+        graph = capture(skeleton_of(Largest()), (torch.randn(4, 6), torch.arange(8).view(4, 2)), {}).graph
     else:
-        graph, facts = graph_of(name, 4), facts_of(name, 4)
+        return graph_of(name, 4), facts_of(name, 4)
+    return graph, analyse(graph)
+
+
+@lru_cache
+def programs(name: str, plan: str) -> tuple[Program, ...]:
+    """What a plan makes of a model."""
+    graph, facts = graph_and_facts(name)
     request = read_request(plan)
     if request.stages:
         return lower_pipeline(graph, draw_pipeline(graph, request, facts, "", 2), facts).programs
@@ -75,6 +94,7 @@ def programs(name: str, plan: str) -> tuple[Program, ...]:
 
 SPREAD = (
     ("many", "single"),
+    ("largest", "dp=2"),
     ("gpt", "dp=2,tp=2"),
     ("gpt", "sp=2"),
     ("gpt_odd_vocab", "tp=2"),
@@ -91,6 +111,11 @@ def test_what_is_emitted_is_read_back(name: str, plan: str) -> None:
     for program in programs(name, plan):
         emitted = emit(program)
         assert f"class {emitted.class_name}(Stage):" in emitted.text
+
+
+def test_the_largest_of_all_ranks_is_asked_for_by_name() -> None:
+    (program,) = programs("largest", "dp=2")
+    assert 'comm.reduce(amax, self.dp, "max")' in emit(program).text
 
 
 @pytest.mark.parametrize("fault", EMITTER, ids=str)

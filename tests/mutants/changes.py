@@ -145,7 +145,7 @@ def drop_not(node: ast.AST) -> ast.AST | None:
 
 
 def drop_returned(node: ast.AST) -> ast.AST | None:
-    if not isinstance(node, ast.Return) or node.value is None or _is_none(node.value):
+    if not isinstance(node, ast.Return) or node.value is None or _is_nothing(node.value):
         return None
     return ast.Return(value=ast.Constant(value=None))
 
@@ -173,8 +173,9 @@ def remove_statement(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_nothing(node: ast.expr) -> bool:
+    """None, or what is as good as None to most who ask."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 CHANGES: tuple[Callable[[ast.AST], ast.AST | None], ...] = (
