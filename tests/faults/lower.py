@@ -19,7 +19,7 @@ LOWER = (
         LOCAL,
         "return _divided(replace(op, target=target), count)",
         "return _divided(replace(op, target=target), 1)",
-        "lower/test_passes.py::test_the_divisor_of_a_mean_stays_global",
+        f"{SECTION4}::test_a_mean_over_a_split_label_is_a_sum_of_shares",
     ),
     Fault(
         "a slice is one part too far",
