@@ -53,7 +53,7 @@ RULES = (
         PRODUCTS,
         's = "s^" if causal else "s"',
         's = "s"',
-        drawn("scaled_dot_product_attention"),
+        "rules/test_families.py::test_every_split_of_the_family_recombines_to_the_whole[attention]",
     ),
     Fault(
         "attention may split its keys",
@@ -84,13 +84,6 @@ RULES = (
         drawn("aten.amax.default"),
     ),
     Fault("the least for the largest", SUMS, '"+max" if "max" in', '"+max" if "min" in', drawn("aten.amax.default")),
-    Fault(
-        "a variance may be split",
-        SUMS,
-        "        return _reduced(Call(call.op.with_arguments(dim=-1)",
-        "        return _reduced(Call(call.op.with_arguments(dim=0)",
-        drawn("aten.kthvalue.default"),
-    ),
     Fault(
         "a norm may be split along what it averages",
         "rules/norms.py",
