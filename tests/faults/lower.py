@@ -99,13 +99,6 @@ LOWER = (
         "lower/test_tidy.py",
     ),
     Fault(
-        "sums are fused that something reads between",
-        TIDY,
-        "if len(users[before.outputs[0]]) > 1 or before.outputs[0] in needed:",
-        "if before.outputs[0] in needed:",
-        "lower/test_tidy.py",
-    ),
-    Fault(
         "a count is that of one microbatch",
         EARLY,
         "if op.target in COUNTED and rows and MB in rows",
@@ -125,12 +118,5 @@ LOWER = (
         "len(users[source]) == 1 and source not in needed",
         "True",
         "lower/test_passes.py::test_only_a_product_that_nobody_else_reads_is_summed_in_place",
-    ),
-    Fault(
-        "products of a frozen bias lose it",
-        "lower/overlap.py",
-        'biases = tuple(columns["bias"]) if any(columns["bias"]) else None',
-        "biases = None",
-        f"{SECTION4}::test_a_bias_after_a_split_product_is_added_once_and_not_tp_times",
     ),
 )

@@ -98,21 +98,7 @@ RULES = (
         'else f"({inside} g)"',
         drawn("group_norm"),
     ),
-    Fault(
-        "the index of a gather reads a split dim",
-        LOOKUPS,
-        "name if at != dim and held == size else str(size)",
-        "name if held == size else str(size)",
-        drawn("gather"),
-    ),
     Fault("a looked up dim is split", LOOKUPS, "source[dim] = str(call.shape[dim])", "pass", drawn("index_select")),
-    Fault(
-        "x + 1 is linear",
-        "rules/pointwise.py",
-        "return pointwise(call, [1, 1] if both else [None])",
-        "return pointwise(call, [1, 1] if both else [1])",
-        drawn("aten.add.Tensor"),
-    ),
     Fault(
         "x * x is linear",
         "rules/pointwise.py",
@@ -126,13 +112,6 @@ RULES = (
         "[1, None][: len(call.inputs)]",
         "[1, 1][: len(call.inputs)]",
         drawn("aten.div.Tensor"),
-    ),
-    Fault(
-        "padding with a number is linear",
-        VIEWS,
-        'linear=not call.op.argument("value", 0))',
-        "linear=True)",
-        drawn("constant_pad_nd"),
     ),
     Fault(
         "a dim before the padded one stays whole",
