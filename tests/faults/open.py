@@ -47,4 +47,18 @@ OPEN = (
         "return made if wanted is None else wanted",
         "lower/test_pipeline.py",
     ),
+    Fault(
+        "a dim before the padded one stays whole",
+        VIEWS,
+        "len(call.shape) - 1 - at // 2 for",
+        "len(call.shape) - 2 - at // 2 for",
+        drawn("constant_pad_nd"),
+    ),
+    Fault(
+        "a stack is along another dim",
+        VIEWS,
+        "result = [*names[:dim], str(len(call.inputs)), *names[dim:]]",
+        "result = [*names, str(len(call.inputs))]",
+        drawn("stack"),
+    ),
 )

@@ -114,13 +114,6 @@ RULES = (
         drawn("aten.div.Tensor"),
     ),
     Fault(
-        "a dim before the padded one stays whole",
-        VIEWS,
-        "len(call.shape) - 1 - at // 2 for",
-        "len(call.shape) - 2 - at // 2 for",
-        drawn("constant_pad_nd"),
-    ),
-    Fault(
         "repeated elements lie apart",
         VIEWS,
         'else f"({names[dim]} {repeats})"',
@@ -133,12 +126,5 @@ RULES = (
         "range(len(call.shape) - 2, len(call.shape)), linear=True",
         "range(len(call.shape) - 1, len(call.shape)), linear=True",
         drawn("tril"),
-    ),
-    Fault(
-        "a stack is along another dim",
-        VIEWS,
-        "result = [*names[:dim], str(len(call.inputs)), *names[dim:]]",
-        "result = [*names, str(len(call.inputs))]",
-        drawn("stack"),
     ),
 )

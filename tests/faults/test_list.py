@@ -13,7 +13,7 @@ def test_there_are_more_than_a_hundred_and_none_is_there_twice() -> None:
     assert len({(fault.file, fault.before, fault.after) for fault in FAULTS}) == len(FAULTS) > 100
 
 
-@pytest.mark.parametrize("fault", (*FAULTS, *OPEN), ids=str)
+@pytest.mark.parametrize("fault", [*FAULTS, *OPEN], ids=str)
 def test_a_fault_still_applies(fault: Fault) -> None:
     assert fault.count == 1, f"`{fault.before}` is {fault.count} times in {fault.file}; say the fault anew"
     assert fault.before != fault.after
