@@ -11,7 +11,7 @@ PLAN ?= dp=2
 # With more threads than cores per process, two processes on one machine slow each other down tenfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test bench coverage ops lint install clean
+.PHONY: demo test bench coverage ops mutants faults lint install clean
 
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_gpt.py --plan $(PLAN)
@@ -29,6 +29,14 @@ coverage: $(READY)
 # All of PyTorch's own samples of ops, modules and optimizers against eager, a few hours on two cores.
 ops: $(READY)
 	$(BIN)/python -m tests.ops --processes $(PROCESSES)
+
+# The package with one thing changed at a time, which the tests must notice: an hour; see docs/testing.md.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --report mutants.json $(MUTANTS)
+
+# More than 100 faults of one line each, chosen by hand.
+faults: $(READY)
+	$(BIN)/python -m tests.faults
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.emit.early import counts, known_names
+from shardwright.lower.program import Early
 from shardwright.planning import Batching
 from shardwright.verify import compile_program, verify
 from tests.emit.emitted import pipeline_texts
@@ -121,3 +122,25 @@ def test_models_may_have_the_names_of_a_stage(net, plan):
     report = verify(net(), plan, example=(torch.randn(4, 6), labels()), method="threads", microbatches=2, steps=1)
 
     assert report.passed, str(report)
+
+
+def test_a_count_is_said_with_the_axes_it_is_summed_over_and_how_it_is_reduced():
+    early = [
+        Early(value="count@loss", source="count@loss@early"),
+        Early(value="count@loss_1", source="a", axes=("dp",)),
+        Early(value="count@loss_2", source="b", axes=("dp", "tp"), how="max"),
+    ]
+    program = compile_program(
+        TwoLosses(), (torch.randn(4, 6), labels(), labels()), {}, "pp=2", 2, batching=Batching(microbatches=2)
+    ).programs[-1].with_(early=tuple(early))  # fmt: skip
+
+    assert list(counts(program)) == [
+        'runtime.Count(name="count")',
+        'runtime.Count(name="count_1", over="dp")',
+        'runtime.Count(name="count_2", over="dp_tp", op="max")',
+    ]
+    assert known_names(program) == {
+        "count@loss": "self.known.count",
+        "count@loss_1": "self.known.count_1",
+        "count@loss_2": "self.known.count_2",
+    }

@@ -102,6 +102,23 @@ def test_under_autocast_products_are_narrow_and_gradients_have_the_dtype_of_thei
         torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
 
 
+def narrow_pair(rank: int) -> list:
+    """The gradient of a value that two products read, whose products are narrower than it is; and of each by itself."""
+    group, found = group_of(2), []
+    for used in ((0, 1), (0,), (1,)):
+        x, *weights = (held.float().requires_grad_() for held in tensors(1, (6, 4), (3, 4), (5, 4)))
+        with torch.autocast("cpu", torch.bfloat16):
+            made = fan_out_linears(x, group, weights)
+        sum(made[at].float().sum() for at in used).backward()
+        found.append(x.grad)
+    return found
+
+
+def test_under_autocast_the_gradients_of_several_products_are_added() -> None:
+    for both, first, second in run_ranks(2, narrow_pair):
+        torch.testing.assert_close(both, first + second, rtol=1e-6, atol=1e-6)
+
+
 def in_place(rank: int) -> list:
     group = group_of(2)
     (x,) = tensors(rank, (4, 3))

@@ -1,0 +1,154 @@
+"""Faults of the emitter: what it writes is not what the program says."""
+
+from .fault import Fault
+
+CALLS, RUNTIME, FILE, LAYERS = "emit/calls.py", "emit/runtime_calls.py", "emit/file.py", "emit/layers.py"
+
+EMITTER = (
+    Fault("a difference is printed as a sum", CALLS, '"sub.Tensor": "-"', '"sub.Tensor": "+"'),
+    Fault("a quotient is printed as a product", CALLS, '"div.Tensor": "/"', '"div.Tensor": "*"'),
+    Fault("the factor of a difference is dropped", CALLS, 'right = f"{alpha} * {right}"', 'right = f"{right}"'),
+    Fault("keepdim is dropped", CALLS, """[f"keepdim={p['keepdim']}"] if""", "[] if"),
+    Fault(
+        "cat joins along the first dim",
+        CALLS,
+        "p.listed('tensors')}], {p.literal('dim', 0)})",
+        "p.listed('tensors')}], {0 * p.literal('dim', 0)})",
+    ),
+    Fault("attention is not causal", CALLS, '", is_causal=True" if', '"" if'),
+    Fault(
+        "attention takes values for keys",
+        CALLS,
+        "attention({p['query']}, {p['key']}, {p['value']}",
+        "attention({p['query']}, {p['value']}, {p['key']}",
+    ),
+    Fault("the step of a slice is dropped", CALLS, '(f":{step}" if step != 1 else "")', '""'),
+    Fault("a slice is of the next dim", CALLS, "[{':, ' * dim}{span}]", "[{':, ' * (dim + 1)}{span}]"),
+    Fault(
+        "a split is along another dim",
+        CALLS,
+        ".split({size}, {p.literal('dim', 0)})",
+        ".split({size}, {p.literal('dim', 0) - 1})",
+    ),
+    Fault(
+        "a product takes its weight for its input",
+        CALLS,
+        '_functional("linear", "input", "weight", "bias")',
+        '_functional("linear", "weight", "input", "bias")',
+    ),
+    Fault(
+        "a bias is dropped",
+        CALLS,
+        "[p[key] for key in keys if p.has(key)]",
+        "[p[key] for key in keys if p.has(key)][:2]",
+    ),
+    Fault(
+        "another row of a table is padding", CALLS, '", padding_idx={padding}" if', '", padding_idx={padding + 1}" if'
+    ),
+    Fault("padding has the wrong sign", CALLS, "value={p.show(value)}", "value={p.show(-value)}"),
+    Fault(
+        "where takes the other branch",
+        CALLS,
+        "{p['condition']}, {p['self']}, {p['other']}",
+        "{p['condition']}, {p['other']}, {p['self']}",
+    ),
+    Fault("a norm has no weight", CALLS, '[p["weight"]] if p.has("weight") or', '[] if p.has("weight") or'),
+    Fault(
+        "a view has a dim more",
+        CALLS,
+        "{p.first()}.{method}({p.listed(key) or",
+        "{p.first()}.{method}(1, {p.listed(key) or",
+    ),
+    Fault("one of the next dim is selected", CALLS, "[{':, ' * dim}{index}]", "[{':, ' * (dim + 1)}{index}]"),
+    Fault(
+        "a sum of losses becomes a mean",
+        CALLS,
+        'extra = f", reduction={REDUCTIONS[reduction]}" if reduction != 1',
+        'extra = f", reduction={REDUCTIONS[reduction]}" if reduction == 1',
+    ),
+    Fault(
+        "a cut has its blocks inside out",
+        "emit/printing.py",
+        "str(block.outer), str(block.size), str(block.inner)",
+        "str(block.inner), str(block.size), str(block.outer)",
+    ),
+    Fault("a loss does not know that its rows are split", RUNTIME, 'shown.append(f"rows={axes_text(rows)}")', "pass"),
+    Fault("labels are not smoothed", RUNTIME, """shown.append(f"label_smoothing={p['label_smoothing']}")""", "pass"),
+    Fault("ignored labels count", RUNTIME, '("ignore_index", -100)]', '("ignore_index", p.literal("ignore_index"))]'),
+    Fault("a loss counts its labels again", RUNTIME, """shown.append(f"count={p['count']}")""", """p["count"]"""),
+    Fault(
+        "a converter cuts the first dim",
+        RUNTIME,
+        "comm.{kind}({x}, {p['dim']}, {group}{extra})",
+        "comm.{kind}({x}, {0 * p.literal('dim')}, {group}{extra})",
+    ),
+    Fault("classes have no cut", RUNTIME, """f"cut={p['cut']}", f"size={p['size']}"]""", """f"size={p['size']}"]"""),
+    Fault("all ranks draw the mask of one", RUNTIME, 'f", splits=[{shown}]" if splits', '"" if splits'),
+    Fault(
+        "running mean and variance change places",
+        RUNTIME,
+        "{p['running_mean']}, {p['running_var']}",
+        "{p['running_var']}, {p['running_mean']}",
+    ),
+    Fault(
+        "statistics are those of a rank's rows",
+        RUNTIME,
+        'group = axes_text(axes) if axes else "None"',
+        'group = "None"',
+    ),
+    Fault(
+        "a table is looked up by its rows",
+        RUNTIME,
+        "embedding_rows({p['indices']}, {p['weight']}",
+        "embedding_rows({p['weight']}, {p['indices']}",
+    ),
+    Fault(
+        "a share has the size of the whole", "emit/sizes.py", "held //= self.program.mesh.axis(axis).size", "held //= 1"
+    ),
+    Fault("a loop carries nothing on", LAYERS, "carried.append((at, place))", "pass"),
+    Fault(
+        "a loop leaves the last layer out",
+        FILE,
+        'span = "" if (loop.first,',
+        'span = f"[:{loop.last}]" if (loop.first,',
+    ),
+    Fault(
+        "every layer has the weights of one",
+        FILE,
+        """return "at" + _path(key[len(lead) + 1 :])""",
+        "return self.root + _path(key)",
+    ),
+    Fault(
+        "buffers are not updated",
+        FILE,
+        "for key, name in program.updates:\n",
+        "for key, name in program.updates[:-1]:\n",
+    ),
+    Fault("what needs no gradient gets one", FILE, "if op.no_grad:", "if op.no_grad and op.autocast:"),
+    Fault(
+        "ranks draw random numbers of their own",
+        FILE,
+        "if is_drawn_whole(op):",
+        "if is_drawn_whole(op) and op.no_grad:",
+    ),
+    Fault(
+        "a unit is not gathered",
+        FILE,
+        'self.open({self.unit_text(unit, lead)})"',
+        'self.close({self.unit_text(unit, lead)})"',
+    ),
+    Fault("a region is not recomputed", FILE, "    if recompute:\n", "    if not recompute:\n"),
+    Fault(
+        "a word is bound again while its value is read",
+        "emit/names.py",
+        "self.last.get(self.held[word], -1) > at",
+        "self.last.get(self.held[word], -1) > at + 9",
+    ),
+    Fault("a count is not summed over ranks", "emit/early.py", "if early.axes else []", "if not early.axes else []"),
+    Fault(
+        "the largest becomes a sum",
+        RUNTIME,
+        """comm.reduce({x}, {group}, {p['op']})""",
+        """comm.fan_in({x}, {group})""",
+    ),
+)

@@ -1,0 +1,122 @@
+"""Faults of lowering: a rank's program is not its share of the whole."""
+
+from .fault import Fault
+
+LOCAL, PLACE, TIDY, EARLY = "lower/local.py", "lower/place.py", "lower/tidy.py", "lower/prologue.py"
+SECTION4, TIME = "parity/test_section4.py", "parity/test_section4_time.py"
+
+LOWER = (
+    Fault(
+        "a mean divides by the local count",
+        LOCAL,
+        "count *= program.values[op.inputs[0]].shape[dim]",
+        "count *= program.layouts[op.inputs[0]].local_shape(program.values[op.inputs[0]].shape, program.mesh.sizes, "
+        "dict.fromkeys(program.mesh.names, 0))[dim]",
+        f"{SECTION4}::test_a_mean_over_a_split_label_is_a_sum_of_shares",
+    ),
+    Fault(
+        "a mean of shares is not divided",
+        LOCAL,
+        "return _divided(replace(op, target=target), count)",
+        "return _divided(replace(op, target=target), 1)",
+        f"{SECTION4}::test_a_mean_over_a_split_label_is_a_sum_of_shares",
+    ),
+    Fault(
+        "a slice is one part too far",
+        LOCAL,
+        "start=unit.times(part) if part else 0, end=unit.times(part + 1)",
+        "start=unit.times(part), end=unit.times(part + 2)",
+        "lower/test_local.py",
+    ),
+    Fault(
+        "a table that is split is looked up as if it were whole",
+        LOCAL,
+        "    if not weight.cuts[0]:\n        return op\n",
+        "    if weight.cuts:\n        return op\n",
+        "lower/test_collectives.py",
+    ),
+    Fault(
+        "a mean over split rows is that of the rank",
+        LOCAL,
+        "if not classes and (not rows or",
+        "if not classes and (rows or",
+        f"{SECTION4}::test_a_mean_with_ignored_labels_is_a_ratio_of_two_sums",
+    ),
+    Fault(
+        "statistics of a batch norm are a rank's own",
+        LOCAL,
+        "split_axes(program.layouts[op.inputs[0]], 0))",
+        "split_axes(program.layouts[op.inputs[0]], 1))",
+        f"{SECTION4}::test_batch_norm_takes_its_statistics_over_all_rows_and_updates_its_buffers_once",
+    ),
+    Fault(
+        "the key of a dropout is that of all dropouts",
+        LOCAL,
+        'replace(op, target="runtime.dropout").with_arguments(op_key=op.name',
+        'replace(op, target="runtime.dropout").with_arguments(op_key=""',
+        "lower/test_local.py",
+    ),
+    Fault(
+        "sections have the sizes of the first dim",
+        LOCAL,
+        "parts = tuple(sizes_of(program, name)[dim] for name in op.outputs)",
+        "parts = tuple(sizes_of(program, name)[0] for name in op.outputs)",
+        "lower/test_local.py",
+    ),
+    Fault(
+        "views keep their whole sizes",
+        LOCAL,
+        "return op.with_arguments(**{name: sizes_of(program, op.outputs[0])})",
+        "return op",
+        "lower/test_passes.py::test_views_get_local_sizes_from_atoms",
+    ),
+    Fault(
+        "outputs leave as they are made",
+        PLACE,
+        "return in_time(whole(len(value.shape)), made, self.sizes)",
+        "return made",
+        f"{SECTION4}::test_a_bias_after_a_split_product_is_added_once_and_not_tp_times",
+    ),
+    Fault(
+        "gradients of microbatches are not summed",
+        PLACE,
+        "home.with_placement(MB, FANNED) if added_up else home",
+        "home",
+        f"{TIME}::test_a_sum_stays_a_sum_and_a_mean_a_mean",
+    ),
+    Fault(
+        "a converter forgets its dim",
+        PLACE,
+        'for key in ("dim", "cut", "to_dim", "to_cut"):',
+        'for key in ("cut", "to_dim", "to_cut"):',
+        "lower/test_collectives.py",
+    ),
+    Fault(
+        "a bias is put into a product that others read",
+        TIDY,
+        "alone = len(users[op.inputs[0]]) == 1 and op.inputs[0] not in needed",
+        "alone = True",
+        "lower/test_tidy.py",
+    ),
+    Fault(
+        "a count is that of one microbatch",
+        EARLY,
+        "if op.target in COUNTED and rows and MB in rows",
+        "if op.target in COUNTED and not rows",
+        f"{TIME}::test_a_mean_over_labels_divides_by_those_that_count_in_all_microbatches",
+    ),
+    Fault(
+        "batch norm of microbatches is not refused",
+        EARLY,
+        'elif op.target == "runtime.batch_norm" or op.target in COUNTED:',
+        "elif op.target in COUNTED:",
+        f"{TIME}::test_batch_norm_is_refused_with_its_line_and_runs_on_batches_of_their_own_if_asked",
+    ),
+    Fault(
+        "a sum is in place of what is read again",
+        "lower/overlap.py",
+        "len(users[source]) == 1 and source not in needed",
+        "True",
+        "lower/test_passes.py::test_only_a_product_that_nobody_else_reads_is_summed_in_place",
+    ),
+)

@@ -1,0 +1,130 @@
+"""Faults of rules: a split that would not give the whole is taken for one that does."""
+
+from .fault import Fault
+
+
+def drawn(target: str) -> str:
+    """The test that draws arguments of an op, splits it in every way that its rule allows, and recombines."""
+    name = target if target.count(".") > 1 else f"aten.{target}.default"
+    return f"rules/test_properties.py::test_every_split_that_the_rule_allows_gives_the_whole[{name}]"
+
+
+PRODUCTS, VIEWS, LOOKUPS, SUMS = "rules/products.py", "rules/views.py", "rules/lookups.py", "rules/reductions.py"
+
+RULES = (
+    Fault(
+        "the bias of a product is added on every rank",
+        PRODUCTS,
+        'extra = f", {out}&" if',
+        'extra = f", {out}" if',
+        drawn("linear"),
+    ),
+    Fault(
+        "a product is the other way round",
+        PRODUCTS,
+        'fixed("m k+ ~1, k+ n ~2 -> m n", "mm")',
+        'fixed("m k+ ~1, k+ n ~2 -> n m", "mm")',
+        drawn("mm"),
+    ),
+    Fault(
+        "what is added to a product is added on every rank",
+        PRODUCTS,
+        'parse(f"{added}&, {left}, {right} -> {out}")',
+        'parse(f"{added}, {left}, {right} -> {out}")',
+        drawn("addmm"),
+    ),
+    Fault(
+        "distances may be split along what they sum",
+        PRODUCTS,
+        '[*lead[0], "m", "k^"], [*lead[1], "n", "k^"]',
+        '[*lead[0], "m", "k+"], [*lead[1], "n", "k+"]',
+        drawn("cdist"),
+    ),
+    Fault("a diagonal of an einsum may be split", PRODUCTS, 'f"{name}^" if name in stuck else', "", drawn("einsum")),
+    Fault(
+        "groups keep their number",
+        PRODUCTS,
+        '.with_sizes({"g": groups}).with_local({"groups": ("g",)})',
+        '.with_sizes({"g": groups})',
+        "rules/test_families.py",
+    ),
+    Fault(
+        "causal attention may split its queries",
+        PRODUCTS,
+        's = "s^" if causal else "s"',
+        's = "s"',
+        "rules/test_families.py::test_every_split_of_the_family_recombines_to_the_whole[attention]",
+    ),
+    Fault(
+        "attention may split its keys",
+        PRODUCTS,
+        'f"{row} g t^ e^", f"{row} g t^ d^"',
+        'f"{row} g t e^", f"{row} g t d^"',
+        drawn("scaled_dot_product_attention"),
+    ),
+    Fault(
+        "softmax may be split along its dim",
+        SUMS,
+        'through(call, {call.dim("dim", -1)}, linear="cumsum." in',
+        'through(call, set(), linear="cumsum." in',
+        "rules/test_families.py",
+    ),
+    Fault(
+        "a sort may be split along the dim before",
+        SUMS,
+        'through(call, {call.dim("dim", -1)}, linear="cumsum." in',
+        'through(call, {call.dim("dim", -1) - 1}, linear="cumsum." in',
+        drawn("aten.sort.default"),
+    ),
+    Fault(
+        "the largest of sums",
+        SUMS,
+        'return _reduced(call, "+max" if "max" in call.op.target else "+min", False)',
+        'return _reduced(call, "+", False)',
+        drawn("aten.amax.default"),
+    ),
+    Fault("the least for the largest", SUMS, '"+max" if "max" in', '"+max" if "min" in', drawn("aten.amax.default")),
+    Fault(
+        "a norm may be split along what it averages",
+        "rules/norms.py",
+        "names[len(names) - width :] = [blocked(name) for",
+        "names[len(names) - width :] = [name for",
+        drawn("layer_norm"),
+    ),
+    Fault(
+        "groups of channels are cut",
+        "rules/norms.py",
+        'else f"(g {inside})"',
+        'else f"({inside} g)"',
+        drawn("group_norm"),
+    ),
+    Fault("a looked up dim is split", LOOKUPS, "source[dim] = str(call.shape[dim])", "pass", drawn("index_select")),
+    Fault(
+        "x * x is linear",
+        "rules/pointwise.py",
+        "[1, 2][: len(call.inputs)]",
+        "[1, 1][: len(call.inputs)]",
+        drawn("aten.mul.Tensor"),
+    ),
+    Fault(
+        "x / y is linear in y",
+        "rules/pointwise.py",
+        "[1, None][: len(call.inputs)]",
+        "[1, 1][: len(call.inputs)]",
+        drawn("aten.div.Tensor"),
+    ),
+    Fault(
+        "repeated elements lie apart",
+        VIEWS,
+        'else f"({names[dim]} {repeats})"',
+        'else f"({repeats} {names[dim]})"',
+        drawn("aten.repeat_interleave.self_int"),
+    ),
+    Fault(
+        "a triangle may be split",
+        VIEWS,
+        "range(len(call.shape) - 2, len(call.shape)), linear=True",
+        "range(len(call.shape) - 1, len(call.shape)), linear=True",
+        drawn("tril"),
+    ),
+)

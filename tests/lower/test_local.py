@@ -1,0 +1,125 @@
+"""What an op's arguments become on a rank: slices and sections of split dims, keys of random ops, losses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.capture import capture
+from shardwright.errors import LoweringError
+from shardwright.ir import Op
+from shardwright.layout import Block, Cut
+from shardwright.lower import Program, Size, lower
+from shardwright.lower.local import one_cut
+from shardwright.plan import draw, read_request
+from shardwright.rules import analyse
+from tests.parity.threaded import compare
+
+
+class Halves(nn.Module):
+    """One product, cut in halves by slices, in sections by a split, and again by a negative start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(x)
+        gated = both[..., 8:] * both[..., :8].tanh() + both[..., -8:]
+        one, two = self.up(x).split(8, -1)
+        return self.down(gated + one * two[..., :].exp()).square().sum()
+
+
+def program_of(module: nn.Module, args: tuple[Tensor, ...], plan: str) -> Program:
+    graph = capture(module, args, {}).graph
+    facts = analyse(graph)
+    return lower(graph, draw(graph, read_request(plan), facts), facts)
+
+
+def first(program: Program, target: str) -> list[Op]:
+    return [op for op in program.body if op.target == target]
+
+
+def local(size: object, parts: int) -> int:
+    """The number that a size is on the first rank."""
+    if not isinstance(size, Size):
+        return int(size)  # type: ignore[call-overload]
+    total = 0
+    for section in size.sections:
+        product = 1
+        for factor in section:
+            product *= factor.size // (parts if factor.axes else 1)
+        total += product
+    return total
+
+
+def test_one_of_equal_parts_keeps_its_place_among_the_parts() -> None:
+    program = program_of(Halves(), (torch.randn(4, 6),), "tp=2")
+
+    spans = [(local(op.argument("start") or 0, 2), op.argument("end")) for op in first(program, "aten.slice.Tensor")]
+
+    assert [(start, None if end is None else local(end, 2)) for start, end in spans] == [(4, 8), (0, 4), (4, 8)]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2", "single"])
+def test_slices_and_sections_of_a_split_dim_are_those_of_one_device(plan: str) -> None:
+    compare(Halves(), (torch.randn(4, 6),), plan)
+
+
+class Sections(nn.Module):
+    """Sections of a dim that no axis cuts, of a value whose rows an axis cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        few, many = (x * self.scale).split((2, 5), 1)
+        return (few.sum(1) * many.square().mean(1)).sum()
+
+
+def test_sections_have_the_sizes_of_their_dim() -> None:
+    (split,) = first(program_of(Sections(), (torch.randn(4, 7),), "dp=2"), "aten.split_with_sizes.default")
+    assert tuple(local(size, 2) for size in split.argument("split_sizes")) == (2, 5)
+    compare(Sections(), (torch.randn(4, 7),), "dp=2")
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.dropout(self.up(x), 0.3), 0.3).sum()
+
+
+def test_every_dropout_has_a_key_of_its_own_and_the_cuts_of_its_value() -> None:
+    one, two = first(program_of(Dropped(), (torch.randn(4, 6),), "dp=2"), "runtime.dropout")
+    assert one.argument("op_key") != two.argument("op_key")
+    assert [(dim, cut.axis) for dim, cut in one.argument("splits")] == [(0, "dp")]
+
+
+class Losses(nn.Module):
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.up, self.reduction = nn.Linear(6, 5), reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.up(x)
+        distance = F.mse_loss(logits, logits.detach().roll(1, 1), reduction=self.reduction)
+        return F.cross_entropy(logits, y, reduction=self.reduction).sum() + distance.sum()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_losses_of_split_rows_are_those_of_the_batch(reduction: str, plan: str) -> None:
+    compare(Losses(reduction), (torch.randn(4, 6), torch.randint(0, 5, (4,))), plan)
+
+
+def test_cuts_that_are_not_one_after_the_other_are_refused_with_a_remedy() -> None:
+    program = program_of(Sections(), (torch.randn(4, 7),), "dp=2,tp=2")
+    cuts = [Cut(axis="dp", blocks=(Block(2, 4, 3),)), Cut(axis="tp", blocks=(Block(1, 5, 1),))]
+    with pytest.raises(LoweringError, match="split them on one axis"):
+        one_cut(program, program.body[0], "classes", cuts)

@@ -1,0 +1,71 @@
+"""Passes that make a program shorter leave alone what something else reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lower.test_local import first, program_of
+from tests.parity.threaded import compare
+
+
+class Biased(nn.Module):
+    """A product whose bias is added by hand; the product itself may be read too."""
+
+    def __init__(self, read_twice: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(6))
+        self.read_twice = read_twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = nn.functional.linear(x, self.weight)
+        total = (product + self.bias).square().sum()
+        return total + product.sum() if self.read_twice else total
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+def test_a_bias_goes_into_its_product_unless_the_product_is_read_too(read_twice: bool) -> None:
+    program = program_of(Biased(read_twice), (torch.randn(4, 8),), "dp=2")
+    (product,) = first(program, "aten.linear.default")
+    assert (product.argument("bias") is None) == read_twice
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "single"])
+def test_the_product_without_its_bias_is_what_the_other_reader_gets(plan: str) -> None:
+    compare(Biased(True), (torch.randn(4, 8),), plan)
+
+
+class Row(nn.Module):
+    """Two products in a row: under tp the second is a partial sum, to which the bias comes after it is summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def test_a_bias_stays_out_of_a_product_that_is_still_to_be_summed() -> None:
+    program = program_of(Row(), (torch.randn(4, 6),), "tp=2")
+    summed = next(op for op in program.body if op.target.startswith("comm.fan_in"))
+    product = next(op for op in program.body if summed.inputs[0] in op.outputs)
+    assert product.target == "aten.linear.default" and product.argument("bias") is None
+
+
+class Twice(nn.Module):
+    """A sum over rows that is read before and after its second half: a mean of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.up(x).sum(1)
+        return rows.sum().square() + rows.square().sum() + rows.sum().exp().log()
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "tp=2"])
+def test_sums_over_two_axes_are_one_only_where_nothing_reads_between(plan: str) -> None:
+    compare(Twice(), (torch.randn(4, 6),), plan)

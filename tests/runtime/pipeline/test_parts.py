@@ -1,0 +1,94 @@
+"""Parts of a pipeline that do not fit together are refused, all their faults at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwright.errors import LayoutError
+from shardwright.layout import FANNED, WHOLE, Block, Cut, Mesh, Partial, make_layout, whole
+from shardwright.runtime.pipeline import Leaving, Pipeline, Placed
+from shardwright.runtime.pipeline.parts import Crossing
+from shardwright.runtime.world import Moment
+from shardwright.schedule.kinds import forward_only, one_f_one_b
+
+KIND = {"dtype": torch.float64, "gradient": True}
+
+
+def crossing(**changes) -> Crossing:
+    return Crossing(**{"value": "h", "giver": 0, "taker": 1, "shape": (4,), "given": whole(1), "taken": whole(1),
+                       **KIND, **changes})  # fmt: skip
+
+
+def pipeline(**changes) -> Pipeline:
+    meshes = [Mesh(axes=(), devices=(number,)) for number in range(2)]
+    usual = {
+        "placed": (
+            Placed(number=0, mesh=meshes[0], takes=(0,), gives=("h",)),
+            Placed(number=1, mesh=meshes[1], takes=("h",), gives=("y",)),
+        ),
+        "crossings": (crossing(),),
+        "leaving": (Leaving(value="y", segment=1, how="sum", shape=(), **KIND),),
+        "schedule": one_f_one_b(2, 4),
+        "forward": forward_only(2, 4),
+        "moment": Moment(4),
+    }
+    return Pipeline(**{**usual, **changes})
+
+
+def test_parts_that_fit_are_a_pipeline():
+    assert pipeline().microbatches == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"taker": 0}, "from segment 0 to itself"),
+        ({"given": whole(2)}, "given with 2 dims"),
+        ({"taken": whole(0)}, "taken with 0 dims"),
+        ({"given": make_layout(((),), {"tp": Partial("sum")})}, "given as .*sums must be settled"),
+        ({"taken": make_layout(((),), {"tp": FANNED})}, "taken as .*sums must be settled"),
+        ({"dtype": torch.int64}, "torch.int64 has no gradient"),
+    ],
+)
+def test_a_value_that_can_not_cross_is_refused(changes, fault):
+    with pytest.raises(LayoutError, match=fault):
+        crossing(**changes)
+
+
+def test_what_is_cut_or_whole_crosses():
+    cut = make_layout(((Cut(axis="tp", blocks=(Block(1, 4, 1),)),),), {"dp": WHOLE})
+    assert crossing(given=cut).given == cut
+    assert crossing(dtype=torch.complex64).gradient
+    assert not crossing(dtype=torch.int64, gradient=False).gradient
+
+
+def test_a_gradient_comes_back_if_an_output_that_depends_on_it_has_one():
+    assert crossing().has_gradient(frozenset({0}))
+    assert crossing(outputs=frozenset({1})).has_gradient(frozenset({0, 1}))
+    assert not crossing(outputs=frozenset({1})).has_gradient(frozenset({0}))
+    assert not crossing(gradient=False).has_gradient(frozenset({0}))
+
+
+def test_all_faults_are_named_at_once():
+    first, second = pipeline().placed
+    with pytest.raises(LayoutError) as error:
+        pipeline(
+            placed=(replace(first, number=1, gives=()), replace(second, takes=("h", "mask"), gives=())),
+            schedule=one_f_one_b(2, 3),
+        )
+    said = str(error.value)
+    for fault in ("segments are numbered [1, 1]", "segment 0 does not give h", "segment 1 does not give y",
+                  "segment 1 takes mask, which does not cross to it", "has 3 microbatches, not 4"):  # fmt: skip
+        assert fault in said
+
+
+@pytest.mark.parametrize(("dim", "fine"), [(-2, True), (1, True), (2, False), (-3, False)])
+def test_an_output_is_joined_along_one_of_its_dims(dim, fine):
+    if fine:
+        assert Leaving(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND).dim == dim
+    else:
+        with pytest.raises(LayoutError, match="to join"):
+            Leaving(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND)
