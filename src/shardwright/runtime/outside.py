@@ -31,12 +31,17 @@ _AS_THEY_ARE = frozenset(
 
 def is_use(function: Callable[..., Any]) -> bool:
     """Whether a function of parameters, called by the user, is one that gradients may come back through."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or in_backward():
         return False
     name = getattr(function, "__name__", "")
     if name.startswith("_"):
         return name in _OPERATORS
     return not name.endswith("_") and name not in _AS_THEY_ARE
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a function's own backward, written in Python, is a part of the model."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def used(parameter: Any) -> Tensor:
