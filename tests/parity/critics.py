@@ -70,13 +70,15 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def on_ranks(
     make: Callable[[], nn.Module], plan: str, loop: Loop, optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-    **options: Any,
+    prepare: Callable[[nn.Module], None] = lambda model: None, **options: Any,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:  # fmt: skip
-    """What a loop says on one device and on every rank."""
+    """What a loop says on one device and on every rank. `prepare` is for what copies do not have, such as hooks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         original = make().double()
     copies = [copy.deepcopy(original) for _ in range(world_of(plan))]  # threads share torch's generator
+    for model in (original, *copies):
+        prepare(model)
     wanted = loop(original, optimizer([p for p in original.parameters() if p.requires_grad]))
     folder = tempfile.mkdtemp(prefix="paths-")
 

@@ -5,6 +5,7 @@ from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .casting import cast, casting
 from .interpret import run
+from .module_hooks import check_hooks
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
 from .real import NoValues, Real
@@ -24,6 +25,7 @@ __all__ = [
     "capture_pair",
     "cast",
     "casting",
+    "check_hooks",
     "experts",
     "find_opaque",
     "opaque",

@@ -31,6 +31,7 @@ from ..capture import (
     capture,
     cast,
     casting,
+    check_hooks,
     without_collection,
 )  # fmt: skip
 from ..cost import training_flops
@@ -67,6 +68,7 @@ _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
 def skeleton_of(module: nn.Module) -> nn.Module:
     """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
+    check_hooks(module)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -145,6 +147,7 @@ class Compiler:
         self.looked = False  # whether an opaque part had to be seen running
         self.loop: Loop | None = None
 
+    @torch.inference_mode(False)  # what is made for inference can't train later
     def __call__(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())

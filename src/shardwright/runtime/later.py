@@ -52,9 +52,9 @@ class _Arriving(torch.autograd.Function):
     """What a share will be summed into; its gradient is that of the sum, whose own gradient is a sum again."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, into: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, share: Tensor, into: Callable[[], Tensor], group: Group) -> Tensor:
         ctx.group = group
-        return into.view_as(into)
+        return into()  # no input, which autograd would not let anybody write to
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -67,7 +67,7 @@ def fan_in_later(share: Tensor, group: Group) -> Tensor:
         return share
     into = share.detach().clone()
     finish = begin_all_reduce(into, group)
-    arriving: Tensor = _Arriving.apply(share, into, group)  # type: ignore[no-untyped-call]
+    arriving: Tensor = _Arriving.apply(share, lambda: into, group)  # type: ignore[no-untyped-call]
     later = arriving.as_subclass(Later)
     later.finish = finish
     return later

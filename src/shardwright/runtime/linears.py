@@ -25,6 +25,7 @@ from shardwright.layout import Cut
 from . import comm, journal
 from .world import Group
 
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How a value comes to the products, and how its gradient goes back."""
@@ -32,6 +33,7 @@ class Way:
     gather: Callable[[Tensor], Tensor] | None  # None if it is whole
     begin: Callable[[Tensor], Callable[[], Tensor]]  # sums the gradient while something else runs; no autograd
     back: Callable[[Tensor], Tensor]  # the same at once, with a gradient
+    fan_out: Callable[[Tensor], Tensor] = lambda x: x  # of what is whole, so that gradients that come to it are summed
 
 
 def fan_out_linear(x: Tensor, group: Group, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,6 +51,7 @@ def fan_out_linears(
         gather=None,
         begin=lambda gradient: comm.begin_all_reduce(gradient, group),
         back=lambda gradient: comm.fan_in(gradient, group),
+        fan_out=lambda held: comm.fan_out(held, group),
     )
     return _apply(x, way, weights, biases)
 
@@ -113,6 +116,7 @@ class _Linears(torch.autograd.Function):
         before = journal.within(ctx.place)
         if torch.is_grad_enabled():  # create_graph
             summed = ctx.way.back(_sum_of_products(x, rows, weights, more))
+            x = ctx.way.fan_out(x)
         else:
             of_input = _of_input(x, rows, weights)
             finish = ctx.way.begin(of_input if more is None else of_input.add_(more))

@@ -275,7 +275,8 @@ def _gradient_of_classes(ctx: Any, gradient: Tensor) -> Tensor:
     if dx.shape[-1]:
         dx = dx.scatter_add(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
     dx = dx.masked_fill(~valid.unsqueeze(-1), 0.0)
-    return dx.movedim(-1, _class_dim(logits)).to(logits.dtype)
+    made: Tensor = dx.movedim(-1, _class_dim(logits)).to(logits.dtype)
+    return made
 
 
 def _rows_first(logits: Tensor) -> Tensor:
