@@ -22,7 +22,7 @@ from .compile import Compiler, replicas_of
 from .errors import InputError, raise_all
 from .layout import FANNED, make_layout
 from .planning import PlanLike
-from .runtime.gradients import GradientSync
+from .runtime.gradients import GradientSync, check_alone
 from .runtime.holding import Held, wanted_groups
 from .runtime.inputs import Mode
 from .runtime.model import ParallelModel
@@ -135,6 +135,7 @@ def _average(
     groups = Groups(mesh, [*wanted_groups(helds, mesh), axes], apart=True)
     for parameter in rest.values():
         if parameter.requires_grad:
+            check_alone(parameter, 0)
             parameter.register_hook(lambda gradient: gradient / groups[axes].size)  # type: ignore[no-untyped-call]
     sync = GradientSync(list(zip(helds, rest.values(), strict=True)), groups)
     made[0].sync_too(sync)

@@ -14,6 +14,7 @@ PAGES = [
     "control_flow_and_opaque.md",
     "data.md",
     "experts.md",
+    "gradients.md",
     "precision.md",
     "rehearse.md",
     "training.md",

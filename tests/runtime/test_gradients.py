@@ -250,16 +250,27 @@ def test_what_is_not_supported_says_so():
         GradientSync(model.pairs, model.groups)
         with pytest.raises(InputError, match="create_graph"):
             model.loss(*batch()).backward(create_graph=True)
-        groups = model.groups
-        held = Held(keys=("e",), shape=(4, 2), dtype=torch.float64, layout=make_layout([[], []], {"dp": FANNED}))
-        table = make_parameter(torch.zeros(4, 2, dtype=torch.float64), held, groups)
-        GradientSync([(held, table)], groups)
-        with pytest.raises(InputError, match="sparse=False"):
-            torch.nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum().backward()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of create_graph itself
         run_ranks(2, body)
+
+
+def test_sparse_gradients_are_summed_as_dense_ones():
+    def body(rank):
+        groups = Pieces(mesh_of(2)).groups
+        held = Held(keys=("e",), shape=(4, 2), dtype=torch.float64, layout=make_layout([[], []], {"dp": FANNED}))
+        table = make_parameter(torch.zeros(4, 2, dtype=torch.float64), held, groups)
+        GradientSync([(held, table)], groups)
+        with Untouched():
+            lookup = torch.nn.functional.embedding(torch.tensor([rank]), table, sparse=True).sum()
+        with pytest.raises(InputError, match="sparse=False"):
+            torch.autograd.grad(lookup, table, retain_graph=True)
+        lookup.backward()
+        return table.grad
+
+    for gradient in run_ranks(2, body):
+        assert gradient.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
 
 
 def test_removed_hooks_do_nothing():

@@ -6,6 +6,7 @@ from .captured import Captured, Function, InputLeaf
 from .casting import cast, casting
 from .copies import copy_module, rebind
 from .interpret import run
+from .module_hooks import check_hooks
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
 from .real import NoValues, Real
@@ -26,6 +27,7 @@ __all__ = [
     "capture_pair",
     "cast",
     "casting",
+    "check_hooks",
     "copy_module",
     "experts",
     "find_opaque",

@@ -67,7 +67,7 @@ from .pipeline import assemble
 from .replicas import count_replicas
 from .scalars import check_floats
 from .seats import Seat, check_held, find_seats, with_masters
-from .skeleton import calling, carry, check_effects, check_hooks, signature, skeleton_of
+from .skeleton import calling, carry, check_effects, signature, skeleton_of
 
 Outputs = Literal["all", "scalars"]
 
@@ -165,6 +165,10 @@ class Compiler:
         self.method, self.floats = method, floats or {}
         if not self.programs:
             self._check_first(model)
+        return self._compile(model, args, kwargs)
+
+    @torch.inference_mode(False)  # what is made for inference can't train later
+    def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
@@ -196,7 +200,6 @@ class Compiler:
         return self._load(model, captured, made[0], next(iter(groups.values())))
 
     def _check_first(self, model: ParallelModel) -> None:
-        check_hooks(self.skeleton)
         if self.optimizer is not None and not model.training and torch.is_grad_enabled():
             warnings.warn(
                 "the model is in eval mode and has an optimizer: it is planned for evaluation, and trained so (dropout "

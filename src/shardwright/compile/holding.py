@@ -15,6 +15,7 @@ from ..plan.rows import replica_axes
 from ..runtime import roll_call
 from ..runtime.gradients import GradientSync
 from ..runtime.holding import Held, coordinates, kept_layout, scatter, storage_layout
+from ..runtime.hooks import take_hooks
 from ..runtime.model import Holding
 from ..runtime.parameters import ShardParameter, Untouched, join, make_parameter
 from ..runtime.pipeline import Ties
@@ -50,6 +51,7 @@ class Holder:
             full = self._shared(old[key])
             if key in own:
                 pieces[key] = self._piece(full, own[key], groups)
+                take_hooks(pieces[key], old[key])
         buffers = {key: self._buffer(key, held) for key, held in self.module.named_buffers(remove_duplicate=False)}
         every_held = tuple((seat.mesh, seat.held) for seat in seats)
         if len(seats) > 1:
@@ -60,7 +62,7 @@ class Holder:
             held=list(seat.held),
             parameters=pieces,
             buffers=buffers,
-            sync=self._sync([(one, p) for one, p in pairs if one.trainable], groups, every_held),
+            sync=self._sync(pairs, groups, every_held),
             zero=self._zero3(pairs, groups, units),
             random=self.random,
             replica_axes=replica_axes(seat.mesh),
@@ -86,10 +88,10 @@ class Holder:
         held = [one for seat in seats for one in seat.held]
         return {old[key]: pieces.get(one.name) for one in held for key in one.keys}
 
-    def _sync(self, trained: Sequence[tuple[Held, nn.Parameter]], groups: Groups, seats: Seats) -> GradientSync | None:
+    def _sync(self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, seats: Seats) -> GradientSync | None:
         ties = Ties(seats) if len(seats) > 1 else None
         alone = ties is None and groups.mesh.size == 1
-        return None if alone else GradientSync(trained, groups, ties=ties, dtype=self.wire)
+        return None if alone else GradientSync(pairs, groups, ties=ties, dtype=self.wire)
 
     def _zero3(self, pairs: Sequence[tuple[Held, nn.Parameter]], groups: Groups, order: Sequence[str]) -> Zero3 | None:
         units: dict[str, list[tuple[Held, nn.Parameter]]] = {}

@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..capture import copy_module, rebind
-from ..errors import CaptureError, InputError
+from ..capture import check_hooks, copy_module, rebind
+from ..errors import CaptureError
 from ..ir import Graph
 from ..runtime.guards import ABSENT, SLOTS, freeze
 from ..runtime.parameters import Untouched
@@ -25,6 +25,7 @@ from ..runtime.pinned import HOOKS
 
 def skeleton_of(module: nn.Module) -> nn.Module:
     """A copy of a module in which parameters and buffers are on meta: what capture needs, and no memory."""
+    check_hooks(module)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         with Untouched():  # of an original that is compiled for the second time
@@ -70,20 +71,6 @@ def carry(skeleton: nn.Module, shown: nn.Module, path: str, name: str, value: An
         return
     pairs = zip(shown.modules(), skeleton.modules(), strict=False)
     target[name] = rebind(value, {id(seen): part for seen, part in pairs})
-
-
-def check_hooks(skeleton: nn.Module) -> None:
-    """Backward hooks of modules are no part of a graph: they would never run."""
-    for path, part in skeleton.named_modules():
-        hooks: Mapping[Any, Any] = {**part._backward_hooks, **part._backward_pre_hooks}
-        if hooks:
-            names = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks.values())
-            where = f"of {path}" if path else "of the model"
-            raise InputError(
-                f"there is a backward hook {where} ({names}), which would never run: a program does not call its "
-                "modules. Remove it before sw.parallelize; hook the model that sw.parallelize returns, or leave the "
-                "submodule out of what is compiled with parts=[...]"
-            )
 
 
 _INSIDE = "_shardwright_inside"

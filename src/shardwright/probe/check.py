@@ -186,8 +186,9 @@ def backward(
     needed = [x for x in inputs if x.requires_grad]
     if not pairs or not needed:
         return [None] * len(inputs)
-    found = iter(torch.autograd.grad([y for y, _ in pairs], needed, [g for _, g in pairs], allow_unused=True))
-    return [next(found) if x.requires_grad else None for x in inputs]
+    gradients_of = torch.autograd.grad([y for y, _ in pairs], needed, [g for _, g in pairs], allow_unused=True)
+    dense = iter([g.to_dense() if g is not None and g.is_sparse else g for g in gradients_of])
+    return [next(dense) if x.requires_grad else None for x in inputs]
 
 
 def apart(held: Sequence[Tensor | None], whole: Tensor, layout: Layout, mesh: Mesh) -> str:

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwright.errors import InputError
+
 from . import journal, nearby
 from .holding import Held, coordinates, named, zero_axes
+from .hooks import ParameterHooks
 from .packing import Pack
-from .parameters import ShardParameter, Untouched, raw_gradient, set_raw_gradient
+from .parameters import ShardParameter, Untouched, dress_gradient, raw_gradient, set_raw_gradient
 from .world import Groups
 
 
@@ -33,8 +36,17 @@ class Entry:
         self.seen = False  # its gradient of this backward is in the bucket
         self.passing = False  # autograd is about to set .grad to it
         self.local: Tensor | None = None  # the pending sums that it is to be added to
-        self.pending = False  # .grad holds local sums that were not synced yet
         self.true: Tensor | None = None  # the synced .grad that was there before
+        self.hooks = parameter.hooks if isinstance(parameter, ShardParameter) else ParameterHooks()
+
+    @property
+    def pending(self) -> bool:
+        """Whether `.grad` holds local sums that were not synced yet; an optimizer looks at it too."""
+        return getattr(self.parameter, "unsummed", False)
+
+    @pending.setter
+    def pending(self, unsummed: bool) -> None:
+        self.parameter.unsummed = unsummed  # type: ignore[attr-defined]
 
     def set_aside(self) -> Tensor | None:
         """Take `.grad` away: the true one is kept here, a pending one is returned."""
@@ -59,7 +71,10 @@ class Entry:
     def hand_out(self, total: Tensor) -> None:
         """Make `.grad` the true gradient: what was there before, and this backward's sum."""
         true, self.true, self.seen = self.true, None, False
+        if self.hooks.before:
+            total = self.hooks.change(dress_gradient(self.parameter, total))
         set_raw_gradient(self.parameter, total.to(self.held.true_dtype) if true is None else true.add_(total))
+        self.hooks.tell(self.parameter)
 
 
 class Bucket:
@@ -67,7 +82,8 @@ class Bucket:
 
     def __init__(self, entries: Sequence[Entry], axes: tuple[str, ...], groups: Groups, dtype: torch.dtype) -> None:
         self.entries = list(entries)
-        self.group = groups[axes].process_group
+        self.over = groups[axes]
+        self.group = self.over.process_group
         self.dtype = dtype
         self.sizes = [entry.parameter.numel() for entry in entries]
         self.missing = len(entries)
@@ -209,9 +225,12 @@ class SplitBucket(Bucket):
                 shard = entry.parameter.shard if isinstance(entry.parameter, ShardParameter) else None
                 assert shard is not None
                 old = raw_gradient(shard)
+                if entry.hooks.before:
+                    share = entry.hooks.change(dress_gradient(shard, share))
                 kept = share.detach().to(entry.held.true_dtype)
                 set_raw_gradient(shard, kept if old is None else old.add_(share))
                 set_raw_gradient(entry.parameter, None)
+                entry.hooks.tell(entry.parameter)
             entry.seen, entry.true = False, None
         self.flat = self.row = None
         self.missing = len(self.entries)
@@ -240,6 +259,28 @@ class TiedBucket(Bucket):
         self.missing = len(self.entries)
         used = self._used(self.flags)
         return [(e, slot if any_ else None) for e, slot, any_ in zip(self.entries, self.slots, used, strict=True)]
+
+
+def expect_plain(held: Held, gradient: Tensor) -> None:
+    """Refuse what can't be added to `.grad` after a sum over ranks."""
+    if gradient.requires_grad:
+        raise InputError(
+            f"backward(create_graph=True) reached parameter {held.name}, and a .grad that is summed over ranks has no "
+            "graph; use torch.autograd.grad(loss, parameters, create_graph=True), whose gradients have one, or leave "
+            "create_graph out"
+        )
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient that can be summed in a flat buffer: `EmbeddingBag(sparse=True)` gives the rows that were read."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def make_dense(parameter: Tensor) -> None:
+    """Have no sparse `.grad`: an update of its rows and one of all rows, most with zeros, are the same."""
+    gradient = raw_gradient(parameter)
+    if gradient is not None and gradient.is_sparse:
+        set_raw_gradient(parameter, gradient.to_dense())
 
 
 def _uses(flat: Tensor) -> int:

@@ -222,24 +222,45 @@ class _SumInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.mark_dirty(x)
+        ctx.group = group
         return begin_all_reduce(x, group)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return fan_out(gradient, ctx.group), None  # nothing, and its own gradient is a sum again
+
+
+Factor = float | Callable[[], Tensor]
+"""A number, or what gives it once backward needs it."""
 
 
 class _Scale(torch.autograd.Function):
-    """Not an adjoint pair, hence on its own."""
+    """The border between the user's loss and that of all groups, a mean of theirs; not an adjoint pair.
+
+    Values cross it as they are, and what is a gradient is weighed. A gradient that the user computes with
+    (`create_graph`) is a value to them, so that its own gradient crosses as it is, and the next is weighed again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: Factor) -> Tensor:
         ctx.factor = factor
-        return x
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
+        weighed: Tensor = _Weigh.apply(gradient, ctx.factor)  # type: ignore[no-untyped-call]
+        return weighed, None
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, factor: Factor) -> Tensor:
+        ctx.factor = factor
+        return gradient * (factor().to(gradient.dtype) if callable(factor) else factor)
+
+    @staticmethod
+    def backward(ctx: Any, again: Tensor) -> tuple[Tensor, None]:
+        return scale_gradient(again, ctx.factor), None
 
 
 def fan_in(x: Tensor, group: Group) -> Tensor:
@@ -359,7 +380,7 @@ def reduce(x: Tensor, group: Group, op: Reduction) -> Tensor:
     return all_reduce(x, group, op)
 
 
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
+def scale_gradient(x: Tensor, factor: Factor) -> Tensor:
     """Forward does nothing / backward multiplies by the factor."""
     if not x.requires_grad:
         return x

@@ -223,7 +223,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     """Gradients, buffers, counters and random numbers are afterwards as they were; the step draws what it drew."""
     compiled = [part for part in model.modules() if isinstance(part, ParallelModel)]
     random = [(held, held.step) for part in compiled if (held := part.random) is not None]
-    counts = [(part, part._backwards) for part in compiled]
+    counts = [(part, part._turns.count) for part in compiled]
     buffers = [(held, held.detach().clone()) for held in model.buffers()]
     with Untouched():
         gradients = [(leaf, leaf.grad) for leaf in _leaves(model)]
@@ -232,14 +232,14 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     for held, step in random:
         held.step = max(0, step - 1)
     for part, count in counts:
-        part._backwards = max(0, count - 1)
+        part._turns.count = max(0, count - 1)
     try:
         yield
     finally:
         for held, step in random:
             held.step = step
         for part, count in counts:
-            part._backwards = count
+            part._turns.count = count
         with torch.no_grad(), Untouched():
             for buffer, value in buffers:
                 buffer.copy_(value)

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from shardwright.errors import InputError
 
 from . import journal, nearby
 from .faults import told
+from .stage_numbers import expect_unread, stage_number
 from .stages import Stages
 from .world import Group, Groups
 
@@ -42,8 +44,13 @@ class ShardNorm(Tensor):
                 return args[0]
             if func is torch.stack and isinstance(args[0], (list, tuple)):
                 return torch.stack(_of_all_stages(args[0], _settle(args[0])), *args[1:], **(kwargs or {}))
-            plain = torch.utils._pytree.tree_map_only(ShardNorm, lambda norm: _settle([norm])[0], (args, kwargs or {}))
-            return func(*plain[0], **plain[1])
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            of_stage = any(isinstance(leaf, ShardNorm) and leaf.stages is not None for leaf in leaves)
+            if of_stage:
+                expect_unread(func)
+            plain = torch.utils._pytree.tree_map_only(ShardNorm, settled, (args, kwargs or {}))
+            made = func(*plain[0], **plain[1])
+            return stage_number(made) if of_stage and type(made) is Tensor else made
 
 
 def make_norm(
@@ -54,6 +61,11 @@ def make_norm(
     made.axes, made.groups, made.order = axes, groups, order
     made.stages, made.of = stages, of
     return made
+
+
+def settled(norm: ShardNorm) -> Tensor:
+    """The norm of the whole, for who computes with it and with pieces at once."""
+    return _settle([norm])[0]
 
 
 @told
@@ -91,8 +103,12 @@ class _Total(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True reached the norm of a parameter that is split over ranks, whose gradient has none; "
+                "write p.square().sum().sqrt(), which has"
+            )
         return gradient * ctx.saved_tensors[0], None
 
 

@@ -23,7 +23,10 @@ Buckets are summed in the dtype of the parameter, or in another one (`dtype`), a
 gradient's own.
 Parameters that level 3 splits are not handled here but in `zero`.
 
-Not supported: `create_graph=True`, and a backward inside a backward (reentrant checkpoints).
+`torch.autograd.grad` has no use for `.grad`: what it asks for is summed at once, one parameter after the other, by an
+op that has a gradient of its own, and handed out as a piece where it is one.
+
+Not supported: adding to `.grad` with `create_graph=True`, and a backward inside a backward (reentrant checkpoints).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -40,10 +44,13 @@ from torch.nn import Parameter
 
 from shardwright.errors import InputError, RankError
 
-from .buckets import Bucket, Entry, SplitBucket, TiedBucket
+from . import comm
+from .buckets import Bucket, Entry, SplitBucket, TiedBucket, expect_plain, make_dense
+from .destination import destination_of, leaf_node
 from .faults import told
-from .holding import Held, summing_axes, zero_axes
-from .parameters import ShardParameter, Untouched, raw_gradient, set_raw_gradient
+from .holding import Held, named, summing_axes, zero_axes
+from .hooks import check_put_off
+from .parameters import ShardParameter, Untouched, dress_gradient, raw_gradient, set_raw_gradient
 from .world import Groups
 
 
@@ -54,6 +61,24 @@ class Tied(Protocol):
 
     def finish(self, buckets: Sequence[TiedBucket]) -> None:
         """Hand out the sums over all stages."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """Which of several backwards makes gradients true: the last of every so many."""
+
+    every: int = 1
+    count: int = 0  # how many there were
+    task: int = -1  # the newest, as autograd numbers them
+
+    def come(self, task: int) -> None:
+        """A backward reaches parameters."""
+        if task != self.task:
+            self.task, self.count = task, self.count + 1
+
+    @property
+    def is_last(self) -> bool:
+        return self.count % self.every == 0
 
 
 class GradientSync:
@@ -72,27 +97,55 @@ class GradientSync:
         ties: Tied | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.enabled, self.ties = True, ties
+        self.ties, self.turns = ties, Turns()
+        self._paused = False  # by no_sync
         self.buckets = _buckets(params, groups, bucket_mb, first_mb, ties or (), dtype)
         self._tied = [bucket for bucket in self.buckets if isinstance(bucket, TiedBucket)]
         self._entries = [entry for bucket in self.buckets for entry in bucket.entries]
         self._next = 0  # the first bucket that was not launched in this backward
         self._finished = 0
         self._task = -1  # the backward that is running, as autograd numbers them
+        self._asked = (-1, False)  # the last backward that came by, and whether its gradients are for its caller
+        self._frozen = [(held, leaf) for held, leaf in params if not held.trainable]
         self._handles: list[Any] = []
-        for entry in self._entries:
-            leaf: Any = entry.parameter
-            self._handles.append(leaf.register_hook(partial(self._arrived, entry)))
-            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(self._passed, entry)))
+        with Untouched():
+            for entry in self._entries:
+                leaf: Any = entry.parameter
+                if isinstance(leaf, ShardParameter):
+                    leaf.hooks.summed_later = True
+                self._handles.append(leaf.register_hook(partial(self._arrived, entry)))
+                self._handles.append(leaf.register_post_accumulate_grad_hook(partial(self._passed, entry)))
+            self._own_hooks = {id(entry.parameter): _count_hooks(entry.parameter) for entry in self._entries}
+            synced = {id(entry.parameter) for entry in self._entries}
+            for _, leaf in params:
+                if id(leaf) not in synced and leaf.requires_grad:
+                    self._handles.append(leaf.register_hook(partial(self._complete, leaf)))
+                    self._handles.append(leaf.register_post_accumulate_grad_hook(make_dense))
+
+    def check_frozen(self) -> None:
+        """Refuse a parameter that was frozen when the plan was made: no rank would sum its gradient."""
+        with Untouched():
+            thawed = [held.name for held, leaf in self._frozen if leaf.requires_grad]
+        if thawed:
+            raise InputError(
+                f"the parameters {named(thawed)} were frozen when the model was compiled and now need gradients, which "
+                "the plan does not sum; parallelize with requires_grad=True for all that is ever trained, and freeze "
+                "afterwards (p.requires_grad_(False) on the parallelized model), which may change at any time"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the backward that came last makes gradients true."""
+        return not self._paused and self.turns.is_last
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within this, backward only adds up local gradients."""
-        before, self.enabled = self.enabled, False
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self.enabled = before
+            self._paused = before
 
     def flush(self) -> None:
         """Sync what is pending, without a backward. All ranks must call it. Returns at once if nothing is."""
@@ -107,31 +160,54 @@ class GradientSync:
     def begin(self) -> None:
         """A backward runs that others take part in: sync at its end, even if no gradient comes by here."""
         task = torch._C._current_graph_task_id()
+        self.turns.come(task)
         if self.enabled and self.buckets and task != self._task:
             self._begin(task)
 
+    def _is_for_caller(self, leaf: Tensor) -> bool:
+        """Whether `torch.autograd.grad` runs: a backward is for `.grad` or for its caller, with all its leaves."""
+        task = torch._C._current_graph_task_id()
+        if self._asked[0] != task:
+            with Untouched():
+                self._asked = task, destination_of(leaf_node(leaf)) == "caller"
+        return self._asked[1]
+
+    def _complete(self, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """A gradient that nothing has to be added to, but that may be that of a piece."""
+        if gradient is None or not self._is_for_caller(leaf):
+            return None
+        return dress_gradient(leaf, gradient)
+
     @told
-    def _arrived(self, entry: Entry, gradient: Tensor | None) -> None:
+    def _arrived(self, entry: Entry, gradient: Tensor | None) -> Tensor | None:
         """Autograd has this backward's gradient of one parameter, and is about to add it to `.grad`."""
         if gradient is None:  # a function of which it is an input has none for it
-            return
-        _expect_plain(entry, gradient)
+            return None
+        if self._is_for_caller(entry.parameter):
+            return _summed(entry, gradient)
+        expect_plain(entry.held, gradient)
+        if not isinstance(entry.parameter, ShardParameter):
+            check_alone(entry.parameter, self._own_hooks[id(entry.parameter)])
+        task = torch._C._current_graph_task_id()
+        self.turns.come(task)
         if not self.enabled:
+            check_put_off(entry.hooks, entry.held.name)
             if not entry.pending:
                 entry.set_aside()
                 entry.pending = True
             elif raw_gradient(entry.parameter) is None:  # zero_grad came in between
                 entry.true = None
-            return
-        task = torch._C._current_graph_task_id()
+            return None
         if task != self._task:
             self._begin(task)
         entry.local = entry.set_aside()
         entry.passing = True
+        return None
 
     @told
     def _passed(self, entry: Entry, parameter: Tensor) -> None:
-        """Autograd has set `.grad` to the local gradient, after all hooks of the user: it goes into the bucket."""
+        """Autograd has set `.grad` to the local gradient: it goes into the bucket."""
+        make_dense(parameter)
         if entry.passing:
             gradient, local = raw_gradient(parameter), entry.local
             entry.passing, entry.local = False, None
@@ -175,6 +251,27 @@ class GradientSync:
         self._task, self._next, self._finished = -1, 0, 0
 
 
+def _count_hooks(parameter: Any) -> int:
+    return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+
+
+def check_alone(parameter: Tensor, own: int) -> None:
+    """Refuse hooks on a parameter outside of all compiled parts: autograd calls them before it is summed."""
+    if _count_hooks(parameter) > own:
+        raise InputError(
+            f"parameter {getattr(parameter, 'key', '')} is outside of the compiled parts and has hooks, which would "
+            'see the gradient of one data-parallel group; with inputs="same" all ranks see the same, or compile all '
+            "of the model"
+        )
+
+
+def check_frozen(*syncs: GradientSync | None) -> None:
+    """Refuse a call that trains what nobody sums."""
+    for sync in syncs:
+        if sync is not None:
+            sync.check_frozen()
+
+
 class Kind(NamedTuple):
     """What the parameters of one bucket have in common."""
 
@@ -189,14 +286,21 @@ class Kind(NamedTuple):
         return made(entries, self.axes, self.groups, self.dtype)
 
 
-def _expect_plain(entry: Entry, gradient: Tensor) -> None:
-    if gradient.requires_grad:
-        raise InputError(
-            f"backward(create_graph=True) reached parameter {entry.held.name}; gradients of gradients do not pass "
-            "through the sum over ranks, leave create_graph out"
-        )
+def _summed(entry: Entry, gradient: Tensor) -> Tensor:
+    """A gradient that `torch.autograd.grad` gives its caller: true, with a graph if that is asked for, and a piece."""
+    held, bucket = entry.held, entry.bucket
     if gradient.is_sparse:
-        raise InputError(f"parameter {entry.held.name} has a sparse gradient; build its Embedding with sparse=False")
+        raise InputError(
+            f"torch.autograd.grad asks for the gradient of parameter {held.name}, which is sparse, and those that are "
+            "summed over ranks are dense; build its Embedding with sparse=False, or call loss.backward()"
+        )
+    if isinstance(bucket, TiedBucket):
+        raise InputError(
+            f"torch.autograd.grad asks for the gradient of parameter {held.name}, which several stages of the pipeline "
+            "hold; call loss.backward() and read .grad, or use a plan without pp"
+        )
+    total = comm.fan_in(gradient, bucket.over)
+    return entry.hooks.change(dress_gradient(entry.parameter, total))
 
 
 def _buckets(

@@ -166,7 +166,7 @@ def scatter(
             f"parameter {held.name} has shape {held.shape}, got a tensor of shape {tuple(full.shape)}; "
             "load a state dict of the model that was compiled"
         )
-    piece = full.detach()
+    piece = full.detach().as_subclass(Tensor)
     for dim, cuts in enumerate((layout or kept_layout(held, sizes)).cuts):
         for cut in cuts:
             piece = blocks.take(piece, dim, cut, sizes[cut.axis], at[cut.axis])
@@ -176,7 +176,7 @@ def scatter(
 def gather(local: Tensor, held: Held, groups: Groups, layout: Layout | None = None) -> Tensor:
     """The whole tensor from every rank's piece, on every rank. All ranks of the mesh must call it."""
     sizes = groups.mesh.sizes
-    whole = local.detach()
+    whole = local.detach().as_subclass(Tensor)
     for dim, cuts in enumerate((layout or kept_layout(held, sizes)).cuts):
         for cut in reversed(cuts):  # only the minor-most cut can be joined directly
             whole = _gather_cut(whole, dim, cut, groups)

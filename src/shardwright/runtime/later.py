@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import begin_all_reduce, convert
+from .comm import begin_all_reduce, fan_out
 from .parameters import Untouched
 from .world import Group
 
@@ -48,12 +48,26 @@ def _arrived(x: Later) -> Tensor:
     return x.as_subclass(Tensor)
 
 
+class _Arriving(torch.autograd.Function):
+    """What a share will be summed into; its gradient is that of the sum, whose own gradient is a sum again."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, into: Callable[[], Tensor], group: Group) -> Tensor:
+        ctx.group = group
+        return into()  # no input, which autograd would not let anybody write to
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return fan_out(gradient, ctx.group), None, None
+
+
 def fan_in_later(share: Tensor, group: Group) -> Tensor:
     """`comm.fan_in` of a value that only the user reads: P to W, awaited when it is looked at."""
     if group.process_group is None:
         return share
     into = share.detach().clone()
     finish = begin_all_reduce(into, group)
-    later = convert(share, lambda _: into, lambda gradient: gradient).as_subclass(Later)
+    arriving: Tensor = _Arriving.apply(share, lambda: into, group)  # type: ignore[no-untyped-call]
+    later = arriving.as_subclass(Later)
     later.finish = finish
     return later

@@ -24,13 +24,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Cut
 
 from . import blocks
-from .comm import all_reduce, begin_all_reduce, fan_in
+from .comm import all_reduce, begin_all_reduce, fan_in, fan_in_out, fan_out
 from .world import Group
 
 Average = Literal["mean", "sum", "none"]
@@ -119,14 +118,13 @@ class _WholeMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor, rows: Group) -> Tensor:
         summed, counted = all_reduce(torch.stack([total.double(), count.double()]), rows)
-        ctx.counted = counted.to(total.dtype)
+        ctx.counted, ctx.rows = counted.to(total.dtype), rows
         mean: Tensor = summed / counted
         return mean.to(total.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient / ctx.counted, None, None
+        return fan_out(gradient, ctx.rows) / ctx.counted, None, None
 
 
 def count_labels(
@@ -238,8 +236,9 @@ class _SplitClasses(torch.autograd.Function):
         return loss.masked_fill(~valid, 0.0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _gradient_of_classes(ctx, gradient), *(None,) * 6
         logits, log_total, place, own, valid, scale, weight = ctx.saved_tensors
         smoothing, classes = ctx.smoothing, ctx.cut.elements
         g = gradient.to(log_total.dtype).masked_fill(~valid, 0.0)
@@ -253,6 +252,31 @@ class _SplitClasses(torch.autograd.Function):
             dx.scatter_add_(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
         dx.masked_fill_(~valid.unsqueeze(-1), 0.0)
         return dx.movedim(-1, _class_dim(logits)).to(logits.dtype), *(None,) * 6
+
+
+def _gradient_of_classes(ctx: Any, gradient: Tensor) -> Tensor:
+    """The gradient of `_SplitClasses` made of ops that have one, for `create_graph`: the softmax is taken again.
+
+    The sum of exponentials is over all ranks' classes and read by each for its own, and so is the incoming gradient:
+    whatever comes back to either is summed.
+    """
+    logits, log_total, place, own, valid, scale, weight = ctx.saved_tensors
+    smoothing, classes = ctx.smoothing, ctx.cut.elements
+    x = _rows_first(logits)
+    shifted = x - log_total.unsqueeze(-1)  # a constant that keeps exponentials small
+    log_sum = fan_in_out(shifted.exp().sum(-1), ctx.group).log()
+    g = fan_out(gradient.to(log_total.dtype), ctx.group).masked_fill(~valid, 0.0)
+    on_target = (1 - smoothing) * scale * g
+    on_all = on_target + smoothing / classes * ctx.everything * g if smoothing else on_target
+    dx = (shifted - log_sum.unsqueeze(-1)).exp() * on_all.unsqueeze(-1)
+    if smoothing:
+        each = (smoothing / classes * g).unsqueeze(-1)
+        dx = dx - (each if weight is None else each * _own_weights(weight, ctx.cut, ctx.group).to(each))
+    if dx.shape[-1]:
+        dx = dx.scatter_add(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
+    dx = dx.masked_fill(~valid.unsqueeze(-1), 0.0)
+    made: Tensor = dx.movedim(-1, _class_dim(logits)).to(logits.dtype)
+    return made
 
 
 def _rows_first(logits: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 
-from . import comm, faults, state
+from . import comm, faults, input_gradients, state
 from .comparison import InputComparison
 from .entry import Entry as Entry
 from .entry import Holding as Holding
-from .gradients import GradientSync
+from .gradients import GradientSync, Turns, check_frozen
 from .guards import warn_of_many
 from .inputs import CallInputs, Mode, check_dtypes
 from .random import Randomness
@@ -62,12 +62,12 @@ class ParallelModel(ModelView):
         super().__init__()
         self._reduction = Reduction(reduction)
         self._around: dict[str, Any] = {"skeleton": skeleton, "compile": compile_entry}
-        self._world, self._mode, self._accumulate = world, mode, accumulate
+        self._world, self._mode, self._turns = world, mode, Turns(accumulate)
         self._entries: dict[Any, Entry] = {}
         self._holding: Holding | None = None
         self.call_inputs = compile_entry.call_inputs
         self._comparison = InputComparison(first_only=self.call_inputs.computed)
-        self._whole, self._backwards = False, 0
+        self._whole = False
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
         self._beside: GradientSync | None = None  # of the module that this is a part of
@@ -169,11 +169,11 @@ class ParallelModel(ModelView):
 
     def sync_by_hand(self) -> None:
         """The loop says by `no_sync` when gradients are summed; `accumulate` was for the plan alone."""
-        self._accumulate = 1
+        self._turns.every = 1
 
     def sync_too(self, sync: GradientSync) -> None:
         """Put the sync of gradients outside of this part off whenever its own is."""
-        self._beside = sync
+        self._beside, sync.turns = sync, self._turns
 
     # -- state ---------------------------------------------------------------------------
 
@@ -210,6 +210,8 @@ class ParallelModel(ModelView):
     def hold(self, holding: Holding) -> None:
         """Take the pieces in, under the original names."""
         self._holding = holding
+        if holding.sync is not None:
+            holding.sync.turns = self._turns
         tensors: dict[str, Tensor] = {}
         for held in holding.held:
             tensors.update(dict.fromkeys(held.keys, holding.parameters[held.name]))
@@ -249,10 +251,12 @@ class ParallelModel(ModelView):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
         if self.passing == "gather":
+            input_gradients.expect_none(args, kwargs)
             args, kwargs = self.call_inputs.gather(args, kwargs)
         (args, kwargs), entry = self._find(args, kwargs, method)
         holding = self._ready()
         holding.check_filled()
+        check_frozen(holding.sync, self._beside)
         for stage in entry.stages:
             stage.renew()
         tensors = entry.flatten(args, kwargs)
@@ -260,9 +264,11 @@ class ParallelModel(ModelView):
         self._comparison.begin(entry.signature, tensors, place, at_once=self._whole)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
             tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
+        elif self.passing == "rows":
+            own = [rows for rows, literal in zip(entry.rows, entry.literals, strict=True) if not literal]
+            tensors = input_gradients.unweighed(tensors, own, self._reduction.kind, self.data_size, entry.stage is None)
         if self.training and torch.is_grad_enabled():
             holding.random.advance()
-            self._count(holding)
         found = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
         self._comparison.until_backward(found)
         return entry.unflatten(self._out(entry, found))
@@ -280,12 +286,6 @@ class ParallelModel(ModelView):
     def _pipeline(self, entry: Entry, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         assert entry.running is not None
         return entry.running(tensors, self.training)
-
-    def _count(self, holding: Holding) -> None:
-        self._backwards += 1
-        for sync in (holding.sync, self._beside):
-            if sync is not None and self._accumulate > 1:
-                sync.enabled = self._backwards % self._accumulate == 0
 
     def _out(self, entry: Entry, found: Sequence[Tensor]) -> list[Tensor | None]:
         left = iter(found)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import comm, journal
 from .world import Group
@@ -43,7 +42,7 @@ def batch_norm(
     if not training and running_mean is not None and running_var is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
     values, mean, var = _statistics(x.detach(), group)
-    y: Tensor = _Normalize.apply(x, weight, bias, values, mean, torch.rsqrt(var + eps), group)  # type: ignore[no-untyped-call]
+    y: Tensor = _Normalize.apply(x, weight, bias, values, mean, torch.rsqrt(var + eps), group, eps)  # type: ignore[no-untyped-call]
     if not training:
         return y, running_mean, running_var
     unbiased = var * (values / (values - 1))
@@ -85,17 +84,19 @@ class _Normalize(torch.autograd.Function):
         mean: Tensor,
         rstd: Tensor,
         group: Group | None,
+        eps: float,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, values, mean, rstd)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
-        ctx.place = journal.here()
+        ctx.place, ctx.eps = journal.here(), eps
         scale = rstd if weight is None else rstd * weight
         y = (_wide(x) - _channels(mean, x)) * _channels(scale, x)
         return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _gradient_of_normed(ctx, gradient)
         x, weight, values, mean, rstd = ctx.saved_tensors
         dims = _not_channels(x)
         dy = _wide(gradient)
@@ -114,8 +115,31 @@ class _Normalize(torch.autograd.Function):
             None if dx is None else dx.to(x.dtype),
             None if weight is None else dweight.to(weight.dtype),
             None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
+
+
+def _gradient_of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The same made of ops that have a gradient, for `create_graph`: mean and variance are taken again, of all rows."""
+    x, weight, values, _, _ = ctx.saved_tensors
+    dims, dy, wide = _not_channels(x), _wide(gradient), _wide(x)
+
+    def mean_over_all(sums: Tensor) -> Tensor:
+        whole = sums if ctx.group is None else comm.fan_in_out(sums, ctx.group)
+        return _channels(whole / values, x)
+
+    apart = wide - mean_over_all(wide.sum(dims))
+    rstd = torch.rsqrt(mean_over_all(apart.square().sum(dims)) + ctx.eps)
+    xhat = apart * rstd
+    of_bias, of_weight = dy.sum(dims), (dy * xhat).sum(dims)
+    dx = (dy - mean_over_all(of_bias) - xhat * mean_over_all(of_weight)) * rstd
+    dx = dx if weight is None else dx * _channels(weight, x)
+    return (
+        dx.to(x.dtype) if ctx.needs_input_grad[0] else None,
+        None if weight is None else of_weight.to(weight.dtype),
+        None if ctx.bias_dtype is None else of_bias.to(ctx.bias_dtype),
+        *(None,) * 5,
+    )
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -21,10 +21,13 @@ State that has the parameter's shape is kept cut like the parameter, whatever th
 
 from __future__ import annotations
 
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -39,7 +42,8 @@ from shardwright.errors import InputError
 from .fused import fused
 from .holding import coordinates, gather, scatter
 from .optimizer_state import remember_places
-from .parameters import ShardParameter, Untouched
+from .outside import as_model
+from .parameters import ShardParameter, Untouched, raw_gradient
 from .refresh import Refresh
 
 Sees = Literal["element", "tensor", "everything"]
@@ -120,7 +124,7 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardParameter | No
         owners = [leaf.owner for leaf in leaves if getattr(leaf, "owner", None) is not None]
         if owners:
             refresh = Refresh(owners)
-            optimizer.register_step_post_hook(lambda optimizer, args, kwargs: refresh())
+            optimizer.register_step_post_hook(partial(_refresh, refresh))
         _around_step(optimizer, _step_plainly)
 
 
@@ -137,7 +141,22 @@ def _kind(optimizer: Optimizer, elsewhere: bool) -> Sees:
             f"an update of {name} may need all parameters at once, and in a pipeline no rank has them; use a plan "
             f"without pp, or set {name}.elementwise = True if an update of an element needs that element only"
         )
+    if kind != "element" and _is_stepping(optimizer):
+        raise InputError(
+            f"the model is compiled within {name}.step(closure), which has begun on the original parameters and would "
+            "go on with pieces as if they were whole; pass example=(...) to parallelize, or call the model once before"
+        )
     return kind
+
+
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Whether a step of this optimizer is running, further up."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def load_whole(optimizer: Optimizer, saved: Mapping[str, Any], names: Sequence[str], of: Callable[[Any], str]) -> None:
@@ -182,10 +201,25 @@ def _around_step(optimizer: Optimizer, around: Callable[[Optimizer, Inner, Closu
     inner = optimizer.step
 
     def step(self: Optimizer, closure: Closure | None = None) -> Any:
+        if closure is None:
+            _expect_summed(self)
         return around(self, inner, closure)
 
     step.__dict__.update(getattr(inner, "__dict__", {}))
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _expect_summed(optimizer: Optimizer) -> None:
+    """Refuse a step with gradients that are still this rank's own."""
+    for group in optimizer.param_groups:
+        for leaf in group["params"]:
+            owner = getattr(leaf, "owner", None)
+            whole = leaf if owner is None else owner
+            if getattr(whole, "unsummed", False) and raw_gradient(whole) is not None:
+                raise InputError(
+                    "step() with gradients that were not summed over ranks: the last backward ran under no_sync, or "
+                    "accumulate= counts on more backwards before a step; leave no_sync for the last backward of a step"
+                )
 
 
 def _step_plainly(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
@@ -194,11 +228,17 @@ def _step_plainly(optimizer: Optimizer, inner: Inner, closure: Closure | None) -
         optimizer._optimizer_step_pre_hooks,
         [h for h in hooked._global_optimizer_pre_hooks.values() if getattr(h, "__module__", "") != _UNADOPTED],
     )
-    after = (optimizer._optimizer_step_post_hooks, hooked._global_optimizer_post_hooks)
+    after = (*optimizer._optimizer_step_post_hooks.values(), *hooked._global_optimizer_post_hooks.values())
     if closure is not None or any(before):
         return inner(closure)
-    with fused(optimizer), nullcontext() if any(after) else Untouched():
+    own = all(getattr(hook, "func", None) is _refresh for hook in after)
+    with fused(optimizer), as_model() if own else nullcontext(), nullcontext() if after else Untouched():
         return inner()
+
+
+def _refresh(refresh: Refresh, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook after step, of ours."""
+    refresh()
 
 
 # -- optimizers that must see whole tensors ---------------------------------------------------

@@ -10,12 +10,15 @@ So it is divided by their number on its way back. All ranks must compute the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import comm
 from .holding import summing_axes, zero_axes
 
 _OPERATORS = frozenset(
@@ -31,7 +34,7 @@ _AS_THEY_ARE = frozenset(
 
 def is_use(function: Callable[..., Any]) -> bool:
     """Whether a function of parameters, called by the user, is one that gradients may come back through."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_inside():
         return False
     name = getattr(function, "__name__", "")
     if name.startswith("_"):
@@ -39,13 +42,47 @@ def is_use(function: Callable[..., Any]) -> bool:
     return not name.endswith("_") and name not in _AS_THEY_ARE
 
 
+_who = threading.local()  # runs: "user" or "model", where that is known
+
+
+def is_inside() -> bool:
+    """Whether what runs is a part of the model, or of an update of elements, and works on pieces as they are.
+
+    Where autograd runs that is so: a function's own backward may be written in Python.
+    """
+    known: str | None = getattr(_who, "runs", None)
+    return known == "model" if known is not None else torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def as_user() -> Iterator[None]:
+    """Around a hook of the user's, which is no part of the model although autograd runs."""
+    with _running("user"), torch._C._EnableTorchFunction():
+        yield
+
+
+@contextmanager
+def as_model() -> Iterator[None]:
+    """Around the update of an optimizer that is known to be elementwise."""
+    with _running("model"):
+        yield
+
+
+@contextmanager
+def _running(who: str) -> Iterator[None]:
+    before, _who.runs = getattr(_who, "runs", None), who
+    try:
+        yield
+    finally:
+        _who.runs = before
+
+
 def used(parameter: Any) -> Tensor:
     """The parameter, for a use outside of the model."""
     times = _times(parameter) if parameter.requires_grad else 1
     if times == 1:
         return parameter  # type: ignore[no-any-return]
-    found: Tensor = _Once.apply(parameter, times)  # type: ignore[no-untyped-call]
-    return found
+    return comm.scale_gradient(parameter, 1.0 / times)
 
 
 def _times(parameter: Any) -> int:
@@ -58,14 +95,3 @@ def _times(parameter: Any) -> int:
         return 1
     ranks: int = math.prod(sizes[axis] for axis in summing_axes(held, groups.mesh))
     return ranks * int(stages.count(held.name)) if stages is not None else ranks
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
-        ctx.times = times
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.times, None

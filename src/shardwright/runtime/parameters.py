@@ -12,14 +12,16 @@ gradient. At level 2 only the share exists, and both `.grad`s read it; its shape
 the shard's, not the parameter's. A float32 master is such a shard too, with memory of its own;
 where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
 
-Norms over the whole tensor are global, and so is what a `GradScaler` finds (`scaling`); anything
-else done to a piece is local, and counts once (`outside`). A forward pass should not pay for all
-this: run it under `torch._C.DisableTorchFunctionSubclass()`.
+Norms over the whole tensor are global, and so is what a `GradScaler` finds (`scaling`). What else may
+be done to a piece is in `pieces`, and a penalty counts once (`outside`). Hooks see true gradients
+(`hooks`). A forward pass should not pay for all this: run it under
+`torch._C.DisableTorchFunctionSubclass()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,11 +30,16 @@ from torch import Tensor
 from shardwright.errors import InputError, RankError
 from shardwright.layout import Layout
 
-from .global_norms import make_norm
+from . import pieces
+from .global_norms import ShardNorm, settled
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
-from .outside import is_use, used
+from .hooks import ParameterHooks, add_hook
+from .outside import is_inside, is_use, used
 from .packing import Slot, make_slot
+from .piece_norms import NORMS
+from .pieces import Place
 from .scaling import UNSCALE, unscale
+from .stage_numbers import stage_number
 from .stages import Stages
 from .world import Groups
 
@@ -42,6 +49,7 @@ Untouched = torch._C.DisableTorchFunctionSubclass
 _GRAD: Any = torch.Tensor.grad  # on the class this is the descriptor, not a gradient
 _READ, _WRITE, _DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _ZERO = torch.Tensor.zero_
+_HOOK, _HOOK_AFTER = torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook
 
 
 INSTEAD = (
@@ -64,6 +72,7 @@ class ShardParameter(torch.nn.Parameter):
     cut_state: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
     stages: Stages | None = None  # of the pipeline that it is a part of
     prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
+    hooks: ParameterHooks  # of the user's
 
     def __new__(
         cls, data: Tensor, held: Held, groups: Groups | None, layout: Layout | None = None, requires_grad: bool = True
@@ -73,7 +82,34 @@ class ShardParameter(torch.nn.Parameter):
         made.spread = layout if layout is not None else held.layout
         made.groups = groups
         made.shard = made.owner = made.slot = made.cut_state = None
+        made.hooks = ParameterHooks()
         return made
+
+    def dress(self, gradient: Tensor) -> Tensor:
+        """A gradient of it as who computes with it should see it: a piece, if it is one."""
+        return dress_gradient(self, gradient)
+
+    def for_use(self) -> Tensor:
+        """The parameter as it is used outside of the model: what gradients come back to."""
+        if not torch.is_grad_enabled():
+            return self
+        plain, place = used(self), _place(self)
+        return plain if place is None or plain is self else dress(plain, place, self.stages)
+
+    def full_tensor(self) -> Tensor:
+        """The whole parameter, on every rank. All ranks that hold a piece of it must call it."""
+        with Untouched():
+            place = _place(self)
+            return self.detach().as_subclass(Tensor).clone() if place is None else place.whole(self.detach())
+
+    def full_grad(self) -> Tensor | None:
+        """The whole gradient, on every rank, or None. All ranks that hold a piece of it must call it."""
+        gradient = self.grad
+        with Untouched():
+            place = _place(gradient)
+            if gradient is None or place is None:
+                return None if gradient is None else gradient.detach().as_subclass(Tensor).clone()
+            return place.whole(gradient.detach())
 
     @classmethod
     def __torch_function__(
@@ -84,11 +120,11 @@ class ShardParameter(torch.nn.Parameter):
                 return _read(args[0])
             if func in (_WRITE, _DELETE):
                 return _write(args[0], args[1] if func == _WRITE else None)
-            if func in _NORMS:
-                return _NORMS[func](*args, **(kwargs or {}))
-            if is_use(func):
-                args, kwargs = torch.utils._pytree.tree_map_only(ShardParameter, used, (args, kwargs))
-            return func(*args, **(kwargs or {}))
+            if func in NORMS:
+                return NORMS[func](*args, **(kwargs or {}))
+            if func in (_HOOK, _HOOK_AFTER):
+                return add_hook(args[0], args[1], after=func is _HOOK_AFTER)
+            return _outside(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
         """A copy of the piece in the same place of the same mesh; groups are shared, never copied."""
@@ -166,8 +202,12 @@ def join(stages: Stages, parameters: Iterable[ShardParameter]) -> None:
 
 
 class ShardGradient(Tensor):
-    """The gradient of a piece: `spread` is how it lies on the mesh, `mine` what of it counts in a norm."""
+    """The gradient of a piece, or what a user made of one: `lies` is how it lies on the mesh.
 
+    A norm is taken of `mine` if that is there, which lies as `spread` says.
+    """
+
+    lies: Layout
     spread: Layout
     groups: Groups | None
     stages: Stages | None
@@ -180,13 +220,35 @@ class ShardGradient(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with Untouched():
-            if func in _NORMS:
-                return _NORMS[func](*args, **(kwargs or {}))
+            if func in NORMS:
+                return NORMS[func](*args, **(kwargs or {}))
             if func is UNSCALE:
                 return unscale(*args)
             if func is _ZERO and getattr(args[0], "whole", None) is not None:
                 args[0].whole.zero_()
-            return func(*args, **(kwargs or {}))
+            return _outside(func, args, kwargs or {})
+
+    def full_tensor(self) -> Tensor:
+        """The whole of it, on every rank. All ranks that hold a piece of it must call it."""
+        with Untouched():
+            place = _place(self)
+            return self.detach().as_subclass(Tensor).clone() if place is None else place.whole(self.detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with Untouched():
+            place, copied = _place(self), self.detach().as_subclass(Tensor).clone()
+            return copied if place is None else dress(copied, place, self.stages)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with Untouched():
+            place = _place(self)
+            if place is not None:
+                raise pieces.refusal("pickling", place, self.shape)
+            return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with Untouched():
+            return f"a piece of {self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.lies}"
 
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:
@@ -225,7 +287,7 @@ def _dressed(parameter: ShardParameter, gradient: Tensor | None) -> Tensor | Non
         return gradient
     made = _as_gradient(gradient, parameter)
     if parameter.shard is not None and parameter.slot is not None:
-        made.spread = parameter.shard.spread
+        made.spread = parameter.shard.spread  # what `mine` is
         made.mine = parameter.slot.owned(gradient, _index(parameter))
     parameter.grad = made
     return made
@@ -242,11 +304,72 @@ def _share_of_owner(shard: ShardParameter, owner: ShardParameter) -> Tensor | No
 
 
 def _as_gradient(gradient: Tensor, parameter: ShardParameter) -> ShardGradient:
-    made = gradient.detach().as_subclass(ShardGradient)
-    made.spread, made.groups = parameter.spread, parameter.groups
-    made.stages, made.held = parameter.stages, parameter.held
+    return _made(gradient.detach(), parameter.held, parameter.spread, parameter.groups, parameter.stages)
+
+
+def _made(tensor: Tensor, held: Held, layout: Layout, groups: Groups | None, stages: Stages | None) -> ShardGradient:
+    made = tensor.as_subclass(ShardGradient)
+    made.lies = made.spread = layout
+    made.held, made.groups, made.stages = held, groups, stages
     made.mine = made.whole = None
     return made
+
+
+def dress(tensor: Tensor, place: Place, stages: Stages | None = None) -> ShardGradient:
+    """A plain tensor as the piece that it is, with the history that autograd knows."""
+    return _made(tensor, place.held, place.layout, place.groups, stages)
+
+
+def dress_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a parameter as who computes with it should see it: a piece, if it is one."""
+    if not isinstance(parameter, ShardParameter) or isinstance(gradient, ShardGradient):
+        return gradient
+    place = _place(parameter)
+    if place is None and parameter.stages is None:
+        return gradient
+    return _made(gradient, parameter.held, parameter.spread, parameter.groups, parameter.stages)
+
+
+def _place(x: Any) -> Place | None:
+    """Which part of what a tensor is; None if it is all of it."""
+    if not isinstance(x, (ShardParameter, ShardGradient)) or x.groups is None:
+        return None
+    place = Place(x.held, _layout(x), x.groups)
+    return place if place.axes else None
+
+
+def _layout(x: ShardParameter | ShardGradient) -> Layout:
+    return x.spread if isinstance(x, ShardParameter) else x.lies
+
+
+def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of parameters or gradients that the user calls, or a backward that is written in Python."""
+    if is_inside():
+        return func(*args, **kwargs)
+    if args and isinstance(args[0], ShardParameter) and args[0].held.master and args[0].owner is None:
+        pieces.expect_lasting(func, args[0].held)
+    args, kwargs = torch.utils._pytree.tree_map_only(ShardNorm, settled, (args, kwargs))
+    if is_use(func):
+        args, kwargs = torch.utils._pytree.tree_map_only(ShardParameter, lambda x: x.for_use(), (args, kwargs))
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    ours = [x for x in leaves if isinstance(x, (ShardParameter, ShardGradient))]
+    stages = next((x.stages for x in ours if x.stages is not None), None)
+    if any(_place(x) is not None for x in ours):
+        made = pieces.run(func, args, kwargs, _place, partial(dress, stages=stages))
+    else:
+        made = func(*args, **kwargs)
+    return made if stages is None else _of_stage(func, made, ours)
+
+
+def _of_stage(func: Callable[..., Any], made: Any, ours: Sequence[Any]) -> Any:
+    """What was made of parameters of a stage: a number about that stage, or what numbers may be made of."""
+    name = getattr(func, "__name__", "")
+    if type(made) is not Tensor or name.startswith("new_") or name.endswith("_like"):
+        return made
+    if made.ndim == 0:
+        return stage_number(made)
+    of = next((x for x in ours if x.shape == made.shape and x.stages is not None), None)
+    return made if of is None else _made(made, of.held, _layout(of), of.groups, of.stages)
 
 
 def _index(parameter: ShardParameter) -> int:
@@ -269,70 +392,8 @@ def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
     other = parameter.owner if parameter.owner is not None else other
     if other is not None and gradient is None:
         other.grad = None
-    if parameter.shard is not None and other is not None and gradient is not None:
-        parameter = parameter.shard if gradient.shape == parameter.shard.shape else parameter
+    if parameter.shard is not None and other is not None and gradient is not None:  # level 2 keeps a share
+        if gradient.shape != parameter.shard.shape and parameter.slot is not None:
+            gradient = parameter.slot.owned(gradient, _index(parameter)).clone()
+        parameter = parameter.shard
     parameter.grad = gradient
-
-
-# -- norms -------------------------------------------------------------------------------
-
-
-def _norm_of(x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """`torch.linalg.vector_norm` of a piece: lazily global if it is over everything."""
-    if dim is not None or keepdim:
-        return torch.linalg.vector_norm(_for_use(x), order, dim, keepdim, dtype=dtype)
-    return _norms([x], order, dtype=dtype)[0]
-
-
-def _old_norm(
-    x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-) -> Any:
-    """`torch.norm` and `Tensor.norm`; over everything, the Frobenius norm is the 2-norm."""
-    if dim is not None or keepdim or out is not None or p == "nuc":
-        return torch.norm(_for_use(x), p, dim, keepdim, out, dtype)
-    return _norm_of(x, 2 if p in ("fro", None) else p, dtype=dtype)
-
-
-def _new_norm(x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
-    """`torch.linalg.norm`, whose order means a matrix norm if it is given for a matrix."""
-    if ord is None and dim is None and not keepdim and others.get("out") is None:
-        return _norm_of(x, 2, dtype=others.get("dtype"))
-    return torch.linalg.norm(_for_use(x), ord, dim, keepdim, **others)
-
-
-def _for_use(x: Tensor) -> Tensor:
-    """What gradients may come back to: a parameter, as it is used outside of the model."""
-    return used(x) if isinstance(x, ShardParameter) and torch.is_grad_enabled() else x
-
-
-def _norms(tensors: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> list[Tensor]:
-    """`torch._foreach_norm`, for pieces and plain tensors mixed."""
-    own = [getattr(x, "mine", None) for x in tensors]
-    counted = [_for_use(x) if mine is None else mine for x, mine in zip(tensors, own, strict=True)]
-    found = [x if x.numel() else x.sum(dtype=dtype) for x in counted]  # nothing is 0, and has a gradient too
-    full = [at for at, x in enumerate(counted) if x.numel()]
-    if full:
-        for at, norm in zip(full, torch._foreach_norm([counted[at] for at in full], order, dtype), strict=True):
-            found[at] = norm
-    return [_lazy(x, norm, float(order)) for x, norm in zip(tensors, found, strict=True)]
-
-
-def _lazy(x: Tensor, norm: Tensor, order: float) -> Tensor:
-    groups: Groups | None = getattr(x, "groups", None)
-    if not isinstance(x, (ShardParameter, ShardGradient)):
-        return norm
-    if groups is None:
-        raise RankError("a piece without groups does not know its other ranks, so its norm is unknown")
-    axes = cutting_axes(x.spread, groups.mesh)
-    if not axes and x.stages is None:
-        return norm
-    return make_norm(norm, axes, groups, order, x.stages, x.held.name)
-
-
-_NORMS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.linalg.vector_norm: _norm_of,
-    torch.linalg.norm: _new_norm,
-    torch.norm: _old_norm,
-    torch.Tensor.norm: _old_norm,
-    torch._foreach_norm: _norms,
-}

@@ -11,8 +11,7 @@ A loss that the model computes itself is the mean over the whole batch already, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,8 +41,7 @@ class Reduction:
             return comm.scale_gradient(output, 1.0 / groups)
         if self.kind == "sum":
             return output
-        found: Tensor = _Weighed.apply(output, self._counted)  # type: ignore[no-untyped-call]
-        return found
+        return comm.scale_gradient(output, self._counted)
 
     def set(self, own: int | Tensor, all: Tensor) -> None:
         if self.kind != "token":
@@ -65,16 +63,3 @@ def total(count: int | float | Tensor, groups: Groups, axes: tuple[str, ...], de
     for axis in axes:
         found = comm.all_reduce(found, groups[axis])
     return found
-
-
-class _Weighed(torch.autograd.Function):
-    """The same; the weight is asked for when backward comes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.weight().to(gradient.dtype), None

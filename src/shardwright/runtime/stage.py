@@ -28,6 +28,7 @@ from shardwright.layout import share as share_of
 
 from .experts import experts
 from .methods import running
+from .parameters import Untouched
 from .pinned import ADDED, pin
 from .random import Randomness
 from .weights import WeightQueue
@@ -119,7 +120,7 @@ class Stage:
         """Compute the constants, and again if a buffer has changed since: loaded, or trained by another program."""
         versions = [held._version for held in self._unchanging]
         if versions != self._versions:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.device(self.device):
+            with torch.inference_mode(False), torch.no_grad(), Untouched(), torch.device(self.device):
                 self.constants()
             self._versions = versions
 

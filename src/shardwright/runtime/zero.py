@@ -13,178 +13,29 @@ Autograd would keep the gathered weights from forward to backward. Inside `savin
 only where a weight was (pack, offset, size, stride), and gathers it again when backward asks.
 
 Shares of gradients are summed at once, also under `no_sync`: putting it off would need a
-whole gradient for every unit, which is what level 3 is there to avoid. Hooks that a user
-puts on a split parameter do not run. A copy of a weight (a cast under autocast) is not a
-view on the gathered buffer, and is kept like any other activation.
+whole gradient for every unit, which is what level 3 is there to avoid. A copy of a weight (a cast
+under autocast) is not a view on the gathered buffer, and is kept like any other activation.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from shardwright.errors import LayoutError
+from shardwright.errors import InputError, LayoutError
 
-from . import journal, nearby
+from .buckets import expect_plain
+from .destination import destination_of
 from .faults import told
-from .holding import Held, coordinates, named, summing_axes, zero_axes
-from .packing import Pack, whole_buffer
-from .parameters import Untouched, raw_gradient, set_raw_gradient
+from .holding import zero_axes
+from .parameters import ShardParameter, Untouched
+from .shares import Gathered, Pair, Return, Shards
 from .world import Groups
-
-Pair = tuple[Held, Parameter]
-
-
-class Shards:
-    """Parameters of one unit, one dtype and the same zero axes: gathered by one collective."""
-
-    def __init__(
-        self, pairs: Sequence[Pair], axes: tuple[str, ...], groups: Groups, wire: torch.dtype | None = None
-    ) -> None:
-        self.wire = wire or pairs[0][0].dtype  # gradients are summed in it
-        self.pairs = list(pairs)
-        self.group = groups[axes]
-        self.pack = Pack([held for held, _ in pairs], axes, groups.mesh.sizes, coordinates(groups))
-        with torch.no_grad(), Untouched():
-            self.row = pairs[0][1].new_zeros(self.pack.width)
-            for number, (_, parameter) in enumerate(pairs):
-                home = self._home(number)
-                home.copy_(parameter)
-                parameter.data = home  # the shards live in the row, so that gathering copies nothing
-        by_rest: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        for number, (held, _) in enumerate(pairs):
-            if held.trainable:
-                by_rest[tuple(axis for axis in summing_axes(held, groups.mesh) if axis not in axes)].append(number)
-        self.returns = [Return(self, numbers, rest, groups, axes) for rest, numbers in by_rest.items()]
-
-    def __str__(self) -> str:
-        return f"the parameters {named([held.name for held, _ in self.pairs])}"
-
-    def _home(self, number: int) -> Tensor:
-        return self.pack.own(self.row, number, self.group.index)
-
-    def version(self) -> tuple[int, ...]:
-        with Untouched():
-            return tuple(parameter._version for _, parameter in self.pairs)
-
-    def fill_row(self) -> Tensor:
-        """The row to send. A parameter that was given other memory (`p.data = ..`) is brought home."""
-        with torch.no_grad(), Untouched():
-            for number, (_, parameter) in enumerate(self.pairs):
-                home = self._home(number)
-                if parameter.data_ptr() != home.data_ptr():
-                    home.copy_(parameter)
-                    parameter.data = home
-        return self.row
-
-
-class Gathered:
-    """The whole parameters of some shards, or the promise of them."""
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
-        self.version = shards.version()
-        row = shards.fill_row()
-        self.rows: Tensor | None = row.new_empty(shards.pack.parts * shards.pack.width)
-        journal.enter("all_gather", shards.group.process_group, shards)
-        self.work = nearby.all_gather(self.rows, row, shards.group.process_group)
-        self.flat: Tensor | None = None
-        self.offsets: list[int] = []
-
-    @torch.no_grad()
-    def wait(self) -> Tensor:
-        """The flat buffer in which the whole parameters lie one after the other."""
-        if self.flat is None:
-            assert self.rows is not None
-            self.work.wait()
-            self.work = nearby.DONE  # the other holds on to the rows
-            pack = self.shards.pack
-            rows = pack.rows(self.rows)
-            self.flat, views = whole_buffer(pack.slots, rows)
-            for number, view in enumerate(views):
-                pack.take(rows, number, view)
-                self.offsets.append(int(view.storage_offset()))
-            self.rows = None
-        return self.flat
-
-    @torch.no_grad()
-    def views(self) -> list[Tensor]:
-        flat = self.wait()
-        slots = self.shards.pack.slots
-        return [flat.as_strided(s.shape, _strides(s.shape), at) for s, at in zip(slots, self.offsets, strict=True)]
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
-class Return:
-    """The way back: whole gradients to shares, and to `.grad`. One flag for each says whether it was used."""
-
-    def __init__(
-        self, shards: Shards, numbers: Sequence[int], rest: tuple[str, ...], groups: Groups, axes: tuple[str, ...]
-    ) -> None:
-        self.numbers = list(numbers)
-        self.pairs = [shards.pairs[number] for number in numbers]
-        self.group = shards.group
-        self.rest = groups[rest].process_group if rest else None
-        helds = [held for held, _ in self.pairs]
-        self.pack = Pack(helds, axes, groups.mesh.sizes, coordinates(groups), extra=len(helds))
-        self.sent: list[tuple[Tensor, Tensor, nearby.Awaited, bool]] = []
-
-    def __str__(self) -> str:
-        return f"the gradients of {named([held.name for held, _ in self.pairs])}"
-
-    @torch.no_grad()
-    def send(self, gradients: Sequence[Tensor | None], like: Tensor, wire: torch.dtype) -> None:
-        """Start the sum of whole gradients (in the order of `numbers`) into shares."""
-        full = all(gradient is not None for gradient in gradients)
-        size = self.pack.parts * self.pack.width
-        make = like.new_empty if full and not self.pack.padded else like.new_zeros
-        flat = make(size, dtype=wire)
-        rows = self.pack.rows(flat)
-        flags = rows.narrow(1, self.pack.used, len(gradients))
-        flags.copy_(torch.tensor([g is not None for g in gradients], dtype=flat.dtype, device=flat.device))
-        for number, gradient in enumerate(gradients):
-            if gradient is not None:
-                self.pack.put(rows, number, gradient)
-        row = flat.new_empty(self.pack.width)
-        journal.enter("reduce_scatter", self.group.process_group, self)
-        work = nearby.reduce_scatter(row, flat, self.group.process_group)
-        self.sent.append((row, flat, work, full))
-
-    @torch.no_grad()
-    def receive(self, leaf_of: Callable[[Tensor], Tensor]) -> None:
-        """Wait for what was sent, and add it to `.grad`."""
-        for row, _, work, full in self.sent:
-            work.wait()
-            if self.rest is not None:
-                journal.enter("all_reduce", self.rest, self)
-                nearby.all_reduce(row, self.rest).wait()
-            flags = [1.0] * len(self.pairs) if full else row.narrow(0, self.pack.used, len(self.pairs)).tolist()
-            for number, (held, parameter) in enumerate(self.pairs):
-                if flags[number] > 0:
-                    share = self.pack.own(row, number, self.group.index)
-                    leaf = leaf_of(parameter)
-                    old = raw_gradient(leaf)
-                    set_raw_gradient(leaf, share.to(held.true_dtype) if old is None else old.add_(share))
-        self.sent.clear()
-
-    def drop(self) -> None:
-        """Wait for what was sent, and forget it."""
-        for _, _, work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
 
 
 class Opening(torch.autograd.Function):
@@ -195,22 +46,25 @@ class Opening(torch.autograd.Function):
         ctx.zero, ctx.shards = zero, gathered.shards
         ctx.set_materialize_grads(False)
         views = gathered.views()
-        ctx.mark_non_differentiable(
-            *(v for v, (h, _) in zip(views, gathered.shards.pairs, strict=True) if not h.trainable)
-        )
+        ctx.mark_non_differentiable(*(v for v, needs in zip(views, ctx.needs_input_grad[2:], strict=True) if not needs))
         return tuple(views)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.zero._returned(ctx.shards, gradients)
-        return (None, None, *(None for _ in gradients))
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        nodes = [node for node, _ in ctx.next_functions]
+        where = ["nowhere" if node is None else destination_of(node) for node in nodes]
+        kept = [gradient if to == "grad" else None for gradient, to in zip(gradients, where, strict=True)]
+        ctx.zero._returned(ctx.shards, kept, {at for at, to in enumerate(where) if to == "grad"})
+        asked = [gradient if to == "caller" else None for gradient, to in zip(gradients, where, strict=True)]
+        return None, None, *ctx.shards.summed(asked)
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Where a saved tensor lay in a gathered buffer."""
+    """Where a saved tensor lay in a gathered buffer, and of which values."""
 
     shards: Shards
+    version: tuple[int, ...]
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -250,6 +104,8 @@ class Zero3:
     def stand_in(self, parameter: Tensor, leaf: Tensor) -> None:
         """From here on give the gradients of a parameter to another leaf, which has its shape."""
         self._stand_ins[id(parameter)] = leaf
+        if isinstance(parameter, ShardParameter):  # gets its gradient whole, at the end of the schedule
+            parameter.hooks.summed_later = parameter.hooks.in_shares = False
 
     def _leaf(self, parameter: Tensor) -> Tensor:
         return self._stand_ins.get(id(parameter), parameter)
@@ -327,7 +183,8 @@ class Zero3:
         shards = self._live.get(tensor.untyped_storage().data_ptr())
         if shards is None or tensor.dtype != shards.row.dtype:
             return tensor
-        return Saved(shards, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return Saved(shards, self._ready[shards].version, *place)
 
     @told
     def _unpack(self, saved: Tensor | Saved) -> Tensor:
@@ -335,6 +192,11 @@ class Zero3:
             return saved
         self._begin()
         shards = saved.shards
+        if saved.version != shards.version():
+            raise InputError(
+                f"{shards} have changed since the forward whose backward runs, and ZeRO-3 gathers them again for it; "
+                "call the model again after a step, or use zero2, where torch says what was changed"
+            )
         flat = self._gathered(shards).wait()
         self._note_again(shards)
         return flat.as_strided(saved.size, saved.stride, saved.offset)
@@ -347,13 +209,18 @@ class Zero3:
             self._ahead(self._names[id(shards)], -1)
 
     @told
-    def _returned(self, shards: Shards, gradients: Sequence[Tensor | None]) -> None:
-        """A unit's backward is through: its gradients go out, its parameters go."""
+    def _returned(self, shards: Shards, gradients: Sequence[Tensor | None], wanted: Container[int]) -> None:
+        """A unit's backward is through: its gradients go out, its parameters go. `wanted` go to `.grad`."""
         self._begin()
+        for gradient, (held, _) in zip(gradients, shards.pairs, strict=True):
+            if gradient is not None:
+                expect_plain(held, gradient)
         if shards in self._again:
             self._again.remove(shards)
         self._release(shards)
         for back in shards.returns:
+            if not any(number in wanted for number in back.numbers):
+                continue
             back.send([gradients[number] for number in back.numbers], shards.row, shards.wire)
             self._sent.append(back)
         while len(self._sent) > 2:  # bound the whole gradients in flight

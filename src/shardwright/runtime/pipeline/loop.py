@@ -195,7 +195,7 @@ class Call:
         if torch.is_grad_enabled():
             raise InputError(
                 "backward(create_graph=True) reached a pipeline; gradients of gradients do not pass through its "
-                "schedule, leave create_graph out"
+                "schedule; leave create_graph out, or use a plan without pp"
             )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..buckets import dense
 from ..parameters import ShardParameter, Untouched
 from ..stage import Stage
 from .parts import Placed
@@ -68,7 +69,7 @@ def _same(leaf: Tensor, parameter: Tensor) -> bool:
 
 def harvest(leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of leaves, taken away from them."""
-    found = [leaf.grad for leaf in leaves]
+    found = [None if leaf.grad is None else dense(leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     return found

@@ -25,7 +25,7 @@ from shardwright.layout import Layout, Mesh
 
 from ..buckets import Entry, TiedBucket
 from ..holding import Held, kept_layout, zero_axes
-from ..parameters import ShardParameter, raw_gradient, set_raw_gradient
+from ..parameters import ShardParameter, dress_gradient, raw_gradient, set_raw_gradient
 from ..world import here
 from .routes import Leg, routes
 from .transport import Arrival, Transport
@@ -140,8 +140,11 @@ def _hand_out(entry: Entry, total: Tensor) -> None:
         return
     place = shard.groups[zero_axes(entry.held, shard.groups.mesh.sizes)].index
     share, old = shard.slot.owned(total, place).to(entry.held.true_dtype), raw_gradient(shard)
+    if entry.hooks.before:
+        share = entry.hooks.change(dress_gradient(shard, share))
     set_raw_gradient(shard, share.clone() if old is None else old.add_(share))
     set_raw_gradient(parameter, None)
+    entry.hooks.tell(parameter)
     entry.seen, entry.true = False, None
 
 
