@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 from ..errors import LoweringError
 from ..ir import Op
@@ -30,10 +31,16 @@ from .parse import dotted, keywords
 from .pieces import unit_of
 
 
+_PARSING = Lock()
+"""CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
+
+
 def validate(program: Program, text: str) -> None:
     """Raise if a generated file says something else than its program."""
     try:
-        _compare(program, ast.parse(text))
+        with _PARSING:
+            tree = ast.parse(text)
+        _compare(program, tree)
     except (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError) as error:
         raise LoweringError(
             f"generated code for {program.graph.name} can't be read back: {error}. This is a fault of shardwright, "
