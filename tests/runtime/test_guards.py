@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.runtime.guards import ABSENT, AttributeGuard, freeze
+from shardwright.runtime.frozen import ABSENT, freeze
+from shardwright.runtime.guards import AttributeGuard
 
 
 def guarded(**attributes):

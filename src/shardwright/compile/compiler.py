@@ -29,6 +29,7 @@ from ..capture import (
     Opaque,
     OpaquePart,
     Real,
+    called_with_gradients,
     capture,
     cast,
     casting,
@@ -165,7 +166,8 @@ class Compiler:
         self.method, self.floats = method, floats or {}
         if not self.programs:
             self._check_first(model)
-        return self._compile(model, args, kwargs)
+        with called_with_gradients(torch.is_grad_enabled()):
+            return self._compile(model, args, kwargs)
 
     @torch.inference_mode(False)  # what is made for inference can't train later
     def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
@@ -194,7 +196,7 @@ class Compiler:
         if model._holding is None:
             self._hold(model, made, seats, groups)
         check_held(seats, model._ready().seats, made)
-        model.watch(captured.reads)
+        model.watch(captured.reads, captured.variables)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
         return self._load(model, captured, made[0], next(iter(groups.values())))
