@@ -88,7 +88,8 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
                 return str(_export(module, args, kwargs, Kept(), seen, (False,)).program.graph)
 
         written = before.changed()
-        check_draws(draws, str(traced.program.graph), again, walk.draws)
+        if walk.draws:  # threads that load data draw too
+            check_draws(draws, str(traced.program.graph), again, walk.draws)
         if traced.left or written:
             _check_next(module, again, traced, written)
         walk.go_on(name for _, name in traced.reads)

@@ -9,6 +9,7 @@ classes that its names lead to. More may be found than is read, never less but f
 from __future__ import annotations
 
 import os
+import random
 import sys
 import types
 from collections import deque
@@ -210,6 +211,8 @@ class VariableWalk:
         if isinstance(value, types.ModuleType) and is_library(value.__name__):
             self._asked(value, chain, len(steps), place)
             return
+        if isinstance(getattr(value, "__self__", None), random.Random) or _is_of_numpy_random(value):
+            self.draws.append(place)
         self._keep((key, chain.name, tuple(steps)), shown, place, start, tuple(steps))
         if isinstance(value, types.ModuleType):
             for name in [name for name, held in vars(value).items() if isinstance(held, _PLAIN)]:
@@ -258,6 +261,10 @@ def _leads(value: Any, kind: str, name: Any) -> bool:
     if name in getattr(value, "__dict__", ()):
         return not isinstance(getattr(type(value), name, None), property)
     return any(name in getattr(base, "__slots__", ()) for base in type(value).__mro__)
+
+
+def _is_of_numpy_random(value: Any) -> bool:
+    return type(getattr(value, "__self__", None)).__module__.startswith("numpy.random")
 
 
 def _contents(cell: types.CellType) -> Callable[[Any, Any], Any]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..capture import (
@@ -71,6 +72,10 @@ from .seats import Seat, check_held, find_seats, with_masters
 from .skeleton import calling, carry, check_effects, signature, skeleton_of
 
 Outputs = Literal["all", "scalars"]
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -166,8 +171,8 @@ class Compiler:
         self.method, self.floats = method, floats or {}
         if not self.programs:
             self._check_first(model)
-        with called_with_gradients(torch.is_grad_enabled()):
-            return self._compile(model, args, kwargs)
+        with called_with_gradients(torch.is_grad_enabled()), saved_tensors_hooks(_as_it_is, _as_it_is):
+            return self._compile(model, args, kwargs)  # not with the hooks of a checkpoint that this call is in
 
     @torch.inference_mode(False)  # what is made for inference can't train later
     def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
