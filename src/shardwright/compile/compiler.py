@@ -62,7 +62,7 @@ from ..runtime.stage import Stage, stage_class
 from ..runtime.unadopted import watch_optimizers
 from ..runtime.world import Groups, Moment, World
 from .agreement import check_programs, check_settings
-from .batched import signature_of, stand_in, with_batch
+from .batched import stand_in, with_batch
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
@@ -70,6 +70,7 @@ from .replicas import count_replicas
 from .scalars import check_floats
 from .seats import Seat, check_held, find_seats, with_masters
 from .skeleton import calling, carry, check_effects, signature, skeleton_of
+from .ways import ways_of
 
 Outputs = Literal["all", "scalars"]
 
@@ -333,7 +334,7 @@ class Compiler:
                 model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
                 for name in program.outputs
             ),
-            **self._ways(captured, model.passing),
+            **ways_of(captured, model.passing),
         )
 
     def _load_pipeline(
@@ -364,20 +365,8 @@ class Compiler:
             running=Running(pipeline, self.loop),
             path=here.path,
             rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
-            **self._ways(captured, model.passing),
+            **ways_of(captured, model.passing),
         )
-
-    def _ways(self, captured: Captured, mode: Mode) -> dict[str, Any]:
-        """The way into an entry and out of it."""
-        leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
-        values = captured.graph.values
-        return {
-            "flatten": captured.flatten,
-            "unflatten": captured.unflatten,
-            "literals": tuple(output.value is None for output in captured.graph.outputs),
-            "dtypes": tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
-            "signature": signature_of(captured, mode),
-        }
 
     def _stage(
         self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups, moment: Moment | None = None

@@ -28,6 +28,7 @@ from .inputs import CallInputs, Mode, check_dtypes
 from .random import Randomness
 from .reduction import Kind, Reduction, total
 from .scalars import Arguments, NotAnInput, ScalarInputs, dtype_of_floats
+from .shared_outputs import watch_gradient
 from .stage import Stage, shown
 from .view import ModelView
 from .world import World
@@ -271,7 +272,11 @@ class ParallelModel(ModelView):
             holding.random.advance()
         found = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
         self._comparison.until_backward(found)
-        return entry.unflatten(self._out(entry, found))
+        outputs = self._out(entry, found)
+        for tensor, path in zip(outputs, entry.shared, strict=False):
+            if path and tensor is not None and self._world.size > 1:
+                watch_gradient(tensor, path)
+        return entry.unflatten(outputs)
 
     def _forward(self, stage: Stage, holding: Holding, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         with ExitStack() as stack:
