@@ -212,6 +212,26 @@ def warn_of_many(keys: Iterable[Any], key: Any) -> None:
             _warn(f"that argument {index} had ({leaves[index]} now)", "pass torch.tensor(value) instead of a number")
 
 
+def why_new(keys: Iterable[Any], key: Any) -> str:
+    """In which way a call is unlike all before: the first of these that holds."""
+    known = [(*constants, *rest) for constants, *rest in keys]
+    (method, modes, state), spec, leaves, *_ = key
+    if method not in {held[0] for held in known}:
+        return f"it is the first of {method or 'forward'}"
+    known = [held for held in known if held[0] == method]
+    if spec not in {held[3] for held in known}:
+        return "it passes other arguments, by their names or nesting"
+    shapes = [leaf for leaf in leaves if not isinstance(leaf, str)]
+    if not any([leaf for leaf in held[4] if not isinstance(leaf, str)] == shapes for held in known):
+        return "it passes other shapes, dtypes or requires_grad"
+    if modes not in {held[1] for held in known}:
+        return "other modules are in train or eval mode"
+    if state not in {held[2] for held in known}:
+        names = sorted({f"{path}.{name}".lstrip(".") for path, name, _ in state})
+        return f"{', '.join(names) or 'what the forward reads'} was changed"
+    return "it passes other values"
+
+
 def _warn(what: str, remedy: str) -> None:
     warnings.warn(
         f"{MANY} programs were compiled for values {what}: each value is a constant of a program of its own; {remedy}",
