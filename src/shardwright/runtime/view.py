@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .guards import SLOTS, AttributeGuard, Watchable, settings_of
-from .methods import method_of
+from .methods import method_of, property_of
 from .pinned import check_hooks
 from .world import World
 from .wrappers import Unwrappable
@@ -36,6 +36,8 @@ class ModelView(Unwrappable):
             root = self.root
             if root is None or (name.startswith("_") and name not in vars(root)):
                 raise
+            if isinstance(getattr(type(root), name, None), property) and self._guard is not None:
+                return property_of(self, name)
             value = getattr(root, name)
             if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
                 raise
