@@ -40,13 +40,14 @@ def train(rank, name, plan, directory, wrong=7, **options):
     optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
     model, optimizer = parallelize(case.module, optimizer, plan=plan, directory=directory, **options)
     steps, before = 0, None
-    for batch in batches_of(name, rank, wrong):
+    for call, batch in enumerate(batches_of(name, rank, wrong), 1):
         try:
             loss = model(*batch)
             before = {key: held.detach().clone() for key, held in model.named_parameters()}
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if call % options.get("accumulate", 1) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
             steps += 1
         except InputError as error:
             held = dict(model.named_parameters())
