@@ -42,7 +42,7 @@ def watch_gradient(output: Tensor, path: str) -> None:
             )
 
     output.register_hook(check)  # type: ignore[no-untyped-call]
-    hooks: Any = output._backward_hooks
+    hooks: Any = output._backward_hooks or {}  # a tensor that stands for another (later.py) has none of its own
 
 
 def _ends_here(node: Any) -> bool:
