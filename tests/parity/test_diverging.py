@@ -114,6 +114,38 @@ def test_the_last_wrong_batch_is_named_when_the_model_is_saved(tmp_path):
         run_ranks(2, run)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+def test_a_parameter_that_is_frozen_on_one_rank_is_named(tmp_path, plan):
+    cases = [ZOO["mlp"]() for _ in range(2)]
+
+    def run(rank):
+        model = parallelize(cases[rank].module, plan=plan, directory=tmp_path)
+        for call, batch in enumerate(batches_of("mlp", rank, 0), 1):
+            if (call, rank) == (3, 1):
+                next(iter(model.parameters())).requires_grad_(False)
+            try:
+                model(*batch).backward()
+            except InputError as error:
+                return call, str(error)
+        return None, ""
+
+    for call, text in run_ranks(2, run):
+        assert call == 3 and text.startswith("in call 3 of the model rank 1 passes ") and "frozen parameters" in text
+
+
+def test_parameters_that_are_frozen_on_all_ranks_are_fine(tmp_path):
+    cases = [ZOO["mlp"]() for _ in range(2)]
+
+    def run(rank):
+        model = parallelize(cases[rank].module, plan="dp=2", directory=tmp_path)
+        for call, batch in enumerate(batches_of("mlp", rank, 0), 1):
+            next(iter(model.parameters())).requires_grad_(call % 2 == 0)
+            model(*batch).backward()
+        return call
+
+    assert run_ranks(2, run) == [8, 8]
+
+
 def test_ranks_of_one_replica_must_pass_the_same_samples_in_every_call(tmp_path):
     cases = [ZOO["mlp"]() for _ in range(4)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import InputError
 
@@ -304,3 +305,96 @@ def test_sparse_tables_train_as_on_one_device(plan, optimizer):
 
     options = {"microbatches": 1} if plan == "pp=2" else {}
     agree(Tables, plan, loop, lambda held: optimizer(held, lr=0.1), **options)
+
+
+# -- what is done between a forward and its backward -------------------------------------------
+
+
+class Halves(nn.Module):
+    """Returns what it goes on computing with."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.up(x))
+        return self.down(h), h
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(plan):
+    def loop(model, optimizer):
+        compiled(model)
+        loss = model(X, LABELS)
+        model.down.weight.requires_grad_(False)
+        loss.backward()
+        assert model.down.weight.grad is None
+        return gradients(model)
+
+    agree(Classifier, plan, loop)
+
+
+def test_an_input_that_is_written_to_before_backward_is_refused_under_zero3():
+    def loop(model, optimizer):
+        x = X.clone()
+        loss = model(x)[0].sum()
+        x.zero_()
+        loss.backward()
+
+    def refused(model, optimizer):
+        with pytest.raises((InputError, RuntimeError), match=r"in.?place"):
+            loop(model, optimizer)
+        return [torch.ones(1)]
+
+    on_ranks(Halves, "zero3=2", refused)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_is_compiled_inside_of_a_checkpoint(plan, reentrant):
+    def loop(model, optimizer):
+        x = X.clone().requires_grad_()
+        checkpoint(lambda x: model(x)[0], x, use_reentrant=reentrant).square().sum().backward()
+        return [x.grad, *gradients(model)]
+
+    agree(Halves, plan, loop)
+
+
+def hooked(loss, inner):
+    inner.register_hook(lambda gradient: 2 * gradient)
+    loss.backward()
+
+
+def retained(loss, inner):
+    inner.retain_grad()
+    loss.backward()
+
+
+LOOKS = [hooked, retained, torch.autograd.grad]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+def test_the_gradient_of_an_output_that_the_model_goes_on_with_is_refused(plan, look):
+    def loop(model, optimizer):
+        scores, inner = model(X)
+        if isinstance(model, Halves):
+            return [torch.ones(1)]
+        with pytest.raises(InputError, match=r"the gradient of the output \[1\] is looked at.*outside only"):
+            look(scores.square().sum() + inner.sum(), inner)
+        return [torch.ones(1)]
+
+    on_ranks(Halves, plan, loop)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+def test_hooks_on_other_outputs_see_and_change_their_gradient(plan):
+    def loop(model, optimizer):
+        seen = []
+        scores, inner = model(X)
+        scores.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+        (scores.square().sum() + inner.sum()).backward()
+        return [*seen, *gradients(model)]
+
+    agree(Halves, plan, loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from shardwright.errors import CaptureError, InputError
 from shardwright.parallelize import parallelize
@@ -174,3 +175,42 @@ def test_save_pretrained_is_refused_with_what_to_do_instead(tmp_path):
     model = parallelize(seeded(llama), plan="single", directory=tmp_path)
     with pytest.raises(InputError, match=r"save_pretrained can't be called.*checkpoint\.save_weights\(path, model\)"):
         model.save_pretrained(tmp_path)
+
+
+class Measured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+    @property
+    def width(self):
+        return self.first.weight.shape[0] + self.second.weight.size(1)
+
+    @property
+    def strength(self):
+        return self.first.weight.norm()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+def test_properties_are_about_whole_parameters(plan, tmp_path):
+    def run(rank):
+        model = parallelize(Measured(), plan=plan, directory=tmp_path)
+        model(torch.ones(4, 8))
+        with pytest.raises(InputError, match=r"property strength of Measured computes with.*make it a method"):
+            _ = model.strength
+        return model.width
+
+    assert run_ranks(2, run) == [24, 24]
+
+
+def test_a_property_that_reads_what_another_stage_holds_is_refused(tmp_path):
+    def run(rank):
+        model = parallelize(Measured(), plan="pp=2", directory=tmp_path)
+        model(torch.ones(4, 8))
+        with pytest.raises(InputError, match="width of Measured reads a parameter that another stage"):
+            _ = model.width
+
+    run_ranks(2, run)

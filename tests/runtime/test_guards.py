@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.runtime.guards import ABSENT, AttributeGuard, freeze
+from shardwright.runtime.frozen import ABSENT, freeze
+from shardwright.runtime.guards import AttributeGuard, why_new
 
 
 def guarded(**attributes):
@@ -84,3 +85,17 @@ def test_a_look_at_a_thousand_modules_takes_less_than_a_millisecond():
         return time.perf_counter() - start
 
     assert min(took() for _ in range(50)) < 1e-3
+
+
+def test_what_is_new_in_a_call_is_said():
+    def key(method="", modes=(True,), state=(), spec="x", leaves=(((4, 8), torch.float32, False), "1")):
+        return (method, modes, state), spec, leaves, "same"
+
+    known = [key()]
+    wide = (((8, 8), torch.float32, False), "1")
+    assert why_new(known, key(method="loss")) == "it is the first of loss"
+    assert why_new(known, key(spec="x y")) == "it passes other arguments, by their names or nesting"
+    assert why_new(known, key(leaves=wide)) == "it passes other shapes, dtypes or requires_grad"
+    assert why_new(known, key(modes=(False,))) == "other modules are in train or eval mode"
+    assert why_new(known, key(state=(("inner", "gain", 2), ("", "SCALE", 3)))) == "SCALE, inner.gain was changed"
+    assert why_new(known, key(leaves=(key()[2][0], "2"))) == "it passes other values"

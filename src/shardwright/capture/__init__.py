@@ -5,6 +5,7 @@ from .auto import AUTO, find_opaque
 from .captured import Captured, Function, InputLeaf
 from .casting import cast, casting
 from .copies import copy_module, rebind
+from .grad_mode import called_with_gradients
 from .interpret import run
 from .module_hooks import check_hooks
 from .opaque import experts, opaque
@@ -23,6 +24,7 @@ __all__ = [
     "Opaque",
     "OpaquePart",
     "Real",
+    "called_with_gradients",
     "capture",
     "capture_pair",
     "cast",

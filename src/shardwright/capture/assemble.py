@@ -121,6 +121,7 @@ def _assembled(
         keywords=tuple(kwargs),
         opaques=opaques,
         reads=_reads(traced, module, opaques, bool(graph.branches)),
+        variables=traced.variables,
     )
 
 

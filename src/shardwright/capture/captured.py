@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..ir import Graph
 from .part import Opaque
 from .reads import Reads
+from .variables import Variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Captured:
     keywords: tuple[str, ...] = ()  # the keyword arguments, in the order of in_spec
     opaques: Mapping[str, Opaque] = field(default_factory=dict)  # the calls of opaque submodules, by op_key
     reads: Reads = frozenset()  # the attributes of modules that are constants in the graph
+    variables: tuple[Variable, ...] = ()  # globals and the like that may be
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors for graph.inputs, in order; an InputError if this call needs a capture of its own."""

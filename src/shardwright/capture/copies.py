@@ -13,6 +13,7 @@ What a function reaches by a global name stays the original's: a capture refuses
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import types
 import weakref
@@ -30,6 +31,7 @@ def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     memo = {} if memo is None else memo
     copied = copy.deepcopy(module, memo)
     rebind = _Rebind(memo)
+    rebind.find_writes(value for part in copied.modules() for name, value in vars(part).items() if name not in _TENSORS)
     for part in copied.modules():
         changed = {name: rebind(value) for name, value in vars(part).items() if name not in _TENSORS}
         vars(part).update({name: value for name, value in changed.items() if value is not vars(part)[name]})
@@ -38,7 +40,9 @@ def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
 
 def rebind(value: Any, memo: dict[int, Any]) -> Any:
     """A value with what a memo says in the place of modules and tensors that it leads to; itself if there are none."""
-    return _Rebind(memo)(value)
+    rebind = _Rebind(memo)
+    rebind.find_writes([value])
+    return rebind(value)
 
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -52,6 +56,23 @@ class _Rebind:
         self._reaches: dict[int, bool] = {}
         self._made: dict[int, Any] = {}
         self._alive: list[Any] = []  # so that no id is given twice
+        self._written: set[int] = set()  # cells that a function writes to
+
+    def find_writes(self, values: Iterable[Any]) -> None:
+        """Learn which variables are written by the functions that some values lead to."""
+        seen: set[int] = set()
+        todo = list(values)
+        while todo:
+            value = todo.pop()
+            if isinstance(value, (*_ATOMS, nn.Module, Tensor)) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            self._alive.append(value)
+            todo += inside(value)
+            if isinstance(value, types.FunctionType) and value.__closure__:
+                names = zip(value.__code__.co_freevars, value.__closure__, strict=True)
+                written = writes_of(value.__code__)
+                self._written |= {id(cell) for name, cell in names if name in written}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, _ATOMS) or not self._reach(value):
@@ -73,8 +94,14 @@ class _Rebind:
         self._made[id(original)] = fresh
 
     def cell(self, original: types.CellType) -> types.CellType:
-        """One new cell for each old one: two functions that share a variable go on sharing it."""
+        """One new cell for each old one: two functions that share a variable go on sharing it.
+
+        A variable that leads to no module and that no function writes stays the user's own, so that a later change
+        of it is seen.
+        """
         self._alive.append(original)
+        if id(original) not in self._written and _is_full(original) and not self._reach(original.cell_contents):
+            return original
         fresh: types.CellType = self._made.setdefault(id(original), types.CellType())
         return fresh
 
@@ -120,6 +147,13 @@ def inside(value: Any) -> Iterable[Any]:
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+def writes_of(code: types.CodeType) -> set[str]:
+    """The variables around a function that it assigns, in functions inside of it too."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    inner = (held for held in code.co_consts if isinstance(held, types.CodeType))
+    return (found | {name for held in inner for name in writes_of(held)}) & {*code.co_freevars}
 
 
 def _is_full(cell: types.CellType) -> bool:

@@ -7,7 +7,8 @@ region, and with it the user's wish that nothing be trained there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import traceback
 from torch.overrides import TorchFunctionMode
 
 NO_GRAD = "shardwright_no_grad"
+_AROUND: ContextVar[bool] = ContextVar("shardwright_grad_mode", default=True)
 
 
 class _GradMode(TorchFunctionMode):
@@ -34,6 +36,23 @@ class _GradMode(TorchFunctionMode):
 def noting_grad_mode() -> Iterator[None]:
     """Within this, nodes of a trace know whether gradients are on."""
     with traceback.preserve_node_meta(), _GradMode():
+        yield
+
+
+@contextmanager
+def called_with_gradients(on: bool) -> Iterator[None]:
+    """Within this, captures are of a call that the user makes with gradients on or off."""
+    token = _AROUND.set(on)
+    try:
+        yield
+    finally:
+        _AROUND.reset(token)
+
+
+@contextmanager
+def as_called(asks: bool) -> Iterator[None]:
+    """Gradients as they are where the model is called, if its forward asks; else on, so that a program serves both."""
+    with torch.set_grad_enabled(_AROUND.get()) if asks else nullcontext():
         yield
 
 

@@ -28,6 +28,7 @@ from ..errors import CaptureError, InputError
 from .experts import fits, is_known, rule_of
 from .keep import Kept, Position, current, paused
 from .part import Opaque, forwards, placed
+from .python_draws import draws_kept
 from .real import Seen
 from .signature import register_containers
 
@@ -139,7 +140,7 @@ def _marked(kept: Kept, path: str, part: nn.Module, original: Callable[..., Any]
 
     def tried(call: Opaque, tensors: list[Tensor]) -> tuple[Any, list[str]]:
         try:
-            with paused(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            with paused(), _disable_current_modes(), torch._C.DisableTorchFunction(), draws_kept():
                 return _on_fakes(call, part, original, tensors)
         except CaptureError:
             raise

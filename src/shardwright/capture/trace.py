@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,12 +23,13 @@ from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain, located
 from .foreign import OwnParameters
-from .grad_mode import noting_grad_mode
+from .grad_mode import as_called, noting_grad_mode
 from .keep import Kept, keeping
 from .known import KnownValues
 from .opaque import marking, opaque_parts
 from .part import Opaque
 from .places import user_frames
+from .python_draws import PythonDraws, check_draws
 from .raw_data import RawData
 from .reads import Reads, everything, reading
 from .real import NoValues, Real, Seen, check_rows, see
@@ -37,6 +38,8 @@ from .signature import register_containers
 from .stand_in import StandIn
 from .state import Attributes, attributes, carried, left_behind, with_attributes
 from .statistics import tracking
+from .variables import GRAD_MODE, Variable, VariableWalk
+from .written import WrittenVariables, refuse_written
 
 export: Any = _export_module
 _LOUD = (
@@ -56,6 +59,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     left: Attributes = field(default_factory=dict)  # attributes that the call has changed
     reads: Reads = frozenset()
+    variables: tuple[Variable, ...] = ()  # globals, closure variables and class attributes that it may have read
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], real: Real) -> Trace:
@@ -67,18 +71,30 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
     register_containers((tuple(args), dict(kwargs)))
     parts = dict(opaque_parts(module))
     seen: dict[str, list[Seen]] = {}
+    walk = VariableWalk(module)
     while True:
-        kept = Kept()
+        kept, before, draws = Kept(), WrittenVariables(walk.found.values()), PythonDraws()
         try:
-            traced = _export(module, args, kwargs, kept, seen, (False,) if parts else (False, True))
+            with as_called(GRAD_MODE in walk.found):
+                traced = _export(module, args, kwargs, kept, seen, (False,) if parts else (False, True))
         except CaptureError:
             if kept.wanting is None or kept.wanting[0] in seen:
                 raise
             seen.update(see(real, module, [kept.wanting[0]]))
             continue
-        if traced.left:
-            _check_next(module, args, kwargs, traced, seen)
-        return replace(traced, notes=(*traced.notes, *_checked(kept, module, real, seen)))
+
+        def again() -> str:
+            with as_called(GRAD_MODE in walk.found):
+                return str(_export(module, args, kwargs, Kept(), seen, (False,)).program.graph)
+
+        written = before.changed()
+        if walk.draws:  # threads that load data draw too
+            check_draws(draws, str(traced.program.graph), again, walk.draws)
+        if traced.left or written:
+            _check_next(module, again, traced, written)
+        walk.go_on(name for _, name in traced.reads)
+        notes = (*traced.notes, *_checked(kept, module, real, seen))
+        return replace(traced, notes=notes, variables=tuple(walk.found.values()))
 
 
 def _refuse_scripted(module: nn.Module) -> None:
@@ -92,17 +108,15 @@ def _refuse_scripted(module: nn.Module) -> None:
             )
 
 
-def _check_next(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], traced: Trace, seen: Mapping[str, Sequence[Seen]]
-) -> None:
-    """Refuse a forward that would be another one at its next call (state.py)."""
+def _check_next(module: nn.Module, again: Callable[[], str], traced: Trace, written: Sequence[Variable]) -> None:
+    """Refuse a forward that would be another one at its next call (state.py, written.py)."""
     with with_attributes(module, traced.left):
         try:
-            again = str(_export(module, args, kwargs, Kept(), seen, (False,)).program.graph)
+            graph = again()
         except CaptureError:
-            again = ""
-    if again != str(traced.program.graph):
-        raise carried(module, list(traced.left))
+            graph = ""
+    if graph != str(traced.program.graph):
+        raise carried(module, list(traced.left)) if traced.left else refuse_written(written)
 
 
 def _checked(kept: Kept, module: nn.Module, real: Real, seen: dict[str, list[Seen]]) -> tuple[str, ...]:

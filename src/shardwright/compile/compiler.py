@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..capture import (
@@ -29,6 +30,7 @@ from ..capture import (
     Opaque,
     OpaquePart,
     Real,
+    called_with_gradients,
     capture,
     cast,
     casting,
@@ -60,7 +62,7 @@ from ..runtime.stage import Stage, stage_class
 from ..runtime.unadopted import watch_optimizers
 from ..runtime.world import Groups, Moment, World
 from .agreement import check_programs, check_settings
-from .batched import signature_of, stand_in, with_batch
+from .batched import stand_in, with_batch
 from .files import Generated, generate
 from .holding import Holder
 from .pipeline import assemble
@@ -68,8 +70,13 @@ from .replicas import count_replicas
 from .scalars import check_floats
 from .seats import Seat, check_held, find_seats, with_masters
 from .skeleton import calling, carry, check_effects, signature, skeleton_of
+from .ways import ways_of
 
 Outputs = Literal["all", "scalars"]
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
@@ -165,7 +172,8 @@ class Compiler:
         self.method, self.floats = method, floats or {}
         if not self.programs:
             self._check_first(model)
-        return self._compile(model, args, kwargs)
+        with called_with_gradients(torch.is_grad_enabled()), saved_tensors_hooks(_as_it_is, _as_it_is):
+            return self._compile(model, args, kwargs)  # not with the hooks of a checkpoint that this call is in
 
     @torch.inference_mode(False)  # what is made for inference can't train later
     def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
@@ -194,7 +202,7 @@ class Compiler:
         if model._holding is None:
             self._hold(model, made, seats, groups)
         check_held(seats, model._ready().seats, made)
-        model.watch(captured.reads)
+        model.watch(captured.reads, captured.variables)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
         return self._load(model, captured, made[0], next(iter(groups.values())))
@@ -326,7 +334,7 @@ class Compiler:
                 model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
                 for name in program.outputs
             ),
-            **self._ways(captured, model.passing),
+            **ways_of(captured, model.passing),
         )
 
     def _load_pipeline(
@@ -357,20 +365,8 @@ class Compiler:
             running=Running(pipeline, self.loop),
             path=here.path,
             rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
-            **self._ways(captured, model.passing),
+            **ways_of(captured, model.passing),
         )
-
-    def _ways(self, captured: Captured, mode: Mode) -> dict[str, Any]:
-        """The way into an entry and out of it."""
-        leaves = {leaf.value: leaf.path for leaf in captured.input_leaves if leaf.value is not None}
-        values = captured.graph.values
-        return {
-            "flatten": captured.flatten,
-            "unflatten": captured.unflatten,
-            "literals": tuple(output.value is None for output in captured.graph.outputs),
-            "dtypes": tuple((leaves[held.value], values[held.value].dtype) for held in captured.graph.inputs),
-            "signature": signature_of(captured, mode),
-        }
 
     def _stage(
         self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups, moment: Moment | None = None

@@ -18,7 +18,8 @@ from torch import nn
 from ..capture import check_hooks, copy_module, rebind
 from ..errors import CaptureError
 from ..ir import Graph
-from ..runtime.guards import ABSENT, SLOTS, freeze
+from ..runtime.frozen import ABSENT, freeze
+from ..runtime.guards import SLOTS
 from ..runtime.parameters import Untouched
 from ..runtime.pinned import HOOKS
 

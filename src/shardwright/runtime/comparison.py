@@ -17,7 +17,7 @@ read at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -52,6 +52,17 @@ class CallSignature:
     tensors: tuple[str, ...]  # the paths of the tensors, in their order
     batched: tuple[bool, ...]
     mode: Mode  # what ranks pass
+    frozen: dict[tuple[str, ...], CallSignature] = field(default_factory=dict, compare=False, repr=False)
+    plain: int | None = None  # the number of the same with nothing frozen, which decides whether a call is the first
+
+    def with_frozen(self, names: tuple[str, ...]) -> CallSignature:
+        """The same where these parameters need no gradient."""
+        if not names:
+            return self
+        if names not in self.frozen:
+            arguments = {**self.arguments, "frozen parameters": ", ".join(names)}
+            self.frozen[names] = replace(self, arguments=arguments, frozen={}, plain=self.number)
+        return self.frozen[names]
 
     @cached_property
     def number(self) -> int:
@@ -89,12 +100,13 @@ class InputComparison:
         """
         self.settle()
         self.calls += 1
-        is_first = signature.number not in self._programs
+        plain = signature.plain or signature.number
+        is_first = plain not in self._programs
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return
         if not is_first and (not self.every or self.calls % self.every):
             return
-        self._programs.add(signature.number)
+        self._programs.add(plain)
         each = _digests(signature, tensors, is_first)
         head, mixing = self._constants_of(signature, replica, each.device)
         read = self._post(torch.cat([head, (each * mixing).sum(1)]))
@@ -209,14 +221,15 @@ def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
                 f"{lead} runs {program} (its call {call}), and rank 0 runs {every[0][1]} (its call {every[0][0]}); "
                 "call the model on all ranks in the same order, in train or eval mode alike, with the same arguments"
             )
-        for path, value in arguments.items():
-            if every[0][2].get(path) != value:
-                return f"{lead} passes {value} as {path}, and rank 0 {every[0][2].get(path, 'nothing')}; pass the same"
+        for path in {**every[0][2], **arguments}:
+            value, other = arguments.get(path, "nothing"), every[0][2].get(path, "nothing")
+            if value != other:
+                return f"{lead} passes {value} as {path}, and rank 0 {other}; pass the same"
         for path, batched in zip(signature.tensors, signature.batched, strict=True):
-            other = first if batched else 0
-            if theirs[path] != every[other][3][path]:
+            at = first if batched else 0
+            if theirs[path] != every[at][3][path]:
                 blame = BLAME[mode if batched else "unbatched"]
                 what = "batch" if batched and mode == "same" else path
                 named = f": {path} differs" if what == "batch" else ""
-                return f"{lead} passes another {what} than rank {other}{named}; {blame}. No parameter has changed by it"
+                return f"{lead} passes another {what} than rank {at}{named}; {blame}. No parameter has changed by it"
     return f"in call {posted.call} of the model the ranks pass different inputs; pass the same everywhere"

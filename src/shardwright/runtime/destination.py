@@ -28,3 +28,9 @@ def leaf_node(leaf: Tensor) -> Any:
     with torch.enable_grad():
         made: Any = leaf.view_as(leaf).grad_fn
     return made.next_functions[0][0]
+
+
+def needs_gradient(leaf: Tensor) -> bool:
+    """Whether a leaf still needs one: it may have been frozen since the forward whose backward runs."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf.requires_grad

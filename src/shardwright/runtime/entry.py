@@ -32,6 +32,7 @@ class Entry:
     literals: tuple[bool, ...]  # for each output, whether it is a literal
     rows: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
     dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
+    shared: tuple[str, ...] = ()  # for each output its path, if the model computes with it itself (shared_outputs.py)
     signature: CallSignature
     stage: Stage | None = None
     running: Running | None = None

@@ -46,7 +46,7 @@ from shardwright.errors import InputError, RankError
 
 from . import comm
 from .buckets import Bucket, Entry, SplitBucket, TiedBucket, expect_plain, make_dense
-from .destination import destination_of, leaf_node
+from .destination import destination_of, leaf_node, needs_gradient
 from .faults import told
 from .holding import Held, named, summing_axes, zero_axes
 from .hooks import check_put_off
@@ -174,15 +174,15 @@ class GradientSync:
 
     def _complete(self, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
         """A gradient that nothing has to be added to, but that may be that of a piece."""
-        if gradient is None or not self._is_for_caller(leaf):
+        if gradient is None or not needs_gradient(leaf) or not self._is_for_caller(leaf):
             return None
         return dress_gradient(leaf, gradient)
 
     @told
     def _arrived(self, entry: Entry, gradient: Tensor | None) -> Tensor | None:
         """Autograd has this backward's gradient of one parameter, and is about to add it to `.grad`."""
-        if gradient is None:  # a function of which it is an input has none for it
-            return None
+        if gradient is None or not needs_gradient(entry.parameter):
+            return None  # a function of which it is an input has none for it, or it was frozen since: torch drops it
         if self._is_for_caller(entry.parameter):
             return _summed(entry, gradient)
         expect_plain(entry.held, gradient)

@@ -1,10 +1,11 @@
-"""Attributes that a program holds as constants, looked at before each call.
+"""What a program holds as constants, looked at before each call.
 
 A program is made for the values that a forward read: `self.scale`, the `p` of a dropout, a number in
-`self.config`. They are remembered here, and what differs from the first time is part of the key of a
-program (`state`): a new value compiles a new program, and an old watched finds its program again.
+`self.config`, a global, a class attribute, the default dtype. They are remembered here, and what differs from the
+first time is part of the key of a program (`state`): a new value compiles a new program, and an old one finds its
+program again.
 
-    watch      these attributes were read
+    watch      these attributes were read, and these variables may have been
     state      what of them has changed; () as long as nothing has
 
 Structure (submodules, parameters, hooks) is pinned instead, and refuses to be changed (pinned.py).
@@ -14,21 +15,21 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from shardwright.errors import InputError
 
+from .frozen import ABSENT, Contents, freeze
+
 ALL = "*"
-ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "no such attribute"})()
 SLOTS = ("_parameters", "_buffers", "_modules")
-_VALUES = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_LARGEST = 20_000  # a container of more is data, not a setting
+Hop = tuple[Callable[[Any, Any], Any], Any]
+"""Something with a `get(key, default)`, and the key."""
 
 MANY = 8
 """So many programs that differ in one value are worth a warning."""
@@ -38,37 +39,79 @@ Carry = Callable[[str, str, Any], None]
 """Takes a changed attribute (the path of its module, its name, its value or ABSENT) to where programs are made."""
 
 
+class Watchable(Protocol):
+    """A global, a closure variable or a class attribute (`capture.variables.Variable`)."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def look(self) -> tuple[Any, list[Hop]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSetting:
+    """A setting of torch that decides what ops make."""
+
+    name: str
+    ask: Callable[[], Any]
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+    def look(self) -> tuple[Any, list[Hop]]:
+        value = self.ask()
+        return value, [(lambda key, default: self.ask(), self.name)]
+
+
+def settings_of(device: str) -> list[TorchSetting]:
+    """What the dtypes of a program's values depend on."""
+
+    def autocast() -> torch.dtype | None:
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    return [TorchSetting("torch.get_default_dtype()", torch.get_default_dtype), TorchSetting("autocast", autocast)]
+
+
 @dataclass(slots=True)
 class _Watched:
-    path: str
+    path: str | None  # of the module whose attribute it is, if it is one
     name: str
-    attributes: dict[str, Any]  # where it is found
+    look: Callable[[], tuple[Any, list[Hop]]]
     known: Hashable  # what it was at the last look
     first: Hashable  # what it was when it was first read
 
 
 class AttributeGuard:
-    """The attributes of a model's modules, as the user sees and changes them."""
+    """The attributes of a model's modules, as the user sees and changes them, and the variables that its code reads."""
 
     def __init__(self, modules: dict[str, nn.Module], carry: Carry | None) -> None:
         self._modules, self._carry = modules, carry
-        self._watched: dict[tuple[str, str], _Watched] = {}
-        self._ignored: set[tuple[str, str]] = set()
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._watched: dict[Hashable, _Watched] = {}
+        self._ignored: set[Hashable] = set()
+        self._places: list[Hop] = []
         self._last: list[Any] = []  # what was there at the last look
-        self._inside: list[tuple[Any, list[Any]]] = []  # the containers in it, and what those held
+        self._contents = Contents(())
         self._alive: dict[int, Any] = {}  # so that no id is given twice
         self._state: State = ()
         self._whole = {path: dict(vars(module)) for path, module in modules.items()}
         self.watch((path, "forward") for path in modules if path)
 
-    def watch(self, reads: Iterable[tuple[str, str]]) -> None:
+    def watch(self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = ()) -> None:
         """From now on look at these too. A program was just made for what they are."""
-        for path, name in sorted(self._expanded(reads) - self._ignored - self._watched.keys()):
-            attributes = vars(self._modules[path])
-            first = freeze(attributes.get(name, ABSENT), self._alive)
-            self._watched[path, name] = _Watched(path, name, attributes, first, first)
+        for path, name in sorted(self._expanded(reads)):
+            self._add((path, name), path, name, _look_at(vars(self._modules[path]), name))
+        for variable in variables:
+            self._add(("variable", variable.key), None, variable.name, variable.look)
         self._remember()
+
+    def _add(self, key: Hashable, path: str | None, name: str, look: Callable[[], tuple[Any, list[Hop]]]) -> None:
+        if key not in self._watched and key not in self._ignored:
+            first = freeze(look()[0], self._alive)
+            self._watched[key] = _Watched(path, name, look, first, first)
 
     def catch_up(self) -> None:
         """Carry over what has changed of all attributes, whether a program has read them or not."""
@@ -88,14 +131,15 @@ class AttributeGuard:
 
     def state(self) -> State:
         """What differs from when it was first read. What the user has changed since the last look is carried over."""
-        now = [attributes.get(name, ABSENT) for attributes, name in self._places]
-        same = all(map(operator.is_, now, self._last))
-        if same and all(_same(_items(container), before) for container, before in self._inside):
+        now = [get(name, ABSENT) for get, name in self._places]
+        if all(map(operator.is_, now, self._last)) and self._contents.same():
             return self._state
-        for watched, value in zip(self._watched.values(), now, strict=True):
+        for watched in self._watched.values():
+            value = watched.look()[0]
             frozen = freeze(value, self._alive)
             if frozen != watched.known:
-                self._change(watched.path, watched.name, value)
+                if watched.path is not None:
+                    self._change(watched.path, watched.name, value)
                 watched.known = frozen
         self._remember()
         return self._state
@@ -110,12 +154,13 @@ class AttributeGuard:
             self._carry(path, name, value)
 
     def _remember(self) -> None:
-        every = self._watched.values()
-        self._places = [(watched.attributes, watched.name) for watched in every]
-        self._last = [attributes.get(name, ABSENT) for attributes, name in self._places]
-        self._inside = [(container, _items(container)) for container in _containers(self._last)]
-        changed = (watched for watched in every if watched.known != watched.first)
-        self._state = tuple((watched.path, watched.name, watched.known) for watched in changed)
+        looks = [watched.look() for watched in self._watched.values()]
+        places = {(_identity(get), name): (get, name) for _, hops in looks for get, name in hops}
+        self._places = list(places.values())
+        self._last = [get(name, ABSENT) for get, name in self._places]
+        self._contents = Contents(value for value, _ in looks)
+        changed = (watched for watched in self._watched.values() if watched.known != watched.first)
+        self._state = tuple((watched.path or "", watched.name, watched.known) for watched in changed)
 
     def _expanded(self, reads: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
         """Names in the place of ALL, and nothing that is a submodule, a parameter or a buffer."""
@@ -131,59 +176,15 @@ class AttributeGuard:
 _BARE = frozenset(vars(nn.Module()))
 
 
-def freeze(value: Any, alive: dict[int, Any], seen: dict[int, int] | None = None) -> Hashable:
-    """A value as something that can be compared and hashed: by what it holds, or else by what it is.
-
-    What is met again is known by when it was met first. What is very large is not looked into.
-    """
-    kind = type(value)
-    if kind in _VALUES:
-        return (kind.__name__, repr(value))
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return ("again", seen[id(value)])
-    seen[id(value)] = len(seen)
-    inner: Any = vars(value) if is_record(value) else value
-    if isinstance(inner, _CONTAINERS) and len(inner) < _LARGEST and len(seen) < _LARGEST:
-        if isinstance(inner, dict):
-            return (kind, tuple((freeze(k, alive, seen), freeze(v, alive, seen)) for k, v in inner.items()))
-        order = sorted(inner, key=repr) if isinstance(inner, set | frozenset) else inner
-        return (kind, tuple(freeze(item, alive, seen) for item in order))
-    alive[id(value)] = value
-    return ("is", id(value), value._version if isinstance(value, Tensor) else 0)
+def _look_at(attributes: dict[str, Any], name: str) -> Callable[[], tuple[Any, list[Hop]]]:
+    hops: list[Hop] = [(attributes.get, name)]
+    return lambda: (attributes.get(name, ABSENT), hops)
 
 
-def is_record(value: Any) -> bool:
-    """Whether something is an object that is no more than its attributes, such as a config."""
-    kinds = (nn.Module, Tensor, type)
-    return hasattr(value, "__dict__") and not isinstance(value, kinds) and not callable(value)
-
-
-def _containers(values: Iterable[Any]) -> list[Any]:
-    """Everything in some values that can be changed in place, each once."""
-    containers: dict[int, Any] = {}
-    todo = list(values)
-    while todo and len(containers) < _LARGEST:
-        value = todo.pop()
-        if type(value) in _VALUES:
-            continue
-        inner: Any = vars(value) if is_record(value) else value
-        if id(inner) not in containers and isinstance(inner, (*_CONTAINERS, Tensor)):
-            containers[id(inner)] = inner
-            if not isinstance(inner, Tensor) and len(inner) < _LARGEST:
-                todo += inner.values() if isinstance(inner, dict) else inner
-    return list(containers.values())
-
-
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, Tensor):
-        return [container._version]
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
-
-
-def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
+def _identity(get: Callable[..., Any]) -> int:
+    """Which dict something reads; a method of one is another object each time."""
+    owner = getattr(get, "__self__", None)
+    return id(get) if owner is None else id(owner)
 
 
 def warn_of_many(keys: Iterable[Any], key: Any) -> None:
@@ -209,6 +210,26 @@ def warn_of_many(keys: Iterable[Any], key: Any) -> None:
     for index, values in numbers.items():
         if len(values) == MANY:
             _warn(f"that argument {index} had ({leaves[index]} now)", "pass torch.tensor(value) instead of a number")
+
+
+def why_new(keys: Iterable[Any], key: Any) -> str:
+    """In which way a call is unlike all before: the first of these that holds."""
+    known = [(*constants, *rest) for constants, *rest in keys]
+    (method, modes, state), spec, leaves, *_ = key
+    if method not in {held[0] for held in known}:
+        return f"it is the first of {method or 'forward'}"
+    known = [held for held in known if held[0] == method]
+    if spec not in {held[3] for held in known}:
+        return "it passes other arguments, by their names or nesting"
+    shapes = [leaf for leaf in leaves if not isinstance(leaf, str)]
+    if not any([leaf for leaf in held[4] if not isinstance(leaf, str)] == shapes for held in known):
+        return "it passes other shapes, dtypes or requires_grad"
+    if modes not in {held[1] for held in known}:
+        return "other modules are in train or eval mode"
+    if state not in {held[2] for held in known}:
+        names = sorted({f"{path}.{name}".lstrip(".") for path, name, _ in state})
+        return f"{', '.join(names) or 'what the forward reads'} was changed"
+    return "it passes other values"
 
 
 def _warn(what: str, remedy: str) -> None:

@@ -86,7 +86,7 @@ class CallInputs:
         found: Arguments = pytree.tree_unflatten(whole, spec)
         return found
 
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], about: str = "") -> None:
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], about: str = "", why: str = "") -> None:
         """All ranks must pass the same shapes and the same plain values. Called for a call that is new to this rank."""
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return
@@ -99,10 +99,17 @@ class CallInputs:
         if other is None:
             return
         theirs = json.loads(every[other] or "[null, {}]")
+        if not every[other]:
+            raise InputError(
+                f"rank {rank} calls the model with {shapes} in a way that is new to it ({why or 'other shapes'}), and "
+                f"rank {other} in a way that it has called it before: the ranks pass inputs of different shapes, or "
+                "differ in a mode, an attribute or an argument; do the same on all ranks, with a smaller last batch "
+                "too, or drop it (drop_last=True)"
+            )
         if theirs[0] != shapes:
             raise InputError(
                 f"the ranks pass inputs of different shapes: rank {rank} passes {shapes}, rank {other} passes "
-                f"{theirs[0] or 'shapes that it has passed before'}; pass the same shapes everywhere, a smaller last "
+                f"{theirs[0]}; pass the same shapes everywhere, a smaller last "
                 "batch too, or drop it (drop_last=True)"
             )
         pairs = {path: (values.get(path, "missing"), theirs[1].get(path, "missing")) for path in values | theirs[1]}

@@ -81,6 +81,10 @@ def method_of(model: Any, name: str, method: MethodType) -> Callable[..., Any]:
                     return getattr(model.root, name)(*args, **kwargs)
             except NeedsProgram:
                 programs.add(name)
+            except (AttributeError, TypeError) as error:
+                if not _misses_a_stage(model, error):
+                    raise
+                programs.add(name)  # of a pipeline: a program has what other stages hold
         try:
             return model.run_method(name, args, kwargs)
         except CaptureError as error:
@@ -93,6 +97,29 @@ def method_of(model: Any, name: str, method: MethodType) -> Callable[..., Any]:
             ) from error
 
     return call
+
+
+def property_of(model: Any, name: str) -> Any:
+    """A property of the user's model, for the compiled one: sizes are those of whole parameters."""
+    what = f"the property {name} of {type(model.root).__name__}"
+    remedy = "make it a method, which is compiled, or ask for it before sw.parallelize"
+    try:
+        with as_python(model, name):
+            value = getattr(model.root, name)
+    except NeedsProgram:
+        fault = f"{what} computes with submodules or parameters, of which ranks hold pieces; {remedy}"
+        raise InputError(fault) from None
+    except (AttributeError, TypeError) as error:  # of which nn.Module tells only that there is no such attribute
+        if not model._holding.seats:
+            raise
+        raise InputError(f"{what} reads a parameter that another stage of the pipeline holds; {remedy}") from error
+    return value
+
+
+def _misses_a_stage(model: Any, error: Exception) -> bool:
+    """Whether Python has stumbled over a parameter that this rank of a pipeline has as None."""
+    holding = model._holding
+    return "NoneType" in str(error) and holding is not None and bool(holding.seats)
 
 
 class MethodMode(TorchFunctionMode):

@@ -23,11 +23,12 @@ from .comparison import InputComparison
 from .entry import Entry as Entry
 from .entry import Holding as Holding
 from .gradients import GradientSync, Turns, check_frozen
-from .guards import warn_of_many
+from .guards import warn_of_many, why_new
 from .inputs import CallInputs, Mode, check_dtypes
 from .random import Randomness
 from .reduction import Kind, Reduction, total
 from .scalars import Arguments, NotAnInput, ScalarInputs, dtype_of_floats
+from .shared_outputs import watch_gradient
 from .stage import Stage, shown
 from .view import ModelView
 from .world import World
@@ -260,8 +261,9 @@ class ParallelModel(ModelView):
         for stage in entry.stages:
             stage.renew()
         tensors = entry.flatten(args, kwargs)
+        signature = entry.signature if entry.stage is None else entry.signature.with_frozen(_frozen(holding))
         place = (self.data_rank, self.data_size) if self.passing == "rows" else (0, 1)
-        self._comparison.begin(entry.signature, tensors, place, at_once=self._whole)
+        self._comparison.begin(signature, tensors, place, at_once=self._whole)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
             tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
         elif self.passing == "rows":
@@ -271,7 +273,11 @@ class ParallelModel(ModelView):
             holding.random.advance()
         found = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
         self._comparison.until_backward(found)
-        return entry.unflatten(self._out(entry, found))
+        outputs = self._out(entry, found)
+        for tensor, path in zip(outputs, entry.shared, strict=False):
+            if path and tensor is not None and self._world.size > 1:
+                watch_gradient(tensor, path)
+        return entry.unflatten(outputs)
 
     def _forward(self, stage: Stage, holding: Holding, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         with ExitStack() as stack:
@@ -326,7 +332,7 @@ class ParallelModel(ModelView):
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
-            self.call_inputs.check(args, kwargs)
+            self.call_inputs.check(args, kwargs, why=why_new(self._entries, key))
             self.catch_up()
             warn_of_many(self._entries, key)
             extra = {**({"method": method} if method else {}), **({"floats": floats} if floats else {})}
@@ -349,6 +355,12 @@ class ParallelModel(ModelView):
                 if len(known) == len(given) == len(entry.dtypes):
                     check_dtypes([path for path, _ in entry.dtypes], known, given)
                 return
+
+
+def _frozen(holding: Holding) -> tuple[str, ...]:
+    """The parameters that are trained and not now: on all ranks the same ones, or gradients would not meet."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple([name for name, held in holding.parameters.items() if not held.requires_grad])
 
 
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from . import comm, journal, nearby
 from .buckets import dense
+from .destination import needs_gradient
 from .holding import Held, coordinates, named, storage_layout, summing_axes, zero_axes
 from .hooks import ParameterHooks
 from .packing import Pack, whole_buffer
@@ -185,7 +186,7 @@ class Return:
                 nearby.all_reduce(row, self.rest).wait()
             flags = [1.0] * len(self.pairs) if full else row.narrow(0, self.pack.used, len(self.pairs)).tolist()
             for number, (held, parameter) in enumerate(self.pairs):
-                if flags[number] > 0:
+                if flags[number] > 0 and needs_gradient(parameter):  # torch drops that of what was frozen since
                     _hand_out(leaf_of(parameter), self.pack.own(row, number, self.group.index), held)
         self.sent.clear()
 

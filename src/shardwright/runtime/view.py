@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .guards import SLOTS, AttributeGuard
-from .methods import method_of
+from .guards import SLOTS, AttributeGuard, Watchable, settings_of
+from .methods import method_of, property_of
 from .pinned import check_hooks
+from .world import World
 from .wrappers import Unwrappable
 
 
@@ -25,6 +26,7 @@ class ModelView(Unwrappable):
 
     _around: dict[str, Any]
     _flags: tuple[bool, ...]
+    _world: World
     _guard: AttributeGuard | None = None  # of what programs hold as constants, once there are any
 
     def __getattr__(self, name: str) -> Any:
@@ -34,6 +36,8 @@ class ModelView(Unwrappable):
             root = self.root
             if root is None or (name.startswith("_") and name not in vars(root)):
                 raise
+            if isinstance(getattr(type(root), name, None), property) and self._guard is not None:
+                return property_of(self, name)
             value = getattr(root, name)
             if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
                 raise
@@ -66,11 +70,12 @@ class ModelView(Unwrappable):
         carry = getattr(self._around["compile"], "carry", None)
         modules = {**dict(root.named_modules()), "": self._around.get("user", root)}
         self._guard = AttributeGuard(modules, partial(carry, root) if carry else None)
+        self._guard.watch((), settings_of(self._world.device.type))
 
-    def watch(self, reads: Iterable[tuple[str, str]]) -> None:
-        """A program was made that holds these attributes of modules as constants."""
+    def watch(self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = ()) -> None:
+        """A program was made that holds these attributes of modules, and these variables, as constants."""
         if self._guard is not None:
-            self._guard.watch(reads)
+            self._guard.watch(reads, variables)
 
     def forget(self, name: str) -> None:
         """An attribute of the model is no constant, whatever a trace has read."""

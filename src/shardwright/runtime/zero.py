@@ -70,6 +70,23 @@ class Saved:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """Any other saved tensor. Torch does not look at versions where hooks save tensors, so that this has to."""
+
+    tensor: Tensor
+    version: int
+
+    def checked(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise InputError(
+                f"a tensor {list(self.tensor.shape)} that backward needs was changed in place since the forward (it is "
+                f"at version {self.tensor._version}, and was at {self.version}): an input of the model or something "
+                "that was made of one; change a copy of it, or change it after backward"
+            )
+        return self.tensor
+
+
 class Zero3:
     """The units of a model whose parameters are stored split. `order` is the order of their use in forward."""
 
@@ -179,17 +196,17 @@ class Zero3:
 
     # -- backward ----------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, tensor: Tensor) -> KeptTensor | Saved:
         shards = self._live.get(tensor.untyped_storage().data_ptr())
         if shards is None or tensor.dtype != shards.row.dtype:
-            return tensor
+            return KeptTensor(tensor, tensor._version)
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return Saved(shards, self._ready[shards].version, *place)
 
     @told
-    def _unpack(self, saved: Tensor | Saved) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(self, saved: KeptTensor | Saved) -> Tensor:
+        if isinstance(saved, KeptTensor):
+            return saved.checked()
         self._begin()
         shards = saved.shards
         if saved.version != shards.version():
