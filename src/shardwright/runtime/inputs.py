@@ -98,12 +98,18 @@ class CallInputs:
         other = next((held for held, said in every.items() if said != mine), None)
         if other is None:
             return
-        theirs = json.loads(every[other] or "[null, {}]")
+        if not every[other]:
+            raise InputError(
+                f"rank {rank} makes a call that is new to it, with inputs of the shapes {shapes}, and rank {other} one "
+                "that it has made before; call the model on all ranks in the same order, in train or eval mode "
+                "alike (an evaluation on rank 0 alone waits for the others: run it on all ranks), and pass the same "
+                "shapes everywhere, a smaller last batch too, or drop it (drop_last=True)"
+            )
+        theirs = json.loads(every[other])
         if theirs[0] != shapes:
             raise InputError(
                 f"the ranks pass inputs of different shapes: rank {rank} passes {shapes}, rank {other} passes "
-                f"{theirs[0] or 'shapes that it has passed before'}; pass the same shapes everywhere, a smaller last "
-                "batch too, or drop it (drop_last=True)"
+                f"{theirs[0]}; pass the same shapes everywhere, a smaller last batch too, or drop it (drop_last=True)"
             )
         pairs = {path: (values.get(path, "missing"), theirs[1].get(path, "missing")) for path in values | theirs[1]}
         differ = [

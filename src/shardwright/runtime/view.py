@@ -32,6 +32,8 @@ class ModelView(Unwrappable):
             return super().__getattr__(name)
         except AttributeError:
             root = self.root
+            if name == "module" and root is not None and not hasattr(root, name):
+                return self  # scripts written for DDP unwrap it, to save or to call a method
             if root is None or (name.startswith("_") and name not in vars(root)):
                 raise
             value = getattr(root, name)
