@@ -86,7 +86,7 @@ def check_refused(script: Script, plan: str, kind: type[ShardwrightError], *word
     with pytest.raises(kind) as caught:
         _parallel(script, plan, said)
     for word in words:
-        assert word in str(caught.value)
+        assert word in str(caught.value), str(caught.value)
 
 
 def _parallel(script: Script, plan: str, said: dict[str, Any]) -> list[Sequence[Tensor]]:
