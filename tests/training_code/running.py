@@ -65,13 +65,14 @@ def whole(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def check(script: Script, plan: str, **said: Any) -> None:
+def as_it_is(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
+    """A line that does nothing."""
+    return model if optimizer is None else (model, optimizer)
+
+
+def check(script: Script, plan: str, reference: OneLine = as_it_is, **said: Any) -> None:
     """Assert that a script returns the same with and without its one line, on every rank."""
-
-    def as_it_is(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
-        return model if optimizer is None else (model, optimizer)
-
-    expected = script(as_it_is)
+    expected = script(reference)
     for rank, tensors in enumerate(_parallel(script, plan, said)):
         assert len(tensors) == len(expected)
         for number, (mine, theirs) in enumerate(zip(tensors, expected, strict=True)):

@@ -70,6 +70,19 @@ class CallInputs:
             self._known |= {path: batched for (path, shape), batched in own if shape}
         return found
 
+    def check_dense(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse tensors that are not one block of numbers: programs, splits and digests are made for those."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        if all(not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested) for leaf in leaves):
+            return
+        faults = [
+            f"{path} is {'nested' if leaf.is_nested else str(leaf.layout).removeprefix('torch.')}"
+            for path, leaf in zip(self.paths(args, kwargs), leaves, strict=True)
+            if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided)
+        ]
+        title = "a parallelized model takes dense tensors; pass tensor.to_dense(), of a nested one to_padded_tensor(0.0):"
+        raise_all(InputError, title, faults)
+
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples a call passes, if that is known."""
         return self.batch_dim(args, kwargs, "same", needed=False).size
