@@ -106,13 +106,24 @@ def calling(module: nn.Module, method: str) -> nn.Module:
     return shell
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether an attribute is what it was. A trace puts lists and dicts back as copies with the same in them."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    return False
+
+
 def check_effects(called: nn.Module, skeleton: nn.Module, method: str, graph: Graph) -> None:
     """Refuse a method that does something besides returning tensors: as a program it would not."""
     if not method:
         return
     name = f"{type(skeleton).__name__}.{method}"
     before, after = vars(skeleton), vars(called)
-    changed = sorted(key for key in {**before, **after} if before.get(key, ABSENT) is not after.get(key, ABSENT))
+    changed = sorted(key for key in {**before, **after} if not _same(before.get(key, ABSENT), after.get(key, ABSENT)))
     if changed:
         raise CaptureError(
             f"{name} sets {', '.join(f'self.{key}' for key in changed)}, which a program can't; return it instead"

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from shardwright.batch_dim import BatchDim, find_batch_dim, said_by
@@ -72,16 +73,13 @@ class CallInputs:
 
     def check_dense(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse tensors that are not one block of numbers: programs, splits and digests are made for those."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        if all(not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested) for leaf in leaves):
-            return
-        faults = [
-            f"{path} is {'nested' if leaf.is_nested else str(leaf.layout).removeprefix('torch.')}"
-            for path, leaf in zip(self.paths(args, kwargs), leaves, strict=True)
-            if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided)
-        ]
-        title = "a parallelized model takes dense tensors; pass tensor.to_dense(), of a nested one to_padded_tensor(0.0):"
-        raise_all(InputError, title, faults)
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        kinds = [_other_than_dense(leaf) for leaf in leaves]
+        if any(kinds):
+            packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
+            paths = [""] * len(leaves) if packed else self.paths(args, kwargs)
+            faults = [f"{path or 'an input'} is {kind}" for path, kind in zip(paths, kinds, strict=True) if kind]
+            raise_all(InputError, "a parallelized model takes dense tensors:", faults)
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples a call passes, if that is known."""
@@ -161,6 +159,17 @@ def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], given: Sequ
         if then != now
     ]
     raise_all(InputError, "the data has another dtype than the example:", faults)
+
+
+def _other_than_dense(leaf: Any) -> str:
+    """What an argument is, and what to pass instead; nothing if it is a dense tensor, or none."""
+    if isinstance(leaf, PackedSequence):
+        return "a PackedSequence; pass the padded tensor and the lengths"
+    if not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
+        return ""
+    if leaf.is_nested:
+        return "nested; pass tensor.to_padded_tensor(0.0)"
+    return f"{str(leaf.layout).removeprefix('torch.')}; pass tensor.to_dense()"
 
 
 def _short(dtype: torch.dtype) -> str:
