@@ -1,4 +1,4 @@
-"""Diffusion models in the shape of diffusers: a registered config, outputs registered without keys, a scheduler, EMA."""
+"""Diffusion models in the shape of diffusers: a registered config, outputs registered without keys, a scheduler."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ class UNet2DModel(ModelMixin):
     """Down, attention in the middle, up with skip connections, the step as sines and cosines."""
 
     @register_to_config
-    def __init__(self, sample_size: int = 8, in_channels: int = 3, base: int = 8, center_input_sample: bool = True) -> None:
+    def __init__(self, sample_size: int = 8, in_channels: int = 3, center_input_sample: bool = True) -> None:
         super().__init__()
+        base = 8
         self.embed = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16))
         self.conv_in = nn.Conv2d(in_channels, base, 3, padding=1)
         self.conv_out = nn.Conv2d(base, in_channels, 3, padding=1)

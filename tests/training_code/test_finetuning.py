@@ -29,7 +29,8 @@ class LoRALinear(nn.Module):
         pretrained = self.linear(x)
         if self.r == 0 or self.merged:
             return pretrained
-        return pretrained + (self.lora_dropout(x) @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)) * self.scaling
+        lora = self.lora_dropout(x) @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)
+        return pretrained + lora * self.scaling
 
 
 class LoRAQKVLinear(LoRALinear):

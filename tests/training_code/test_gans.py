@@ -49,7 +49,7 @@ def dcgan(one_line: OneLine, flip: bool = False) -> list[Tensor]:
 
     `flip`: some labels are flipped and all are smoothed, as people do it.
     """
-    net_d, net_g = seeded(lambda: (Discriminator().apply(weights_init).double(), Generator().apply(weights_init).double()))
+    net_d, net_g = seeded(lambda: tuple(net().apply(weights_init).double() for net in (Discriminator, Generator)))
     optimizer_d = torch.optim.Adam(net_d.parameters(), lr=1e-2, betas=(0.5, 0.999))
     optimizer_g = torch.optim.Adam(net_g.parameters(), lr=1e-2, betas=(0.5, 0.999))
     net_d, optimizer_d = one_line(net_d, optimizer_d)
@@ -117,7 +117,7 @@ def calc_gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor, seed: i
 
 
 def wgan_gp(one_line: OneLine) -> list[Tensor]:
-    """The critic trains twice as often, by three backwards into one gradient; it is frozen while the generator trains."""
+    """The critic trains twice as often, by three backwards into one gradient, and is frozen while the other trains."""
     critic, generator = seeded(lambda: (Critic().double(), Generator().double()))
     optimizer_d = torch.optim.Adam(critic.parameters(), lr=1e-2, betas=(0.5, 0.9))
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.9))

@@ -56,7 +56,7 @@ def repackage_hidden(hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def word_language_model(one_line: OneLine) -> list[Tensor]:
-    """Truncated backpropagation through time, SGD by hand, a rate that falls with the validation loss, the best kept."""
+    """Truncated backpropagation through time, SGD by hand, a rate that falls with the validation, the best kept."""
     model = one_line(seeded(lambda: RNNModel().double()))
     criterion, train, validation, lr = nn.NLLLoss(), corpus(4, 2), corpus(2, 3), 2.0
     best, kept, seen = None, {}, []

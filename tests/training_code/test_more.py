@@ -106,7 +106,7 @@ def regression_loss(x: Tensor, y: Tensor) -> Tensor:
 
 
 def byol(one_line: OneLine, whole: bool = False) -> list[Tensor]:
-    """An online encoder, a predictor, and a momentum encoder that follows by a zip of parameters. Two models, one optimizer."""
+    """An encoder and a predictor with one optimizer, and a momentum encoder that follows by a zip of parameters."""
     online, predictor = seeded(lambda: (backbone().double(), head(8, 8).double()))
     target = copy.deepcopy(online)
     for p in target.parameters():
@@ -218,7 +218,7 @@ def test_an_actor_critic_that_sees_one_state_at_a_time(plan: str) -> None:
 
 
 def ppo(one_line: OneLine) -> list[Tensor]:
-    """Two losses with a backward each through one graph, an optimizer for each; shuffled parts of a rollout; a method."""
+    """Two losses, each with its backward through one graph and its optimizer; shuffled parts of a rollout; a method."""
     model = seeded(lambda: ActorCritic().double())
     actor = torch.optim.Adam([*model.body.parameters(), *model.actor.parameters()], lr=1e-2, eps=1e-5)
     critic = torch.optim.RMSprop(model.critic.parameters(), lr=1e-2)
@@ -328,7 +328,8 @@ def ddpm(one_line: OneLine, way: str) -> list[Tensor]:
                 for p_average, p in zip(average.parameters(), model.parameters(), strict=False):
                     p_average.data.mul_(0.9).add_(p.data, alpha=0.1)
             else:
-                torch._foreach_lerp_(list(average.parameters())[: len(list(model.parameters()))], list(model.parameters()), 0.1)
+                own = list(model.parameters())
+                torch._foreach_lerp_(list(average.parameters())[: len(own)], own, 0.1)
     with torch.no_grad():
         seen.append(average(noise(4, 8, seed=77), torch.arange(4)))
     return seen + parameters(model)

@@ -160,15 +160,15 @@ def time_sequence(one_line: OneLine, lazy: bool = False) -> list[Tensor]:
     inputs, target = series[:, :-1], series[:, 1:]
     model, optimizer = one_line(model, optimizer, **({} if lazy else {"example": (inputs,)}))
     criterion, seen = nn.MSELoss(), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), target)
+        seen.append(loss.detach().clone())
+        loss.backward()
+        return loss
+
     for _ in range(2):
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = criterion(model(inputs), target)
-            seen.append(loss.detach().clone())
-            loss.backward()
-            return loss
-
         optimizer.step(closure)
         with torch.no_grad():
             pred = model(inputs, future=3)

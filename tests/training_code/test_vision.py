@@ -17,7 +17,7 @@ from .running import DOUBLE, PLANS, OneLine, check, check_refused, noise, parame
 
 
 class VAE(nn.Module):
-    """Noise is drawn in the model, which on many ranks draws from a generator of its own; or it comes in, for all alike."""
+    """Noise is drawn in the model, which draws by a seed of its own when it is compiled; or it comes in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def super_resolution(one_line: OneLine) -> list[Tensor]:
     model, optimizer = one_line(model, optimizer)
     criterion = nn.MSELoss()
     seen: list[Tensor] = []
-    for epoch in range(2):
+    for _ in range(2):
         for iteration, size in enumerate((4, 2)):
             inputs, target = noise(size, 1, 6, 6, seed=iteration), noise(size, 1, 12, 12, seed=40 + iteration)
             optimizer.zero_grad()

@@ -45,9 +45,9 @@ def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[
     facts |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
     facts |= {title: code_digest(program.path.read_text()) for title, program in zip(programs, made, strict=True)}
     remedy = (
-        "call the model on all ranks in the same order, in train or eval mode alike (an evaluation on rank 0 alone waits "
-        "for the others: run it on all ranks and print on one), build the same model everywhere, from the same files, and "
-        "pass the same plan"
+        "call the model on all ranks in the same order, in train or eval mode alike (an evaluation on rank 0 alone "
+        "waits for the others: run it on all ranks and print on one), build the same model everywhere, from the same "
+        "files, and pass the same plan"
     )
     roll_call.check_equal(facts, "programs", remedy)
 

@@ -111,10 +111,10 @@ class CallInputs:
             return
         if not every[other]:
             raise InputError(
-                f"rank {rank} makes a call that is new to it, with inputs of the shapes {shapes}, and rank {other} one "
-                "that it has made before; call the model on all ranks in the same order, in train or eval mode "
-                "alike (an evaluation on rank 0 alone waits for the others: run it on all ranks), and pass the same "
-                "shapes everywhere, a smaller last batch too, or drop it (drop_last=True)"
+                f"the ranks pass inputs of different shapes, or make different calls: rank {rank} makes one that is new "
+                f"to it, with the shapes {shapes}, and rank {other} one that it has made before; pass the same shapes "
+                "everywhere, a smaller last batch too, or drop it (drop_last=True), and call the model on all ranks, in "
+                "train or eval mode alike (an evaluation on rank 0 alone waits for the others: run it on all ranks)"
             )
         theirs = json.loads(every[other])
         if theirs[0] != shapes:

@@ -108,9 +108,9 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     for other in places:
         if not place.covers(other):
             raise InputError(
-                f"{name.strip('_')} of parameters {place.held.name} and {other.held.name} outside of the model: they are "
-                f"split in different ways, {place.layout} and {other.layout}. Take the whole of the one that is read, "
-                "which all ranks must do together (p.full_tensor()), or for an average of the weights use "
+                f"{name.strip('_')} of parameters {place.held.name} and {other.held.name} outside of the model: they "
+                f"are split in different ways, {place.layout} and {other.layout}. Take the whole of the one that is "
+                "read, which all ranks must do together (p.full_tensor()), or for an average of the weights use "
                 "shardwright.ema.EMA(model)"
             )
     in_place = writes(name)
