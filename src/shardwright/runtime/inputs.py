@@ -111,10 +111,11 @@ class CallInputs:
             return
         if not every[other]:
             raise InputError(
-                f"the ranks pass inputs of different shapes, or make different calls: rank {rank} makes one that is new "
-                f"to it, with the shapes {shapes}, and rank {other} one that it has made before; pass the same shapes "
-                "everywhere, a smaller last batch too, or drop it (drop_last=True), and call the model on all ranks, in "
-                "train or eval mode alike (an evaluation on rank 0 alone waits for the others: run it on all ranks)"
+                f"the ranks pass inputs of different shapes, or make different calls: rank {rank} makes one that is "
+                f"new to it, with the shapes {shapes}, and rank {other} one that it has made before; pass the same "
+                "shapes everywhere, a smaller last batch too, or drop it (drop_last=True), and call the model on all "
+                "ranks, in train or eval mode alike (an evaluation on rank 0 alone waits for the others: run it on "
+                "all ranks)"
             )
         theirs = json.loads(every[other])
         if theirs[0] != shapes:
