@@ -121,6 +121,7 @@ def _assembled(
         keywords=tuple(kwargs),
         opaques=opaques,
         reads=_reads(traced, module, opaques, bool(graph.branches)),
+        left=tuple(f"{path}.{name}".removeprefix(".") for path, name in traced.left),
     )
 
 

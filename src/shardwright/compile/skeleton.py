@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import check_hooks, copy_module, rebind
+from ..capture import Captured, check_hooks, copy_module, rebind
 from ..errors import CaptureError
-from ..ir import Graph
 from ..runtime.guards import ABSENT, SLOTS, freeze
 from ..runtime.parameters import Untouched
 from ..runtime.pinned import HOOKS
@@ -117,18 +116,19 @@ def _same(one: Any, other: Any) -> bool:
     return False
 
 
-def check_effects(called: nn.Module, skeleton: nn.Module, method: str, graph: Graph) -> None:
+def check_effects(called: nn.Module, skeleton: nn.Module, method: str, captured: Captured) -> None:
     """Refuse a method that does something besides returning tensors: as a program it would not."""
     if not method:
         return
     name = f"{type(skeleton).__name__}.{method}"
     before, after = vars(skeleton), vars(called)
-    changed = sorted(key for key in {**before, **after} if not _same(before.get(key, ABSENT), after.get(key, ABSENT)))
+    own = {key for key in {**before, **after} if not _same(before.get(key, ABSENT), after.get(key, ABSENT))}
+    changed = sorted({*own, *captured.left})
     if changed:
         raise CaptureError(
             f"{name} sets {', '.join(f'self.{key}' for key in changed)}, which a program can't; return it instead"
         )
-    if all(output.value is None for output in graph.outputs):
+    if all(output.value is None for output in captured.graph.outputs):
         raise CaptureError(
             f"{name} computes with parameters and returns no tensor, so that as a program it would do nothing. What "
             "changes the model has to be done before sw.parallelize; values are loaded with load_state_dict"

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.errors import InputError
+
 from .guards import SLOTS, AttributeGuard
 from .methods import method_of
 from .pinned import check_hooks
@@ -36,6 +38,11 @@ class ModelView(Unwrappable):
                 return self  # scripts written for DDP unwrap it, to save or to call a method
             if root is None or (name.startswith("_") and name not in vars(root)):
                 raise
+            if name in self._around.get("left", ()):
+                raise InputError(
+                    f"the forward of {type(root).__name__} sets self.{name}, which a program does not: what is there "
+                    "is from when the model was compiled; return it from forward"
+                ) from None
             value = getattr(root, name)
             if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
                 raise
@@ -69,8 +76,9 @@ class ModelView(Unwrappable):
         modules = {**dict(root.named_modules()), "": self._around.get("user", root)}
         self._guard = AttributeGuard(modules, partial(carry, root) if carry else None)
 
-    def watch(self, reads: Iterable[tuple[str, str]]) -> None:
-        """A program was made that holds these attributes of modules as constants."""
+    def watch(self, reads: Iterable[tuple[str, str]], left: Iterable[str] = ()) -> None:
+        """A program was made that holds these attributes of modules as constants; `left`: the call would set these."""
+        self._around["left"] = {*self._around.get("left", ()), *left}
         if self._guard is not None:
             self._guard.watch(reads)
 
