@@ -14,6 +14,7 @@ of them. Such a `zip` pairs the wrong ones, in silence where shapes agree. Seen 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ def expect_aligned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         if not mine:
             continue
         strange = len({x.held.name for x in mine}) > 1 or any(isinstance(x, nn.Parameter) for x in others)  # type: ignore[attr-defined]
-        if strange or (in_place and row[0] is not mine[0] and any(row[0] is x for x in others)):
+        misplaced = strange or (in_place and any(row[0] is x for x in others))
+        if misplaced and not _in_an_optimizer():
             raise InputError(
                 f"{name.strip('_')} of parameter {mine[0].held.name} with a tensor that is not known to belong to it: "  # type: ignore[attr-defined]
                 "in a pipeline a rank goes through the parameters of its own stages only, so that zip() with those of "
@@ -43,6 +45,16 @@ def expect_aligned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
                 "copy weights, model.full_state_dict(); for tensors beside parameters, make them of model.parameters() "
                 "once the model is compiled (p.detach().clone())"
             )
+
+
+def _in_an_optimizer() -> bool:
+    """Whether the step of an optimizer runs, which keeps its state by parameter and pairs nothing by position."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Tensor]]:
