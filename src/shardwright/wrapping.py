@@ -66,7 +66,7 @@ def _tensor_faults(model: nn.Module) -> Iterator[str]:
         elif isinstance(tensor, ShardParameter | DTensor):
             yield f"{path} is a {type(tensor).__name__}, a part of a tensor; pass a model with whole parameters"
         elif tensor.layout != torch.strided:
-            yield f"{path} is sparse ({tensor.layout}); keep it dense, or pass it to forward"
+            yield f"{path} is sparse ({tensor.layout}); keep it dense"
         elif is_traceable_wrapper_subclass(tensor) or not _behaves_plainly(tensor):
             yield f"{path} is a {type(tensor).__name__}, which has ops of its own; use plain parameters"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.capture import copy_module
+from shardwright.errors import InputError
 from tests.models.closures import WAYS, ClosureNet, TwoLayers, replaced_forward
 
 
@@ -96,3 +98,10 @@ def test_hooks_are_bound_to_the_copy():
     copied(torch.randn(2, 8)).backward()
 
     assert model.blocks[0].norm.bias.grad is None
+
+
+def test_what_can_t_be_copied_is_named():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].guard = threading.Lock()
+    with pytest.raises(InputError, match=r"its attribute 0\.guard, a lock, can't .*keep it outside of the model"):
+        copy_module(module)

@@ -32,8 +32,13 @@ def programs_of(name: str, plan: str) -> tuple[Program, ...]:
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gpt", "dp=2,tp=2"), ("gpt", "zero3=2,recompute"), ("resnet", "dp=2"), ("dropout_gpt", "tp=2"),
-     ("gpt", "pp=2,zb")],
+    [
+        ("gpt", "dp=2,tp=2"),
+        ("gpt", "zero3=2,recompute"),
+        ("resnet", "dp=2"),
+        ("dropout_gpt", "tp=2"),
+        ("gpt", "pp=2,zb"),
+    ],
 )
 def test_every_change_of_a_generated_class_is_noticed(name: str, plan: str) -> None:
     for program in programs_of(name, plan):

@@ -50,7 +50,7 @@ class Many(nn.Module):
         heads = F.scaled_dot_product_attention(heads, heads, heads.roll(1, 2), is_causal=True, scale=0.3)
         picture = F.pad(self.drop(heads).reshape(-1, 1, 4, 4).expand(-1, 4, -1, -1), (1, 0, 0, 1), value=0.5)
         picture = F.gelu(self.conv(picture), approximate="tanh").clamp(min=-1.0, max=2.0)
-        picture = torch.where(picture > 0.1, picture, -picture ** 2)
+        picture = torch.where(picture > 0.1, picture, -(picture**2))
         picture = self.up(picture[..., 1:, :]).softmax(2)
         scores = torch.einsum("bchw,bkhw->bck", picture, picture).flatten(1)[:, :6]
         smooth = F.cross_entropy(scores, y, label_smoothing=0.1, ignore_index=2)

@@ -35,9 +35,7 @@ MAY_IMPORT = {
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "
         "compile wrapping"
     ),
-    "rehearse": (
-        "errors precision layout schedule ir rules capture plan lower probe runtime planning compile verify"
-    ),
+    "rehearse": ("errors precision layout schedule ir rules capture plan lower probe runtime planning compile verify"),
     "parts": "errors layout capture plan lower runtime planning compile",
     "parallelize": (
         "errors precision layout conversion ir rules capture cluster cost plan lower probe emit runtime planning "

@@ -61,8 +61,8 @@ def test_every_kind_of_change_is_made_and_messages_are_left_alone(tree: Path) ->
         "flip comparison: `found < -100` -> `(found <= -100)`",
         "drop not: `-100` -> `(100)`",
         "change constant: `100` -> `(101)`",
-        "remove statement: `if found < -100: raise ValueError(f\"{found + 1} is too little\")` -> `pass`",
-        "remove statement: `raise ValueError(f\"{found + 1} is too little\")` -> `pass`",
+        'remove statement: `if found < -100: raise ValueError(f"{found + 1} is too little")` -> `pass`',
+        'remove statement: `raise ValueError(f"{found + 1} is too little")` -> `pass`',
         "drop returned: `return found` -> `return None`",
     }
 

@@ -1,11 +1,11 @@
 """One sample, compiled by `sw.parallelize` for one device and run from its generated file, beside eager.
 
-    right     outputs, gradients and buffers are those of eager
-    drawn     right, but random numbers could be compared in shape and dtype only
-    refused   an error of our tree
-    wrong     other numbers, shapes, dtypes or gradients
-    foreign   an error that is not one of ours
-    skipped   eager itself can't do it
+right     outputs, gradients and buffers are those of eager
+drawn     right, but random numbers could be compared in shape and dtype only
+refused   an error of our tree
+wrong     other numbers, shapes, dtypes or gradients
+foreign   an error that is not one of ours
+skipped   eager itself can't do it
 """
 
 from __future__ import annotations

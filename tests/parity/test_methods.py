@@ -214,3 +214,48 @@ def test_a_property_that_reads_what_another_stage_holds_is_refused(tmp_path):
             _ = model.width
 
     run_ranks(2, run)
+
+
+class Counting(Coder):
+    """Keeps things among its attributes; one method changes one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def encode_and_count(self, x):
+        self.calls += 1
+        return self.encoder(x)
+
+
+def test_a_list_among_the_attributes_does_no_harm(tmp_path):
+    both(Counting, "single", tmp_path, lambda model: [model.encode(X)])
+
+
+def test_a_method_that_counts_its_calls_is_refused(tmp_path):
+    model = parallelize(seeded(Counting), plan="single", directory=tmp_path)
+    model(X)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"encode_and_count sets self\.calls, which a program can't"):
+            model.encode_and_count(X)
+
+
+class Keeping(nn.Module):
+    """Leaves something for whoever looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.last, self.calls = nn.Linear(8, 8), None, 0
+
+    def forward(self, x):
+        self.last, self.calls = self.encoder(x), self.calls + 1
+        return self.last.square().mean()
+
+
+@pytest.mark.parametrize("name", ["last", "calls"])
+def test_what_forward_leaves_behind_is_not_read_stale(tmp_path, name):
+    model = parallelize(seeded(Keeping), plan="single", directory=tmp_path)
+    assert getattr(model, name) in (None, 0)
+    model(X)
+    with pytest.raises(InputError, match=f"the forward of Keeping sets self.{name}, .*return it from forward"):
+        getattr(model, name)

@@ -283,3 +283,30 @@ def wrapped_before(rank, folder, kind):
 def test_what_is_distributed_already_is_refused(pools, tmp_path, kind, said):
     for text in pools[2].run(wrapped_before, str(tmp_path), kind):
         assert said in text
+
+
+def test_scripts_that_unwrap_ddp_need_no_change(tmp_path):
+    model = compiled(tmp_path)
+    assert model.module is model
+
+
+def test_a_part_that_is_called_module_stays_that_part(tmp_path):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.module(x)
+
+    assert isinstance(parallelize(Around(), plan="single", directory=tmp_path).module, nn.Linear)
+
+
+@pytest.mark.filterwarnings("ignore:.*Sparse.*invariant")
+@pytest.mark.parametrize("call", ["first", "later"])
+def test_a_sparse_input_is_refused_by_name(tmp_path, call):
+    model = compiled(tmp_path)
+    if call == "later":
+        model(X)
+    with pytest.raises(InputError, match=r"x is sparse_coo; pass tensor.to_dense\(\)"):
+        model(X.to_sparse())

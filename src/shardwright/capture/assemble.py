@@ -122,6 +122,7 @@ def _assembled(
         opaques=opaques,
         reads=_reads(traced, module, opaques, bool(graph.branches)),
         variables=traced.variables,
+        left=tuple(f"{path}.{name}".removeprefix(".") for path, name in traced.left),
     )
 
 

@@ -51,6 +51,7 @@ class Captured:
     opaques: Mapping[str, Opaque] = field(default_factory=dict)  # the calls of opaque submodules, by op_key
     reads: Reads = frozenset()  # the attributes of modules that are constants in the graph
     variables: tuple[Variable, ...] = ()  # globals and the like that may be
+    left: tuple[str, ...] = ()  # the attributes of modules that the call has set, and that a program does not
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors for graph.inputs, in order; an InputError if this call needs a capture of its own."""

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..errors import InputError, ShardwrightError
+
 Module = TypeVar("Module", bound=nn.Module)
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
@@ -29,13 +31,35 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     """A deep copy, functions included. `memo` says what stands for what, as in `copy.deepcopy`."""
     memo = {} if memo is None else memo
-    copied = copy.deepcopy(module, memo)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except ShardwrightError:
+        raise
+    except Exception as error:
+        raise InputError(_uncopied(module, error)) from error
     rebind = _Rebind(memo)
     rebind.find_writes(value for part in copied.modules() for name, value in vars(part).items() if name not in _TENSORS)
     for part in copied.modules():
         changed = {name: rebind(value) for name, value in vars(part).items() if name not in _TENSORS}
         vars(part).update({name: value for name, value in changed.items() if value is not vars(part)[name]})
     return copied
+
+
+def _uncopied(module: nn.Module, error: Exception) -> str:
+    """Which attribute of a module can't be copied, if it is one."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in _TENSORS:
+                continue
+            try:
+                copy.deepcopy(value, {id(one): one for one in module.modules()})
+            except Exception as fault:
+                where = f"{path}.{name}" if path else name
+                return (
+                    f"the model can't be copied, since its attribute {where}, a {type(value).__name__}, can't "
+                    f"({type(fault).__name__}: {fault}); keep it outside of the model, or give its class a __deepcopy__"
+                )
+    return f"the model can't be copied ({type(error).__name__}: {error}); copy.deepcopy(model) has to work"
 
 
 def rebind(value: Any, memo: dict[int, Any]) -> Any:

@@ -41,10 +41,15 @@ def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[
     if compiler.world.size == 1:
         return
     programs = [program.program.title or "program" for program in made]
-    facts = {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
+    facts = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
+    facts |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
     facts |= {title: code_digest(program.path.read_text()) for title, program in zip(programs, made, strict=True)}
-    remedy = "build the same model on every rank, from the same files, and pass the same plan"
-    roll_call.check_equal(facts, f"programs for {graph.entry}", remedy)
+    remedy = (
+        "call the model on all ranks in the same order, in train or eval mode alike (an evaluation on rank 0 alone "
+        "waits for the others: run it on all ranks and print on one), build the same model everywhere, from the same "
+        "files, and pass the same plan"
+    )
+    roll_call.check_equal(facts, "programs", remedy)
 
 
 def versions() -> dict[str, str]:

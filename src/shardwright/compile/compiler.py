@@ -74,6 +74,7 @@ from .ways import ways_of
 
 Outputs = Literal["all", "scalars"]
 
+
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -202,7 +203,7 @@ class Compiler:
         if model._holding is None:
             self._hold(model, made, seats, groups)
         check_held(seats, model._ready().seats, made)
-        model.watch(captured.reads, captured.variables)
+        model.watch(captured.reads, captured.variables, captured.left)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
         return self._load(model, captured, made[0], next(iter(groups.values())))
@@ -239,7 +240,7 @@ class Compiler:
             if self.floats:
                 self._check_floats(called, shown, spec, real)
             found = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
-        check_effects(called, self.skeleton, self.method, found.graph)
+        check_effects(called, self.skeleton, self.method, found)
         found = with_batch(found, batch, batch.size and batch.size * scale // parts)
         return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
 

@@ -74,7 +74,9 @@ def _placed(
     program, mesh = one.program, lowered.plan.entries[lowered.graph.entry][number].mesh
     here = world.rank in mesh.devices
     names = {held.value: held.keys for held in program.holdings}
-    parameters = {key: holding.parameters[keys[0]] for keys in names.values() if here for key in keys}
+    # What nobody reads in this call may lie on another device: the first call decided that.
+    own = [keys for keys in names.values() if here and keys[0] in holding.parameters]
+    parameters = {key: holding.parameters[keys[0]] for keys in own for key in keys}
     return Placed(
         number=number,
         mesh=mesh,

@@ -1,9 +1,9 @@
 """A model without its values: what captures are made of, and what is kept of the user's modules.
 
-    skeleton_of    a copy on meta
-    signature      what a model is made of, to see whether it was changed since
-    carry          takes an attribute that the user has changed into the skeleton
-    calling        the same module, whose call is one of its methods
+skeleton_of    a copy on meta
+signature      what a model is made of, to see whether it was changed since
+carry          takes an attribute that the user has changed into the skeleton
+calling        the same module, whose call is one of its methods
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import check_hooks, copy_module, rebind
+from ..capture import Captured, check_hooks, copy_module, rebind
 from ..errors import CaptureError
-from ..ir import Graph
 from ..runtime.frozen import ABSENT, freeze
 from ..runtime.guards import SLOTS
 from ..runtime.parameters import Untouched
@@ -107,18 +106,30 @@ def calling(module: nn.Module, method: str) -> nn.Module:
     return shell
 
 
-def check_effects(called: nn.Module, skeleton: nn.Module, method: str, graph: Graph) -> None:
+def _same(one: Any, other: Any) -> bool:
+    """Whether an attribute is what it was. A trace puts lists and dicts back as copies with the same in them."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    return False
+
+
+def check_effects(called: nn.Module, skeleton: nn.Module, method: str, captured: Captured) -> None:
     """Refuse a method that does something besides returning tensors: as a program it would not."""
     if not method:
         return
     name = f"{type(skeleton).__name__}.{method}"
     before, after = vars(skeleton), vars(called)
-    changed = sorted(key for key in {**before, **after} if before.get(key, ABSENT) is not after.get(key, ABSENT))
+    own = {key for key in {**before, **after} if not _same(before.get(key, ABSENT), after.get(key, ABSENT))}
+    changed = sorted({*own, *captured.left})
     if changed:
         raise CaptureError(
             f"{name} sets {', '.join(f'self.{key}' for key in changed)}, which a program can't; return it instead"
         )
-    if all(output.value is None for output in graph.outputs):
+    if all(output.value is None for output in captured.graph.outputs):
         raise CaptureError(
             f"{name} computes with parameters and returns no tensor, so that as a program it would do nothing. What "
             "changes the model has to be done before sw.parallelize; values are loaded with load_state_dict"

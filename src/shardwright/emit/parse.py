@@ -298,10 +298,7 @@ def _linears(op: Op, node: ast.expr) -> Arguments:
     if len(op.argument("weights")) > 1:
         return _by_form(op, node, f"{op.target}({lead}, weights, biases)")
     read = _by_form(op, node, f"{op.target.removesuffix('s')}({lead}, weights, biases)")
-    return {
-        name: _tuple([value]) if name in ("weights", "biases") else value
-        for name, value in read.items()
-    }
+    return {name: _tuple([value]) if name in ("weights", "biases") else value for name, value in read.items()}
 
 
 def _own(op: Op, node: ast.expr) -> Arguments:

@@ -262,6 +262,12 @@ class Placer:
             for axis, _ in wish if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
                 home = home.with_placement(axis, FANNED) if home.placement(axis) == WHOLE else home
         zero = tuple(held for held in wish if not parameter.trainable or home.placement(held[0]) == FANNED)
+        if home.cut_of(MB) is not None:
+            raise LoweringError(
+                f"the batch can't be cut into microbatches: dim 0 of the inputs is taken for the batch, and parameter "
+                f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
+                "name those that have none: parallelize(..., unbatched=[...])"
+            )
         home = home.with_placement(MB, WHOLE) if MB in self.sizes else home
         if not parameter.trainable:
             home = forget_gradient(home)

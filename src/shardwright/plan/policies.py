@@ -156,7 +156,8 @@ def _check_sizes(graph: Graph, request: Request) -> None:
     if groups > 1 and graph.batch is not None and graph.batch % groups:
         raise PlanError(
             f"a batch of {graph.batch} does not divide over {groups} data-parallel devices ({request}); "
-            f"use a batch of {-(-graph.batch // groups) * groups}, or another number of devices"
+            f"use a batch of {-(-graph.batch // groups) * groups}, or another number of devices (the batch is dim 0 "
+            "of the inputs: where that is something else, such as time, have the model transpose what it is given)"
         )
 
 

@@ -1,8 +1,8 @@
 """Where autograd takes the gradient of a leaf in the backward that runs.
 
-    loss.backward()                     "grad"     is added to `.grad`, after hooks that may sum it later
-    loss.backward(inputs=[p])           "grad" for p, "nowhere" for others: nobody asked for them
-    torch.autograd.grad(loss, [p])      "caller": is handed out as it is when the leaf's hooks are through
+loss.backward()                     "grad"     is added to `.grad`, after hooks that may sum it later
+loss.backward(inputs=[p])           "grad" for p, "nowhere" for others: nobody asked for them
+torch.autograd.grad(loss, [p])      "caller": is handed out as it is when the leaf's hooks are through
 """
 
 from __future__ import annotations

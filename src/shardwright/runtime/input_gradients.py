@@ -27,9 +27,7 @@ def expect_none(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def unweighed(
-    tensors: list[Tensor], own: Sequence[bool], kind: str, groups: int, in_pipeline: bool
-) -> list[Tensor]:
+def unweighed(tensors: list[Tensor], own: Sequence[bool], kind: str, groups: int, in_pipeline: bool) -> list[Tensor]:
     """The inputs of one of several groups. `own` says for each output tensor whether it is about the group."""
     if groups == 1 or not _wanting(tensors) or not (any(own) or in_pipeline):
         return tensors

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from shardwright.batch_dim import BatchDim, find_batch_dim, said_by
@@ -70,6 +71,16 @@ class CallInputs:
             self._known |= {path: batched for (path, shape), batched in own if shape}
         return found
 
+    def check_dense(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse tensors that are not one block of numbers: programs, splits and digests are made for those."""
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        kinds = [_other_than_dense(leaf) for leaf in leaves]
+        if any(kinds):
+            packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
+            paths = [""] * len(leaves) if packed else self.paths(args, kwargs)
+            faults = [f"{path or 'an input'} is {kind}" for path, kind in zip(paths, kinds, strict=True) if kind]
+            raise_all(InputError, "a parallelized model takes dense tensors:", faults)
+
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples a call passes, if that is known."""
         return self.batch_dim(args, kwargs, "same", needed=False).size
@@ -98,19 +109,19 @@ class CallInputs:
         other = next((held for held, said in every.items() if said != mine), None)
         if other is None:
             return
-        theirs = json.loads(every[other] or "[null, {}]")
         if not every[other]:
             raise InputError(
                 f"rank {rank} calls the model with {shapes} in a way that is new to it ({why or 'other shapes'}), and "
                 f"rank {other} in a way that it has called it before: the ranks pass inputs of different shapes, or "
                 "differ in a mode, an attribute or an argument; do the same on all ranks, with a smaller last batch "
-                "too, or drop it (drop_last=True)"
+                "too, or drop it (drop_last=True), and call the model on all ranks (an evaluation on rank 0 alone "
+                "waits for the others)"
             )
+        theirs = json.loads(every[other])
         if theirs[0] != shapes:
             raise InputError(
                 f"the ranks pass inputs of different shapes: rank {rank} passes {shapes}, rank {other} passes "
-                f"{theirs[0]}; pass the same shapes everywhere, a smaller last "
-                "batch too, or drop it (drop_last=True)"
+                f"{theirs[0]}; pass the same shapes everywhere, a smaller last batch too, or drop it (drop_last=True)"
             )
         pairs = {path: (values.get(path, "missing"), theirs[1].get(path, "missing")) for path in values | theirs[1]}
         differ = [
@@ -149,6 +160,17 @@ def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], given: Sequ
         if then != now
     ]
     raise_all(InputError, "the data has another dtype than the example:", faults)
+
+
+def _other_than_dense(leaf: Any) -> str:
+    """What an argument is, and what to pass instead; nothing if it is a dense tensor, or none."""
+    if isinstance(leaf, PackedSequence):
+        return "a PackedSequence; pass the padded tensor and the lengths"
+    if not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
+        return ""
+    if leaf.is_nested:
+        return "nested; pass tensor.to_padded_tensor(0.0)"
+    return f"{str(leaf.layout).removeprefix('torch.')}; pass tensor.to_dense()"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -222,6 +222,7 @@ class ParallelModel(ModelView):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
+        self.call_inputs.check_dense(args, kwargs)
         with faults.calling():
             self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "gather" else (args, kwargs)))
 
@@ -251,6 +252,7 @@ class ParallelModel(ModelView):
             return self._run(args, kwargs, name)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
+        self.call_inputs.check_dense(args, kwargs)
         if self.passing == "gather":
             input_gradients.expect_none(args, kwargs)
             args, kwargs = self.call_inputs.gather(args, kwargs)

@@ -31,6 +31,7 @@ from shardwright.errors import InputError, RankError
 from shardwright.layout import Layout
 
 from . import pieces
+from .alignment import expect_aligned
 from .global_norms import ShardNorm, settled
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .hooks import ParameterHooks, add_hook
@@ -41,6 +42,7 @@ from .pieces import Place
 from .scaling import UNSCALE, unscale
 from .stage_numbers import stage_number
 from .stages import Stages
+from .unpickled import INSTEAD as INSTEAD
 from .world import Groups
 
 Untouched = torch._C.DisableTorchFunctionSubclass
@@ -50,14 +52,6 @@ _GRAD: Any = torch.Tensor.grad  # on the class this is the descriptor, not a gra
 _READ, _WRITE, _DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _ZERO = torch.Tensor.zero_
 _HOOK, _HOOK_AFTER = torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook
-
-
-INSTEAD = (
-    "All ranks together: sw.save(path, model, optimizer) writes a checkpoint that loads under any plan, "
-    "shardwright.checkpoint.save_weights(path, model) writes safetensors, and model.full_state_dict(rank=0) has "
-    "everything whole on rank 0, for torch.save"
-)
-"""What to do instead of pickling what one rank holds."""
 
 
 class ShardParameter(torch.nn.Parameter):
@@ -354,6 +348,8 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     ours = [x for x in leaves if isinstance(x, (ShardParameter, ShardGradient))]
     stages = next((x.stages for x in ours if x.stages is not None), None)
+    if stages is not None:
+        expect_aligned(func, args, kwargs)
     if any(_place(x) is not None for x in ours):
         made = pieces.run(func, args, kwargs, _place, partial(dress, stages=stages))
     else:

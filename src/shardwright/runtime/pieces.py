@@ -67,6 +67,11 @@ class Place:
         """The axes over which ranks have other parts."""
         return cutting_axes(self.layout, self.groups.mesh)
 
+    def covers(self, other: Place) -> bool:
+        """Whether another tensor of this shape, of whatever model, is split in the same way over the same ranks."""
+        alike = self.held.shape == other.held.shape and self.layout.cuts == other.layout.cuts
+        return alike and self.groups.mesh == other.groups.mesh
+
     def cut(self, whole: Tensor) -> Tensor:
         """The same part of a whole tensor."""
         return scatter(whole, self.held, self.groups.mesh.sizes, coordinates(self.groups), self.layout)
@@ -95,11 +100,19 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     base = _plain_name(name)
     if base in _REDUCTIONS and _is_over_everything(args, kwargs):
         return _REDUCTIONS[base](args[0], place, **kwargs)
-    if base in ("equal", "allclose") and all(other == place for other in places):
+    if base in ("equal", "allclose") and all(place.covers(other) for other in places):
         same = func(*_cut_operands(args, place, local, find), **kwargs)
         return bool(_all(torch.tensor([same], device=args[0].device), place))
-    if base not in _ELEMENTWISE or any(other != place for other in places):
+    if base not in _ELEMENTWISE:
         raise refusal(name, place, local)
+    for other in places:
+        if not place.covers(other):
+            raise InputError(
+                f"{name.strip('_')} of parameters {place.held.name} and {other.held.name} outside of the model: they "
+                f"are split in different ways, {place.layout} and {other.layout}. Take the whole of the one that is "
+                "read, which all ranks must do together (p.full_tensor()), or for an average of the weights use "
+                "shardwright.ema.EMA(model)"
+            )
     in_place = writes(name)
     if in_place and args[0].shape != local:  # what is written to is never cut: that would be a copy
         raise refusal(name, place, local)
@@ -115,6 +128,11 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
 def writes(name: str) -> bool:
     """Whether a function of this name changes its first argument."""
     return name in _IN_PLACE or (name.endswith("_") and not name.startswith("_") and name not in _ABOUT_IT)
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether a function of this name computes each element from those in the same place."""
+    return _plain_name(name) in _ELEMENTWISE
 
 
 def expect_lasting(func: Callable[..., Any], held: Held) -> None:
@@ -157,9 +175,7 @@ def _read(func: Any, args: tuple[Any, ...], place: Place, dress: Dress) -> Any:
     return dress(found, place) if of == "data" else found
 
 
-def _each(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], find: Find, dress: Dress
-) -> Any:
+def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], find: Find, dress: Dress) -> Any:
     """`torch._foreach_mul` and the like, as optimizers and clipping use them: elementwise, tensor by tensor."""
     made = func(*args, **kwargs)
     if made is None or name.endswith("_"):

@@ -298,5 +298,5 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
         method.touch(f"calls {name}")
     raise InputError(
         f"{name} is a part of a parallelized model and holds pieces: it can't be called on its own; call the whole "
-        f"model, or parallelize the part by itself"
+        f"model or a method of it that calls the part, or parallelize the part by itself"
     )

@@ -182,9 +182,7 @@ def loaded_state(given: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
     held, groups = leaf.held, leaf.groups
     fits = {k for k, v in given.items() if isinstance(v, Tensor) and tuple(v.shape) == held.shape}
     leaf.cut_state = frozenset(fits) if held.shape else None
-    return {
-        k: piece_of_value(v, held, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in given.items()
-    }
+    return {k: piece_of_value(v, held, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in given.items()}
 
 
 def fill_state(optimizer: Optimizer) -> None:

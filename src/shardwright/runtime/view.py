@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.errors import InputError
+
 from .guards import SLOTS, AttributeGuard, Watchable, settings_of
 from .methods import method_of, property_of
 from .pinned import check_hooks
@@ -34,10 +36,17 @@ class ModelView(Unwrappable):
             return super().__getattr__(name)
         except AttributeError:
             root = self.root
+            if name == "module" and root is not None and not hasattr(root, name):
+                return self  # scripts written for DDP unwrap it, to save or to call a method
             if root is None or (name.startswith("_") and name not in vars(root)):
                 raise
             if isinstance(getattr(type(root), name, None), property) and self._guard is not None:
                 return property_of(self, name)
+            if name in self._around.get("left", ()):
+                raise InputError(
+                    f"the forward of {type(root).__name__} sets self.{name}, which a program does not: what is there "
+                    "is from when the model was compiled; return it from forward"
+                ) from None
             value = getattr(root, name)
             if isinstance(value, nn.Module) or (isinstance(value, Tensor) and name not in vars(root)):
                 raise
@@ -72,8 +81,11 @@ class ModelView(Unwrappable):
         self._guard = AttributeGuard(modules, partial(carry, root) if carry else None)
         self._guard.watch((), settings_of(self._world.device.type))
 
-    def watch(self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = ()) -> None:
-        """A program was made that holds these attributes of modules, and these variables, as constants."""
+    def watch(
+        self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = (), left: Iterable[str] = ()
+    ) -> None:
+        """A program was made that holds these as constants; `left`: attributes that the call would set."""
+        self._around["left"] = {*self._around.get("left", ()), *left}
         if self._guard is not None:
             self._guard.watch(reads, variables)
 
