@@ -67,7 +67,7 @@ from .pipeline import assemble
 from .replicas import count_replicas
 from .scalars import check_floats
 from .seats import Seat, check_held, find_seats, with_masters
-from .skeleton import calling, carry, check_effects, signature, skeleton_of
+from .skeleton import calling, carry, check_effects, signature, skeleton_of, thaw
 
 Outputs = Literal["all", "scalars"]
 
@@ -117,7 +117,7 @@ class Compiler:
         self.skeleton = cast(skeleton_of(module), self.precision)
         self._alive: dict[int, Any] = {}
         self._signature = signature(module, self._alive)
-        self._trainable = {id(held) for held in module.parameters() if held.requires_grad}
+        self._trainable = thaw(self.skeleton, module, set())
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
@@ -149,14 +149,7 @@ class Compiler:
             self.skeleton, self._signature = cast(skeleton_of(self.module), self.precision), now
             vars(self.skeleton).update(marks)
             model.remake(self.skeleton, self.module)
-        self._thaw()
-
-    def _thaw(self) -> None:
-        """Plan for all that was to be trained at any time, so that what is frozen by now may be thawed later."""
-        assert self.module is not None
-        self._trainable |= {id(held) for held in self.module.parameters() if held.requires_grad}
-        for held, like in zip(self.module.parameters(), self.skeleton.parameters(), strict=True):
-            like.requires_grad_(id(held) in self._trainable)
+        thaw(self.skeleton, self.module, self._trainable)
 
     def carry(self, shown: nn.Module, path: str, name: str, value: Any) -> None:
         """Take an attribute that the user has changed to where programs are made, and to opaque parts that run."""

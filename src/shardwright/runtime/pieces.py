@@ -76,6 +76,13 @@ class Place:
         return gather(local, self.held, self.groups, self.layout)
 
 
+INSTEAD = (
+    "All ranks together: sw.save(path, model, optimizer) writes a checkpoint that loads under any plan, "
+    "shardwright.checkpoint.save_weights(path, model) writes safetensors, and model.full_state_dict(rank=0) has "
+    "everything whole on rank 0, for torch.save"
+)
+"""What to do instead of pickling what one rank holds."""
+
 Find = Callable[[Any], Place | None]
 Dress = Callable[[Tensor, Place], Tensor]
 
@@ -99,6 +106,8 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         same = func(*_cut_operands(args, place, local, find), **kwargs)
         return bool(_all(torch.tensor([same], device=args[0].device), place))
     if base not in _ELEMENTWISE or any(other != place for other in places):
+        raise refusal(name, place, local)
+    if base in ("view_as", "expand_as") and find(tensors[1]) is None:  # as the shape of what is no piece
         raise refusal(name, place, local)
     in_place = writes(name)
     if in_place and args[0].shape != local:  # what is written to is never cut: that would be a copy
