@@ -34,6 +34,7 @@ from ..capture import (
     casting,
     copy_module,
     input_paths,
+    register_containers,
     without_collection,
 )  # fmt: skip
 from ..cost import training_flops
@@ -92,6 +93,8 @@ def compile_graph(
 
 class Compiler:
     """Makes the entries of one model."""
+
+    know = staticmethod(register_containers)
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Attributes that a program holds as constants, looked at before each call.
 
 A program is made for the values that a forward read: `self.scale`, the `p` of a dropout, a number in
-`self.config`. They are remembered here, and what differs from the first time is part of the key of a
-program (`state`): a new value compiles a new program, and an old watched finds its program again.
+`self.config`, an array, a setting of the class. They are remembered here, and what differs from the first time is part
+of the key of a program (`state`): a new value compiles a new program, and an old watched finds its program again.
 
     watch      these attributes were read
     state      what of them has changed; () as long as nothing has
@@ -15,10 +15,11 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from shardwright.errors import InputError
@@ -42,9 +43,10 @@ Carry = Callable[[str, str, Any], None]
 class _Watched:
     path: str
     name: str
-    attributes: dict[str, Any]  # where it is found
+    attributes: Mapping[str, Any]  # where it is found
     known: Hashable  # what it was at the last look
     first: Hashable  # what it was when it was first read
+    shared: bool = False  # with all objects of its class
 
 
 class AttributeGuard:
@@ -54,7 +56,7 @@ class AttributeGuard:
         self._modules, self._carry = modules, carry
         self._watched: dict[tuple[str, str], _Watched] = {}
         self._ignored: set[tuple[str, str]] = set()
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[Mapping[str, Any], str]] = []
         self._last: list[Any] = []  # what was there at the last look
         self._inside: list[tuple[Any, list[Any]]] = []  # the containers in it, and what those held
         self._alive: dict[int, Any] = {}  # so that no id is given twice
@@ -68,6 +70,10 @@ class AttributeGuard:
             attributes = vars(self._modules[path])
             first = freeze(attributes.get(name, ABSENT), self._alive)
             self._watched[path, name] = _Watched(path, name, attributes, first, first)
+            shared = _class_with(type(self._modules[path]), name) if first == freeze(ABSENT, self._alive) else None
+            if shared is not None:
+                first = freeze(shared[name], self._alive)
+                self._watched[path, f"{_OF_CLASS}{name}"] = _Watched(path, name, shared, first, first, shared=True)
         self._remember()
 
     def catch_up(self) -> None:
@@ -95,7 +101,8 @@ class AttributeGuard:
         for watched, value in zip(self._watched.values(), now, strict=True):
             frozen = freeze(value, self._alive)
             if frozen != watched.known:
-                self._change(watched.path, watched.name, value)
+                if not watched.shared:  # programs are made of modules of the same class
+                    self._change(watched.path, watched.name, value)
                 watched.known = frozen
         self._remember()
         return self._state
@@ -129,6 +136,14 @@ class AttributeGuard:
 
 
 _BARE = frozenset(vars(nn.Module()))
+_OF_CLASS = "class."
+
+
+def _class_with(kind: type, name: str) -> Mapping[str, Any] | None:
+    """The attributes of the class that gives its objects a setting of this name; None if there is none."""
+    found = next((vars(base) for base in kind.__mro__ if name in vars(base)), None)
+    is_setting = found is not None and isinstance(found[name], (*_VALUES, *_CONTAINERS, np.ndarray, Tensor))
+    return found if is_setting else None
 
 
 def freeze(value: Any, alive: dict[int, Any], seen: dict[int, int] | None = None) -> Hashable:
@@ -143,7 +158,9 @@ def freeze(value: Any, alive: dict[int, Any], seen: dict[int, int] | None = None
     if id(value) in seen:
         return ("again", seen[id(value)])
     seen[id(value)] = len(seen)
-    inner: Any = vars(value) if is_record(value) else value
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return (kind, value.shape, value.dtype.str, value.tobytes())
+    inner: Any = attributes_of(value) if is_record(value) else value
     if isinstance(inner, _CONTAINERS) and len(inner) < _LARGEST and len(seen) < _LARGEST:
         if isinstance(inner, dict):
             return (kind, tuple((freeze(k, alive, seen), freeze(v, alive, seen)) for k, v in inner.items()))
@@ -154,9 +171,33 @@ def freeze(value: Any, alive: dict[int, Any], seen: dict[int, int] | None = None
 
 
 def is_record(value: Any) -> bool:
-    """Whether something is an object that is no more than its attributes, such as a config."""
-    kinds = (nn.Module, Tensor, type)
-    return hasattr(value, "__dict__") and not isinstance(value, kinds) and not callable(value)
+    """Whether something is an object that is no more than its attributes, such as a config, or a function with some."""
+    if isinstance(value, (nn.Module, Tensor, type, np.ndarray, *_CONTAINERS)):
+        return False
+    if callable(value) and type(value).__module__.split(".")[0] in _OTHERS:
+        return False
+    return hasattr(value, "__dict__") or bool(_slots(type(value)))
+
+
+_OTHERS = ("builtins", "functools", "torch", "numpy", "types", "operator")  # whose functions keep nothing of a model
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of a record, those in slots too."""
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = _slots(type(value))
+    return {**own, **{name: getattr(value, name) for name in slots if hasattr(value, name)}} if slots else own
+
+
+_SLOTS_OF: dict[type, tuple[str, ...]] = {}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    if kind not in _SLOTS_OF:
+        every = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+        names = [name for slots in every for name in ((slots,) if isinstance(slots, str) else slots)]
+        _SLOTS_OF[kind] = tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    return _SLOTS_OF[kind]
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:
@@ -165,12 +206,12 @@ def _containers(values: Iterable[Any]) -> list[Any]:
     todo = list(values)
     while todo and len(containers) < _LARGEST:
         value = todo.pop()
-        if type(value) in _VALUES:
+        if type(value) in _VALUES or id(value) in containers:
             continue
-        inner: Any = vars(value) if is_record(value) else value
-        if id(inner) not in containers and isinstance(inner, (*_CONTAINERS, Tensor)):
-            containers[id(inner)] = inner
-            if not isinstance(inner, Tensor) and len(inner) < _LARGEST:
+        if isinstance(value, (*_CONTAINERS, Tensor, np.ndarray)) or is_record(value):
+            containers[id(value)] = value
+            inner: Any = attributes_of(value) if is_record(value) else value
+            if isinstance(inner, _CONTAINERS) and len(inner) < _LARGEST:
                 todo += inner.values() if isinstance(inner, dict) else inner
     return list(containers.values())
 
@@ -178,12 +219,20 @@ def _containers(values: Iterable[Any]) -> list[Any]:
 def _items(container: Any) -> list[Any]:
     if isinstance(container, Tensor):
         return [container._version]
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+    if isinstance(container, np.ndarray):
+        return [container.tobytes()]
+    inner: Any = container if isinstance(container, _CONTAINERS) else attributes_of(container)
+    return [*inner, *inner.values()] if isinstance(inner, dict) else list(inner)
 
 
 def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+    if len(now) != len(before):
+        return False
+    return all(map(operator.is_, now, before)) or all(map(_alike, now, before))
 
+
+def _alike(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and type(now) in (bytes, int) and bool(now == before))
 
 
 def warn_of_many(keys: Iterable[Any], key: Any) -> None:

@@ -221,6 +221,7 @@ class ParallelModel(ModelView):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
+        self._know((args, kwargs))
         with faults.calling():
             self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "gather" else (args, kwargs)))
 
@@ -250,6 +251,7 @@ class ParallelModel(ModelView):
             return self._run(args, kwargs, name)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
+        self._know((args, kwargs))
         if self.passing == "gather":
             input_gradients.expect_none(args, kwargs)
             args, kwargs = self.call_inputs.gather(args, kwargs)
@@ -302,6 +304,13 @@ class ParallelModel(ModelView):
         for key, value in stage.updates.items():
             holding.buffers[key].copy_(value)
         stage.updates.clear()
+
+    def _know(self, arguments: Arguments) -> None:
+        """Have torch look into objects that are passed, such as a cache, before anything goes by what is in them."""
+        known = (Tensor, bool, int, float, complex, str, type(None))
+        know = getattr(self._around["compile"], "know", None)
+        if know is not None and not all(isinstance(x, known) for x in torch.utils._pytree.tree_leaves(arguments)):
+            know(arguments)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Arguments, Entry]:
         """The program of a call, and what it is given: floats may be inputs."""

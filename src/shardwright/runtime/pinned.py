@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all
 
 from shardwright.errors import InputError
 
@@ -131,6 +132,20 @@ def pin(module: nn.Module, path: str, absent: frozenset[str], added: list[Pinned
     slots["_buffers"] = PinnedBuffers(path, module._buffers, absent)
     for name in HOOKS if path else ():  # those of the whole model run around its call
         slots[name] = PinnedHooks(path, name.strip("_").removesuffix("s").replace("_", " "), added)
+
+
+def check_global_hooks(harmless: tuple[str, ...]) -> None:
+    """Refuse a call while there is a hook of all modules, but for those of packages that only look on."""
+    for name in HOOKS:
+        for hook in getattr(of_all, f"_global{name}").values():
+            where = str(getattr(hook, "__module__", None) or type(hook).__module__)
+            if not where.startswith(("torch.", "shardwright.", *harmless)):
+                kind = name.strip("_").removesuffix("s").replace("_", " ")
+                raise InputError(
+                    f"{getattr(hook, '__qualname__', hook)} was added as a {kind} of all modules, and submodules of a "
+                    "model that is parallelized are never called: its program has their ops; remove it "
+                    "(handle.remove()) before the call, or return what it looks at from the forward"
+                )
 
 
 def check_hooks(module: nn.Module, harmless: tuple[str, ...]) -> None:

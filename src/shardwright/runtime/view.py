@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .guards import SLOTS, AttributeGuard
 from .methods import method_of
-from .pinned import check_hooks
+from .pinned import check_global_hooks, check_hooks
 from .wrappers import Unwrappable
 
 
@@ -84,6 +84,7 @@ class ModelView(Unwrappable):
 
     def constants(self, method: str = "") -> tuple[Any, ...]:
         """What a program is made for besides its arguments."""
+        check_global_hooks(self._around.get("harmless", ()))
         if self._guard is None:
             renew = getattr(self._around["compile"], "renew", None)
             if renew is not None:
