@@ -251,6 +251,7 @@ class ParallelModel(ModelView):
             return self._run(args, kwargs, name)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
+        input_gradients.expect_no_transform((args, kwargs))
         self._know((args, kwargs))
         if self.passing == "gather":
             input_gradients.expect_none(args, kwargs)

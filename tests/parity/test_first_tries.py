@@ -1,0 +1,198 @@
+"""What a new user tries in the first hour, on ranks that are threads: it is right, or says what to do instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwright.errors import CaptureError, InputError
+
+from .critics import LABELS, Classifier, Critic, X, agree
+from .looped import gradients, parameters
+from .test_gradient_paths import compiled, on_ranks_only
+
+
+def train(*batches):
+    def loop(model, optimizer):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(*batch).backward()
+            optimizer.step()
+        return parameters(model)
+
+    return loop
+
+
+# -- ops whose arguments matter ------------------------------------------------------------------
+
+
+class Padded(nn.Module):
+    """Padding in every way that the layers of PyTorch have."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.conv = nn.Conv1d(6, 4, 3, padding=1, padding_mode="circular")
+        self.pads = nn.Sequential(nn.ReflectionPad1d(2), nn.ReplicationPad1d((1, 2)), nn.ZeroPad1d(1))
+        self.last = nn.ConstantPad1d(1, 0.5)
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.conv(self.last(self.pads(x))).square().mean() + F.pad(x, (1, 1), value=0.0).tanh().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+def test_padding_of_every_kind(plan):
+    rows = torch.stack([X[:, :6].T.flatten().repeat(2)[:48].view(6, 8) + at for at in range(4)])
+    agree(Padded, plan, train((rows,), (rows * 0.5,)))
+
+
+class Frequent(nn.Module):
+    """Gradients of a table are divided by how often an index occurs in the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 8, scale_grad_by_freq=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids):
+        return self.head(self.table(ids)).tanh().square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "pp=2", "dp=2,tp=2"])
+def test_gradients_by_frequency_count_the_whole_batch(plan):
+    ids = torch.tensor([[0, 1, 1, 2], [3, 3, 1, 0], [5, 5, 5, 5], [2, 1, 0, 4]])
+    agree(Frequent, plan, train((ids,), (ids.flip(0),)))
+
+
+# -- sparse tensors ------------------------------------------------------------------------------
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+
+    def forward(self, x, edges):
+        return torch.sparse.mm(edges, self.up(x)).tanh().square().mean()
+
+
+EDGES = torch.tensor([[0.0, 1, 0, 2], [1, 0, 0, 0], [0, 0, 3, 0], [2, 0, 0, 1]], dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch's own, of what is in beta
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+def test_a_sparse_input_is_passed_where_it_stays_whole(layout):
+    edges = EDGES.to_sparse(layout=layout)
+    agree(Graph, "tp=2", train((X, edges), (X * 0.5, edges)))
+
+
+def test_a_sparse_input_that_would_be_cut_is_refused():
+    with pytest.raises(InputError, match="sparse tensors can't be cut; pass it dense"):
+        on_ranks_only(Graph, "dp=2", train((X, EDGES.to_sparse())))
+
+
+def test_a_sparse_tensor_that_the_model_keeps_is_refused():
+    class Keeps(Graph):
+        def __init__(self):
+            super().__init__()
+            self.edges = EDGES.to_sparse()
+
+        def forward(self, x):
+            return super().forward(x, self.edges)
+
+    with pytest.raises(CaptureError, match=r"(?s)reads a sparse tensor \[4, 4\].*pass it to forward"):
+        on_ranks_only(Keeps, "tp=2", train((X,)))
+
+
+# -- transforms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: torch.vmap(lambda row: model(row.unsqueeze(0)))(X),
+        lambda model: torch.func.grad(lambda x: model(x).sum())(X),
+        lambda model: torch.func.jacrev(model)(X),
+    ],
+    ids=["vmap", "grad", "jacrev"],
+)
+@pytest.mark.parametrize("early", [True, False], ids=["at first", "later"])
+def test_torch_func_around_a_compiled_model_is_refused(call, early):
+    def loop(model, optimizer):
+        if not early:
+            model(X)
+        return call(model)
+
+    with pytest.raises(InputError, match=r"called by torch\.func .*use torch\.autograd\.grad"):
+        on_ranks_only(Critic, "dp=2", loop)
+
+
+# -- parts of a pipeline that other ranks hold ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.sum(), lambda p: 2 * p, lambda p: p[0], lambda p: p.grad, lambda p: torch.norm(p),
+        lambda p: torch.stack([p]), lambda p: setattr(p, "data", X),
+    ],
+)  # fmt: skip
+def test_a_parameter_of_another_stage_says_where_it_is(use):
+    def loop(model, optimizer):
+        compiled(model)
+        assert "Linear" in repr(model)
+        return use(model.up.weight), use(model.down.weight)
+
+    with pytest.raises(InputError, match=r"(up|down)\.weight is a part of another stage.*model\.full_state_dict\(\)"):
+        on_ranks_only(Classifier, "pp=2", loop)
+
+
+def test_parameters_are_frozen_by_name_in_a_pipeline():
+    def loop(model, optimizer):
+        compiled(model).up.weight.requires_grad = False
+        model.down.bias.requires_grad_(False)
+        model(X, LABELS).backward()
+        return gradients(model)
+
+    agree(Classifier, "pp=2", loop)
+
+
+def test_the_state_dict_of_a_submodule_that_is_elsewhere_is_refused():
+    def loop(model, optimizer):
+        compiled(model)
+        return model.up.state_dict(), model.down.state_dict()
+
+    with pytest.raises(InputError, match=r"weight.*would lack it here; take it out of model\.full_state_dict\(\)"):
+        on_ranks_only(Classifier, "pp=2", loop)
+
+
+VALUES = {"weight": torch.ones(12, 8, dtype=torch.float64), "bias": torch.ones(12, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "zero3=2", "pp=2"])
+def test_whole_tensors_are_loaded_with_the_whole_model_and_not_into_a_piece(plan):
+    def loop(model, optimizer):
+        compiled(model).load_state_dict({f"up.{key}": value for key, value in VALUES.items()}, strict=False)
+        return parameters(model)
+
+    def into_a_part(model, optimizer):
+        compiled(model).up.load_state_dict(VALUES)
+        return []
+
+    agree(Classifier, plan, loop)
+    with pytest.raises(InputError, match=r"load it with the whole model: model\.load_state_dict"):
+        on_ranks_only(Classifier, plan, into_a_part)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "zero1=2"])
+def test_whole_tensors_are_loaded_into_a_part_that_is_whole(plan):
+    def loop(model, optimizer):
+        compiled(model).up.load_state_dict(VALUES)
+        model(X, LABELS).backward()
+        optimizer.step()
+        return parameters(model)
+
+    agree(Classifier, plan, loop)
