@@ -67,6 +67,37 @@ def test_gradients_by_frequency_count_the_whole_batch(plan):
     agree(Frequent, plan, train((ids,), (ids.flip(0),)))
 
 
+# -- containers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2"])
+def test_a_sequential_model_is_looked_into_as_one(plan):
+    def make():
+        return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+
+    def loop(model, optimizer):
+        seen = []
+        for _ in range(2):  # before it is compiled and after
+            assert bool(model) and len(model) == 3 and [type(layer).__name__ for layer in model][1] == "Tanh"
+            assert model[-1].out_features == 4 and model[0] in model
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            seen.append(model[0].weight.grad.norm() + model[2].weight.detach().norm())
+            optimizer.step()
+        return [torch.as_tensor(one).clone() for one in seen] + parameters(model)
+
+    agree(make, plan, loop)
+
+
+def test_a_layer_of_a_sequential_model_can_t_be_replaced_once_it_is_compiled():
+    def loop(model, optimizer):
+        model(X)
+        model[0] = nn.Linear(8, 4)
+
+    with pytest.raises(InputError, match=r"the submodule 0 can't be replaced"):
+        on_ranks_only(lambda: nn.Sequential(nn.Linear(8, 4)), "tp=2", loop)
+
+
 # -- sparse tensors ------------------------------------------------------------------------------
 
 

@@ -109,7 +109,8 @@ def check_held(seats: Sequence[Seat], known: Seats, made: Sequence[Generated]) -
             graphs = [made[number].program.graph for number in seat.segments]
             readers = [graph.users[p.value] for graph in graphs for p in graph.parameters if p.key == key]
             op = next((op for users in readers for op, _ in users), None)
-            faults.append(f"{op or 'this call'} reads {key} on {_devices(seat.mesh.devices)}, and it is on {_devices(*there)}")
+            reader = op or "this call"
+            faults.append(f"{reader} reads {key} on {_devices(seat.mesh.devices)}, and it is on {_devices(*there)}")
     raise_all(
         PlanError,
         "parameters are held by the devices that read them in the first call, and this call reads some elsewhere; make "

@@ -29,7 +29,7 @@ from .random import Randomness
 from .reduction import Kind, Reduction, total
 from .scalars import Arguments, NotAnInput, ScalarInputs, dtype_of_floats
 from .stage import Stage, shown
-from .view import ModelView
+from .view import ModelView, like_container
 from .world import World
 
 
@@ -77,6 +77,7 @@ class ParallelModel(ModelView):
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
         self.plan = self.flops = None
         self.training = skeleton.training
+        self.__class__ = like_container(type(self), type(skeleton))
 
     # -- what the user reads -------------------------------------------------------------
 

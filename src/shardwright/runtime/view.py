@@ -7,10 +7,10 @@ at its modules with the pieces in them (`stage.shown`): attributes can be change
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -113,3 +113,22 @@ class ModelView(Unwrappable):
 
     def _see_flags(self) -> None:
         raise NotImplementedError
+
+
+View = TypeVar("View", bound=ModelView)
+_SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__", "__delitem__")
+
+
+def like_container(view: type[View], original: type[nn.Module]) -> type[View]:
+    """A class of views on models that are containers, such as nn.Sequential: Python asks a class for `__len__`."""
+    special = {name: _asked(name) for name in _SPECIAL if hasattr(original, name)}
+    if not special:
+        return view
+    return type(view.__name__, (view,), {**special, "__bool__": lambda self: True, "__module__": view.__module__})
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    def special(self: ModelView, *args: Any) -> Any:
+        return getattr(self.root, name)(*args)
+
+    return special
