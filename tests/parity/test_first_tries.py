@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.errors import CaptureError, InputError
+from shardwright.parallelize import parallelize
+from tests.runtime.ranks import run_ranks
 
 from .critics import LABELS, Classifier, Critic, X, agree
 from .looped import gradients, parameters
@@ -65,6 +67,66 @@ class Frequent(nn.Module):
 def test_gradients_by_frequency_count_the_whole_batch(plan):
     ids = torch.tensor([[0, 1, 1, 2], [3, 3, 1, 0], [5, 5, 5, 5], [2, 1, 0, 4]])
     agree(Frequent, plan, train((ids,), (ids.flip(0),)))
+
+
+class Rowless(nn.Module):
+    """Convolutions of one sample, without a batch dim: the bias goes along the channels all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.conv, self.back = nn.Linear(8, 8), nn.Conv1d(4, 6, 3), nn.ConvTranspose1d(6, 3, 2)
+
+    def forward(self, x):
+        return self.back(self.conv(self.up(x)).tanh()).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "zero3=2"])
+def test_a_convolution_without_a_batch_dim_adds_its_bias_to_channels(plan):
+    agree(Rowless, plan, train((X,), (X * 0.5,)))
+
+
+class Numbers(nn.Module):
+    """Norms of everything, means of numbers, grids, bits and factorizations."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.mid = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x, y = torch.tanh(self.up(x)), torch.sin(self.mid(x))
+        bits = (torch.ones_like(x).view(torch.int64) % 7).double().mean()
+        rows, columns = torch.meshgrid(x[:, 0], y[0], indexing="ij")
+        square = self.mid.weight @ self.mid.weight.T + torch.eye(8, dtype=x.dtype)
+        factors, pivots = torch.linalg.lu_factor(square)
+        solved = torch.linalg.lu_solve(factors, pivots, y.T).square().mean()
+        windows = x.as_strided((4, 7, 2), (8, 1, 1)).square().mean()
+        return (
+            x.norm() + torch.linalg.vector_norm(y, 3) + x.mean().mean() + y.sum().norm() + bits * x.mean()
+            + (rows * columns).mean() + solved + windows
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero3=2", "dp=2,tp=2"])
+def test_numbers_of_whole_tensors(plan):
+    agree(Numbers, plan, train((X,), (X * 0.5,)))
+
+
+def test_a_random_pooling_is_the_same_on_all_ranks_and_takes_what_is_there():
+    class Pools(nn.Module):
+        def forward(self, x):
+            return F.fractional_max_pool3d(x, 2, output_ratio=0.6)
+
+    volume = torch.randn(4, 2, 5, 5, 5, generator=torch.Generator().manual_seed(0))
+    for plan in ("dp=2", "tp=2"):
+        first, second = run_ranks(2, lambda rank, plan=plan: parallelize(Pools(), plan=plan)(volume))
+        assert first.shape == (4, 2, 3, 3, 3) and torch.equal(first, second)
+        assert torch.isin(first, volume).all()
+
+
+@pytest.mark.parametrize("plan", ["auto", "dp=2", "zero3=2"])
+def test_a_model_without_ops_returns_what_it_is_given(plan):
+    for found in run_ranks(2, lambda rank: parallelize(nn.Identity(), plan=plan)(X)):
+        assert torch.equal(found, X)
 
 
 # -- containers ----------------------------------------------------------------------------------

@@ -249,3 +249,36 @@ def test_a_penalty_that_is_no_sum_over_parameters_is_refused_in_a_pipeline(plan,
 
     with pytest.raises(InputError, match="only a sum of terms of one parameter each"):
         on_ranks_only(Classifier, plan, loop)
+
+
+class Weighted(Classifier):
+    """With weights of its losses, as uncertainty weighting has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.level, self.weights = torch.nn.Parameter(torch.tensor(0.3)), torch.nn.Parameter(torch.tensor([0.3, 0.2]))
+
+    def forward(self, x, labels):
+        return super().forward(x, labels) + 0 * self.level + 0 * self.weights.sum()
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda loss, model: loss * torch.exp(-model.level) + model.level,
+        lambda loss, model: torch.stack([loss, model.level]).sum() + model.up.weight.norm(),
+        lambda loss, model: (loss * model.weights).sum(),
+        lambda loss, model: loss + (model.up.weight / model.up.weight.norm() - loss).square().sum(),
+    ],
+    ids=["uncertainty", "stack", "weights", "normalized"],
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loss_beside_parameters(plan, combine):
+    """The loss of a program may be on its way, and is no reason to forget what a parameter is."""
+
+    def loop(model, optimizer):
+        loss = combine(compiled(model)(X, LABELS), model)
+        loss.backward()
+        return [loss.detach().clone(), *gradients(model)]
+
+    agree(Weighted, plan, loop)

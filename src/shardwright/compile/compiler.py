@@ -24,7 +24,6 @@ from ..capture import (
     AUTO,
     Body,
     Captured,
-    Function,
     NoValues,
     Opaque,
     OpaquePart,
@@ -38,7 +37,6 @@ from ..capture import (
     without_collection,
 )  # fmt: skip
 from ..cost import training_flops
-from ..emit import emit
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
 from ..layout import Layout, Mesh
@@ -73,22 +71,6 @@ from .skeleton import calling, carry, check_effects, signature, skeleton_of, tha
 Outputs = Literal["all", "scalars"]
 
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
-
-
-def compile_graph(
-    graph: Graph,
-    wish: Callable[[Analysis], Plan],
-    *,
-    homes: Mapping[str, Layout] | None = None,
-    mode: str = "same",
-    functions: Mapping[str, Function] | None = None,
-) -> tuple[Plan, Program, str]:
-    """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
-    with without_collection():
-        facts = analyse(graph, probing(functions))
-        plan = wish(facts)
-        program = lower(graph, plan, facts, homes=homes, mode=mode)
-        return plan, program, emit(program).text
 
 
 class Compiler:

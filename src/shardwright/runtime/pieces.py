@@ -181,13 +181,23 @@ def _each(
 
 
 def _cut_operands(given: Any, place: Place, local: torch.Size, find: Find) -> Any:
-    """Plain tensors that have the whole size of a split dim, such as a mask, cut as the piece is."""
+    """Plain tensors that have the whole size of a split dim, such as a mask, cut as the piece is.
+
+    What is the same for all pieces, such as the loss, gets the sum of their gradients.
+    """
     whole = place.held.shape
 
+    def shared(tensor: Tensor) -> Tensor:
+        for axis in place.axes:
+            tensor = comm.fan_out(tensor, place.groups[axis])
+        return tensor
+
     def cut(tensor: Tensor) -> Tensor:
-        if find(tensor) is not None or not tensor.ndim or tensor.ndim > len(whole):
+        if find(tensor) is not None or tensor.ndim > len(whole):
             return tensor
         sizes = (1,) * (len(whole) - tensor.ndim) + tuple(tensor.shape)
+        if all(size == 1 for size, full, mine in zip(sizes, whole, local, strict=True) if full != mine):
+            return shared(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
         if not any(size == full != mine and size != 1 for size, full, mine in zip(sizes, whole, local, strict=True)):
             return tensor
         if any(size not in (1, full) for size, full in zip(sizes, whole, strict=True)):
