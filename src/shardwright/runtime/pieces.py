@@ -13,6 +13,7 @@ only for a tensor's `Place`; which tensors are pieces is the business of `parame
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,8 @@ _ABOUT_IT = frozenset(
     "register_hook register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full new_tensor empty_like "
     "zeros_like ones_like full_like result_type can_cast is_tensor is_storage is_same_size has_names detach_ _is_view "
     "is_shared record_stream as_subclass __hash__ __dir__ __repr__ __format__ __reduce_ex__ __reduce__ storage "
-    "typed_storage _typed_storage dim_order _nested_tensor_size __set__ __delete__".split()
+    "typed_storage _typed_storage dim_order _nested_tensor_size __set__ __delete__ "
+    "_has_compatible_shallow_copy_type".split()
 )
 _TURNED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
@@ -139,6 +141,12 @@ def expect_lasting(func: Callable[..., Any], held: Held) -> None:
 
 def refusal(name: str, place: Place, local: Sequence[int]) -> InputError:
     """What can't be done to a piece."""
+    if _is_wrapped():
+        return InputError(
+            "a wrapper of torch.distributed can't be put around a compiled model or a module with compiled parts: "
+            f"this rank holds a piece of {place.held.name}, which sw.parallelize keeps in step already. Leave it out, "
+            "and with accelerate leave the model and its optimizer out of accelerator.prepare"
+        )
     said = name.strip("_") or "this"
     return InputError(
         f"{said} of parameter {place.held.name} (or of its gradient) outside of the model: this rank holds a piece of "
@@ -146,6 +154,19 @@ def refusal(name: str, place: Place, local: Sequence[int]) -> InputError:
         "and sums over everything work on pieces; for others take the whole tensor, which all ranks must do together: "
         "p.full_tensor(), p.full_grad() or model.full_state_dict(); or do it in forward, or before parallelize"
     )
+
+
+def _is_wrapped() -> bool:
+    """Whether it is FSDP or the like that does something to a piece, as to a whole parameter."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if str(frame.f_globals.get("__name__", "")).startswith(_WRAPPING):
+            return True
+    return False
+
+
+_WRAPPING = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 
 
 def _plain_name(name: str) -> str:
