@@ -32,6 +32,7 @@ def drawing(call, x):
         lambda x: F.dropout2d(x, 0.5),
         lambda x: torch.rand_like(x),
         lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: F.fractional_max_pool2d(x, 2, output_size=2),
         lambda x: x.clone().exponential_(),
     ],
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize
@@ -24,9 +26,10 @@ class Inner(nn.Module):
         super().__init__()
         self.layer, self.gain, self.flag = nn.Linear(8, 8), 1.0, False
         self.register_buffer("shift", torch.zeros(8))
+        self.levels = np.ones(3)
 
     def forward(self, x):
-        x = self.gain * self.layer(x) + self.shift
+        x = self.gain * self.layer(x) + self.shift * self.levels[1] + float(self.levels[1])
         return torch.relu(x) if self.flag else x
 
 
@@ -102,11 +105,15 @@ def set_config(model):
     model.config = SimpleNamespace(power=3, unused=1)
 
 
+def set_in_array(model):
+    model.inner.levels[1] = 5.0
+
+
 def set_type(model):
     model.scale = 2.0
 
 
-CHANGES = [set_scale, set_gain, set_flag, set_eps, set_in_list, set_in_config, set_config, set_type]
+CHANGES = [set_scale, set_gain, set_flag, set_eps, set_in_list, set_in_config, set_config, set_in_array, set_type]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -253,6 +260,24 @@ def test_a_hook_that_would_not_run_is_refused_at_the_next_call(change, tmp_path)
     change(model)
     with pytest.raises(InputError, match=r"before sw\.parallelize"):
         model(X)
+
+
+def test_a_hook_of_all_modules_would_not_run_for_submodules_and_is_refused(tmp_path):
+    model = parallelize(make(), plan="single", directory=tmp_path)
+    before = model(X)
+    handle = register_module_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=r"forward hook of all modules.*handle\.remove\(\)"):
+        model(X)
+    handle.remove()
+    assert torch.equal(model(X), before)
+
+
+def test_a_setting_of_the_class_is_followed(tmp_path):
+    kind = type("Scaled", (Net,), {"scaling": 1.0, "forward": lambda self, x: Net.forward(self, x) * self.scaling})
+    model = parallelize(kind().double(), plan="single", directory=tmp_path)
+    before = model(X)
+    kind.scaling = 3.0
+    torch.testing.assert_close(model(X), 3 * before)
 
 
 def test_a_hook_that_is_removed_again_does_no_harm(tmp_path):

@@ -64,6 +64,17 @@ def test_gradients_of_inputs_leave_parameters_alone(plan):
     agree(Classifier, plan, loop)
 
 
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("plan", SPLIT)
+def test_gradients_of_parameters_that_are_left_behind_are_refused(plan, unused):
+    def loop(model, optimizer):
+        held = list(model.parameters())  # of a model that is not compiled yet
+        return list(torch.autograd.grad(model(X, LABELS), held, allow_unused=unused))
+
+    with pytest.raises(InputError, match=r"is not trained any more.*example="):
+        on_ranks(Classifier, plan, loop)
+
+
 def test_a_parameter_of_two_stages_is_refused():
     class Tied(nn.Module):
         def __init__(self):
@@ -202,6 +213,33 @@ def test_parameters_are_frozen_and_thawed_later(plan):
         return seen + parameters(model)
 
     agree(Classifier, plan, loop)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero1=2", "zero3=2", "pp=2"])
+def test_what_is_frozen_before_the_first_call_is_not_trained_until_it_is_thawed(plan):
+    def loop(model, optimizer):
+        seen = []
+        for needs in (False, True):
+            for key, held in model.named_parameters():
+                held.requires_grad_(needs or "down" in key)
+            optimizer.zero_grad()
+            seen.append(model(X, LABELS))
+            seen[-1].backward()
+            optimizer.step()
+            seen += gradients(model)
+        return seen + parameters(model)
+
+    agree(Classifier, plan, loop)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "zero3=2"])
+def test_what_is_thawed_before_the_first_call_is_trained(plan):
+    def loop(model, optimizer):
+        model.up.requires_grad_(True)
+        model(X, LABELS).backward()
+        return gradients(model)
+
+    agree(Frozen, plan, loop)
 
 
 class Frozen(Classifier):

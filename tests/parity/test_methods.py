@@ -210,7 +210,7 @@ def test_a_property_that_reads_what_another_stage_holds_is_refused(tmp_path):
     def run(rank):
         model = parallelize(Measured(), plan="pp=2", directory=tmp_path)
         model(torch.ones(4, 8))
-        with pytest.raises(InputError, match="width of Measured reads a parameter that another stage"):
+        with pytest.raises(InputError, match="weight is a part of another stage of the pipeline"):
             _ = model.width
 
     run_ranks(2, run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -98,3 +98,23 @@ def test_a_config_is_read_at_every_call(kind):
 def test_what_can_not_be_compared_is_refused(held):
     with pytest.raises(CaptureError, match=r"(?s)can't capture Scaled.*An argument is a .*plain objects of these"):
         capture(Scaled(), (torch.randn(4, 8), held))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_an_object_that_torch_meets_for_the_first_time_in_a_call_is_looked_into(plan):
+    kind = make_dataclass("Batch", ["rows", "scale", "shift"])  # nobody has registered it yet
+    torch.manual_seed(0)
+    plain, rows = Scaled(), torch.randn(4, 8)
+    expected = plain(rows, kind(rows, 2.0, torch.ones(8))).item()
+
+    class Batched(Scaled):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch.rows, batch)
+
+    def run(rank: int) -> float:
+        mine = Batched()
+        mine.load_state_dict(plain.state_dict())
+        return parallelize(mine, plan=plan)(kind(rows, 2.0, torch.ones(8))).item()
+
+    for found in run_ranks(2, run):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -9,7 +9,7 @@ from shardwright.errors import InputError
 
 from .critics import LABELS, Classifier, X, agree
 from .looped import gradients, parameters
-from .test_gradient_paths import on_ranks_only
+from .test_gradient_paths import compiled, on_ranks_only
 
 PLANS = ("dp=2", "tp=2", "zero1=2", "zero2=2", "zero3=2", "dp=2,tp=2", "zero3=2,tp=2")
 SPLIT = ("tp=2", "zero3=2")
@@ -84,6 +84,11 @@ def test_updates_by_hand(plan):
         lambda p: p.data.normal_(),
         lambda p: p.grad.detach().cpu().numpy(),
         lambda p: torch.nn.utils.parameters_to_vector([p]),
+        lambda p: p.norm(dim=0),
+        lambda p: p.grad.norm(dim=1, keepdim=True),
+        lambda p: torch.linalg.norm(p, "nuc"),
+        lambda p: torch.nn.init.orthogonal_(p),
+        lambda p: setattr(p, "data", torch.zeros(3, 3)),
     ],
 )
 def test_what_would_be_about_a_piece_is_refused(plan, use):
@@ -149,3 +154,131 @@ def test_the_norm_that_a_loop_adds_up_of_one_stage_is_refused():
 
     with pytest.raises(InputError, match=r"torch\.nn\.utils\.get_total_norm"):
         on_ranks_only(Classifier, "pp=2", loop)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "zero1=2", "zero2=2"])
+def test_a_penalty_may_turn_a_parameter_and_go_through_its_rows(plan):
+    def loop(model, optimizer):
+        weight = compiled(model).up.weight
+        loss = model(X, LABELS) + (weight.T @ weight - torch.eye(8)).square().sum() + (weight % 0.3).sum()
+        loss = loss + sum(row.norm() for row in weight)
+        loss.backward()
+        return [loss.detach().clone(), *gradients(model)]
+
+    agree(Classifier, plan, loop)
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "pp=2"])
+def test_weights_are_swapped_with_their_average_and_put_back(plan):
+    """`p.data = other` gives other memory, as on one device: what was there before is not overwritten."""
+
+    def loop(model, optimizer):
+        held, kept = list(compiled(model).parameters()), []
+        average = [p.data.clone() * 0.5 for p in held]
+        for parameter, other in zip(held, average, strict=True):
+            kept.append(parameter.data)
+            parameter.data = other
+        with torch.no_grad():
+            seen = [model(X, LABELS).clone()]
+        for parameter, before in zip(held, kept, strict=True):
+            parameter.data = before
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(X, LABELS).backward()
+            optimizer.step()
+        return seen + parameters(model)
+
+    agree(Classifier, plan, loop, lambda held: torch.optim.Adam(held, lr=0.1))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_whole_tensor_may_be_set_as_the_data_of_a_piece(plan):
+    def loop(model, optimizer):
+        weight = compiled(model).up.weight
+        weight.data = torch.arange(12 * 8, dtype=torch.float64).view(12, 8) / 96
+        model(X, LABELS).backward()
+        optimizer.step()
+        return parameters(model)
+
+    agree(Classifier, plan, loop, lambda held: torch.optim.Adam(held, lr=0.1))
+
+
+def test_a_graph_of_before_other_weights_were_set_is_refused_under_zero3():
+    def loop(model, optimizer):
+        loss = compiled(model)(X, LABELS)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+        loss.backward()
+        return []
+
+    with pytest.raises(InputError, match="ZeRO-3"):
+        on_ranks_only(Classifier, "zero3=2", loop)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda held: sum(p.square().sum().sqrt() for p in held),
+        lambda held: sum(p.view(-1).norm() ** 2 for p in held) / 3,
+        lambda held: torch.stack([(p.T @ p).abs().sum() for p in held if p.ndim == 2]).sum(),
+    ],
+)
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,dp=2"])
+def test_a_penalty_that_is_a_sum_over_parameters_in_a_pipeline(plan, penalty):
+    def loop(model, optimizer):
+        (compiled(model)(X, LABELS) + 0.1 * penalty(list(model.parameters()))).backward()
+        return gradients(model)
+
+    agree(Classifier, plan, loop)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda loss, held: loss + torch.cat([p.view(-1) for p in held]).norm(),
+        lambda loss, held: loss + sum(p.square().sum() for p in held).sqrt(),
+        lambda loss, held: loss + torch.stack([p.norm() ** 2 for p in held]).mean(),
+        lambda loss, held: loss * sum(p.square().sum() for p in held),
+    ],
+)
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,dp=2"])
+def test_a_penalty_that_is_no_sum_over_parameters_is_refused_in_a_pipeline(plan, loss):
+    def loop(model, optimizer):
+        loss(compiled(model)(X, LABELS), list(model.parameters())).backward()
+        return []
+
+    with pytest.raises(InputError, match="only a sum of terms of one parameter each"):
+        on_ranks_only(Classifier, plan, loop)
+
+
+class Weighted(Classifier):
+    """With weights of its losses, as uncertainty weighting has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.level, self.weights = torch.nn.Parameter(torch.tensor(0.3)), torch.nn.Parameter(torch.tensor([0.3, 0.2]))
+
+    def forward(self, x, labels):
+        return super().forward(x, labels) + 0 * self.level + 0 * self.weights.sum()
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda loss, model: loss * torch.exp(-model.level) + model.level,
+        lambda loss, model: torch.stack([loss, model.level]).sum() + model.up.weight.norm(),
+        lambda loss, model: (loss * model.weights).sum(),
+        lambda loss, model: loss + (model.up.weight / model.up.weight.norm() - loss).square().sum(),
+    ],
+    ids=["uncertainty", "stack", "weights", "normalized"],
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loss_beside_parameters(plan, combine):
+    """The loss of a program may be on its way, and is no reason to forget what a parameter is."""
+
+    def loop(model, optimizer):
+        loss = combine(compiled(model)(X, LABELS), model)
+        loss.backward()
+        return [loss.detach().clone(), *gradients(model)]
+
+    agree(Weighted, plan, loop)

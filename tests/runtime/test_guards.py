@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,6 +69,38 @@ def test_tensors_are_known_by_their_version():
     module, guard, _ = guarded(a=torch.zeros(3))
     module.a.add_(1)
     assert guard.state() != ()
+
+
+class Settings:
+    __slots__ = ("gain",)
+
+    def __init__(self):
+        self.gain = [1.0]
+
+
+class Activation:
+    def __init__(self):
+        self.gain = [1.0]
+
+    def __call__(self, x):
+        return x * self.gain[0]
+
+
+@pytest.mark.parametrize("kind", [Settings, Activation, type("Both", (Settings, Activation), {})])
+def test_objects_with_slots_and_functions_with_attributes_are_looked_into(kind):
+    module, guard, _ = guarded(a=[kind()])
+    module.a[0].gain[0] = 2.0
+    assert guard.state() != ()
+    module.a[0].gain = [1.0]
+    assert guard.state() == ()
+
+
+def test_arrays_are_known_by_their_values():
+    module, guard, _ = guarded(a={"b": np.ones(3)})
+    module.a["b"][1] = 2
+    assert guard.state() != ()
+    module.a["b"] = np.ones(3)
+    assert guard.state() == ()
 
 
 def test_a_look_at_a_thousand_modules_takes_less_than_a_millisecond():

@@ -113,11 +113,14 @@ class Leaves:
 
     def _constant(self, spec: InputSpec, node: Node, by_storage: Mapping[int, Handle]) -> Handle:
         tensor = self.traced.program.constants[str(spec.target)]
+        lines = (source_of(user.meta.get("stack_trace")) for user in node.users)
+        line = next((line for line in lines if line is not None), None)
+        if tensor.layout != torch.strided:
+            what = f"It reads a sparse tensor {list(tensor.shape)} that the model keeps, which a program can't hold"
+            raise unsupported(what, line, "Keep it dense, or pass it to forward.")
         base = by_storage.get(tensor.untyped_storage()._cdata)
         if base is not None:
             return self._data_of(base)
-        lines = (source_of(user.meta.get("stack_trace")) for user in node.users)
-        line = next((line for line in lines if line is not None), None)
         if is_foreign(tensor):
             raise refusal(tensor, line)
         if isinstance(tensor, FakeTensor):

@@ -1,8 +1,8 @@
 """From a call to a program that runs: capture, plan, lower, emit, load, for one entry at a time."""
 
 from .batched import with_unbatched
-from .compiler import Compiler, Outputs, compile_graph
-from .files import write
+from .compiler import Compiler, Outputs
+from .files import compile_graph, write
 from .replicas import count_replicas, replicas_of
 from .skeleton import skeleton_of
 

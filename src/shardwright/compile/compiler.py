@@ -25,7 +25,6 @@ from ..capture import (
     AUTO,
     Body,
     Captured,
-    Function,
     NoValues,
     Opaque,
     OpaquePart,
@@ -36,10 +35,10 @@ from ..capture import (
     casting,
     copy_module,
     input_paths,
+    register_containers,
     without_collection,
 )  # fmt: skip
 from ..cost import training_flops
-from ..emit import emit
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
 from ..layout import Layout, Mesh
@@ -69,7 +68,7 @@ from .pipeline import assemble
 from .replicas import count_replicas
 from .scalars import check_floats
 from .seats import Seat, check_held, find_seats, with_masters
-from .skeleton import calling, carry, check_effects, signature, skeleton_of
+from .skeleton import calling, carry, check_effects, signature, skeleton_of, thaw
 from .ways import ways_of
 
 Outputs = Literal["all", "scalars"]
@@ -82,24 +81,10 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 _CAPTURING = threading.Lock()  # torch.export is not made for threads
 
 
-def compile_graph(
-    graph: Graph,
-    wish: Callable[[Analysis], Plan],
-    *,
-    homes: Mapping[str, Layout] | None = None,
-    mode: str = "same",
-    functions: Mapping[str, Function] | None = None,
-) -> tuple[Plan, Program, str]:
-    """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
-    with without_collection():
-        facts = analyse(graph, probing(functions))
-        plan = wish(facts)
-        program = lower(graph, plan, facts, homes=homes, mode=mode)
-        return plan, program, emit(program).text
-
-
 class Compiler:
     """Makes the entries of one model."""
+
+    know = staticmethod(register_containers)
 
     def __init__(
         self,
@@ -125,6 +110,7 @@ class Compiler:
         self.skeleton = cast(skeleton_of(module), self.precision)
         self._alive: dict[int, Any] = {}
         self._signature = signature(module, self._alive)
+        self._trainable = thaw(self.skeleton, module, set())
         self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
@@ -156,6 +142,7 @@ class Compiler:
             self.skeleton, self._signature = cast(skeleton_of(self.module), self.precision), now
             vars(self.skeleton).update(marks)
             model.remake(self.skeleton, self.module)
+        thaw(self.skeleton, self.module, self._trainable)
 
     def carry(self, shown: nn.Module, path: str, name: str, value: Any) -> None:
         """Take an attribute that the user has changed to where programs are made, and to opaque parts that run."""

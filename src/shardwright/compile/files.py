@@ -1,16 +1,23 @@
-"""Generated files on disk, by content, so that nothing stale is reused."""
+"""Generated text, and its files on disk: by content, so that nothing stale is reused."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from ..capture import Function, without_collection
 from ..emit import emit
-from ..lower import Program
+from ..ir import Graph
+from ..layout import Layout
+from ..lower import Program, lower
+from ..plan import Plan
+from ..probe import probing
+from ..rules import Analysis, analyse
 from ..runtime.stage import load_file
 
 
@@ -42,3 +49,19 @@ def write(text: str, directory: Path, program: Program) -> Path:
         draft.write_text(text)
         draft.replace(path)
     return path
+
+
+def compile_graph(
+    graph: Graph,
+    wish: Callable[[Analysis], Plan],
+    *,
+    homes: Mapping[str, Layout] | None = None,
+    mode: str = "same",
+    functions: Mapping[str, Function] | None = None,
+) -> tuple[Plan, Program, str]:
+    """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
+    with without_collection():
+        facts = analyse(graph, probing(functions))
+        plan = wish(facts)
+        program = lower(graph, plan, facts, homes=homes, mode=mode)
+        return plan, program, emit(program).text

@@ -57,7 +57,7 @@ class Holder:
         if len(seats) > 1:
             join(Stages(every_held), pieces.values())
         pairs: list[tuple[Held, nn.Parameter]] = [(one, pieces[one.name]) for one in seat.held]
-        return Holding(
+        holding = Holding(
             groups=groups,
             held=list(seat.held),
             parameters=pieces,
@@ -70,6 +70,10 @@ class Holder:
             seats=every_held,
             empty={key for key in own if old[key].is_meta},
         )
+        for key, piece in pieces.items():  # last, since torch takes no hooks of what is frozen
+            with Untouched():
+                piece.requires_grad_(old[key].requires_grad)
+        return holding
 
     def _check_meta(self) -> None:
         """Parameters may be on meta, on all ranks or on none: those with values share them, and would wait."""

@@ -1,6 +1,7 @@
 """A model without its values: what captures are made of, and what is kept of the user's modules.
 
 skeleton_of    a copy on meta
+thaw           the parameters that are planned for as trained
 signature      what a model is made of, to see whether it was changed since
 carry          takes an attribute that the user has changed into the skeleton
 calling        the same module, whose call is one of its methods
@@ -38,6 +39,14 @@ def skeleton_of(module: nn.Module) -> nn.Module:
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:  # computed before forward: weight_norm
                 memo[id(value)] = torch.empty_like(value, device="meta")
     return copy_module(module, memo)
+
+
+def thaw(skeleton: nn.Module, module: nn.Module, trainable: set[int]) -> set[int]:
+    """Have gradients for all that was to be trained at any time (`trainable`, by ids): it may be frozen and thawed."""
+    trainable |= {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    for parameter, like in zip(module.parameters(), skeleton.parameters(), strict=True):
+        like.requires_grad_(id(parameter) in trainable)
+    return trainable
 
 
 def signature(module: nn.Module, alive: dict[int, Any]) -> list[Hashable]:

@@ -11,8 +11,14 @@ from .registry import Call, letters, rule
 
 @rule("embedding")
 def embedding(call: Call) -> Rule:
-    """A table split on its rows is looked up by the algorithm "rows", which leaves a partial sum."""
+    """A table split on its rows is looked up by the algorithm "rows", which leaves a partial sum.
+
+    Where gradients are divided by how often an index occurs, only all indices together say that.
+    """
     weight, ids = (call.inputs[0], call.inputs[1])
+    if call.op.argument("scale_grad_by_freq", False):
+        whole = " ".join(map(str, ids.shape))
+        return parse(f"{weight.shape[0]} d ~1, {whole} -> {whole} d")
     places = " ".join(n if s != 1 else "1" for n, s in zip(letters(len(ids.shape), "i"), ids.shape, strict=True))
     return (
         parse(f"v=rows+ d ~1, {places} -> {places} d") if weight.shape[0] > 1 else parse(f"1 d, {places} -> {places} d")

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.errors import LayoutError
+from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Block, Cut, share
 
 
@@ -29,6 +29,11 @@ def plain(size: int) -> Cut:
 
 def take(x: Tensor, dim: int, cut: Cut, parts: int, index: int) -> Tensor:
     """The share of a whole tensor that `index` of `parts` holds: a view where it is one run."""
+    if x.layout != torch.strided:
+        raise InputError(
+            f"the plan splits a sparse input {list(x.shape)} along dim {dim}, and sparse tensors can't be cut; pass it "
+            "dense, or use a plan that leaves it whole, such as tp"
+        )
     dim %= x.ndim
     _expect(x, dim, cut.elements, cut)
     if cut.simple(parts):

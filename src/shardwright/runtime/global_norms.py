@@ -21,7 +21,7 @@ from shardwright.errors import InputError
 
 from . import journal, nearby
 from .faults import told
-from .stage_numbers import expect_unread, stage_number
+from .stage_numbers import combined, is_of_stage, numbered
 from .stages import Stages
 from .world import Group, Groups
 
@@ -34,6 +34,7 @@ class ShardNorm(Tensor):
     order: float
     stages: Stages | None
     of: str  # the name of the parameter
+    knows_stages = True
 
     @classmethod
     def __torch_function__(
@@ -45,12 +46,11 @@ class ShardNorm(Tensor):
             if func is torch.stack and isinstance(args[0], (list, tuple)):
                 return torch.stack(_of_all_stages(args[0], _settle(args[0])), *args[1:], **(kwargs or {}))
             leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-            of_stage = any(isinstance(leaf, ShardNorm) and leaf.stages is not None for leaf in leaves)
-            if of_stage:
-                expect_unread(func)
+            of_stage = any(map(is_of_stage, leaves))
+            of = combined(func, leaves) if of_stage else None
             plain = torch.utils._pytree.tree_map_only(ShardNorm, settled, (args, kwargs or {}))
             made = func(*plain[0], **plain[1])
-            return stage_number(made) if of_stage and type(made) is Tensor else made
+            return made if of is None else numbered(made, of)
 
 
 def make_norm(

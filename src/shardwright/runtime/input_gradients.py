@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shardwright.errors import InputError
 
@@ -25,6 +26,22 @@ def expect_none(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             'an input needs a gradient, and with inputs="gather" it is gathered from all ranks, which gives it none; '
             'use inputs="rows" (each data-parallel group its own samples) or inputs="same" (the whole batch everywhere)'
         )
+
+
+def expect_no_transform(arguments: Any) -> None:
+    """`torch.func` and forward-mode AD run a function on tensors of another kind, which no rank can send."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or (
+        forward_ad._current_level >= 0 and any(map(_has_tangent, torch.utils._pytree.tree_leaves(arguments)))
+    ):
+        raise InputError(
+            "a compiled model was called by torch.func (vmap, grad, jacrev, ...) or in forward-mode AD, which do not "
+            "pass through the communication of its programs; call it on the whole batch and use torch.autograd.grad, "
+            "with create_graph=True for second derivatives, or use the transform in forward, before parallelize"
+        )
+
+
+def _has_tangent(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def unweighed(tensors: list[Tensor], own: Sequence[bool], kind: str, groups: int, in_pipeline: bool) -> list[Tensor]:

@@ -71,15 +71,15 @@ class CallInputs:
             self._known |= {path: batched for (path, shape), batched in own if shape}
         return found
 
-    def check_dense(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse tensors that are not one block of numbers: programs, splits and digests are made for those."""
+    def check_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse sequences that are packed or nested; sparse tensors are looked at where they would be split."""
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
-        kinds = [_other_than_dense(leaf) for leaf in leaves]
+        kinds = [_packed_or_nested(leaf) for leaf in leaves]
         if any(kinds):
             packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
             paths = [""] * len(leaves) if packed else self.paths(args, kwargs)
             faults = [f"{path or 'an input'} is {kind}" for path, kind in zip(paths, kinds, strict=True) if kind]
-            raise_all(InputError, "a parallelized model takes dense tensors:", faults)
+            raise_all(InputError, "a parallelized model takes plain tensors:", faults)
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples a call passes, if that is known."""
@@ -162,15 +162,11 @@ def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], given: Sequ
     raise_all(InputError, "the data has another dtype than the example:", faults)
 
 
-def _other_than_dense(leaf: Any) -> str:
-    """What an argument is, and what to pass instead; nothing if it is a dense tensor, or none."""
+def _packed_or_nested(leaf: Any) -> str:
+    """What an argument is, and what to pass instead; nothing if it is a plain tensor, or none."""
     if isinstance(leaf, PackedSequence):
         return "a PackedSequence; pass the padded tensor and the lengths"
-    if not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
-        return ""
-    if leaf.is_nested:
-        return "nested; pass tensor.to_padded_tensor(0.0)"
-    return f"{str(leaf.layout).removeprefix('torch.')}; pass tensor.to_dense()"
+    return "nested; pass tensor.to_padded_tensor(0.0)" if isinstance(leaf, Tensor) and leaf.is_nested else ""
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -35,9 +35,12 @@ class Later(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with Untouched():
-            if func not in _VALUE_FREE:
+        if func not in _VALUE_FREE:
+            with Untouched():
                 args, kwargs = torch.utils._pytree.tree_map_only(Later, _arrived, (args, kwargs))
+            if any(kind is not cls for kind in types):  # a parameter beside a loss sees to its own gradient
+                return func(*args, **(kwargs or {}))
+        with Untouched():
             return func(*args, **(kwargs or {}))
 
 

@@ -30,7 +30,7 @@ from .reduction import Kind, Reduction, total
 from .scalars import Arguments, NotAnInput, ScalarInputs, dtype_of_floats
 from .shared_outputs import watch_gradient
 from .stage import Stage, shown
-from .view import ModelView
+from .view import ModelView, like_container
 from .world import World
 
 
@@ -78,6 +78,7 @@ class ParallelModel(ModelView):
         self.register_load_state_dict_pre_hook(_load_inside)  # type: ignore[no-untyped-call]
         self.plan = self.flops = None
         self.training = skeleton.training
+        self.__class__ = like_container(type(self), type(skeleton))
 
     # -- what the user reads -------------------------------------------------------------
 
@@ -222,7 +223,8 @@ class ParallelModel(ModelView):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a call without making it."""
-        self.call_inputs.check_dense(args, kwargs)
+        self.call_inputs.check_plain(args, kwargs)
+        self._know((args, kwargs))
         with faults.calling():
             self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "gather" else (args, kwargs)))
 
@@ -252,7 +254,9 @@ class ParallelModel(ModelView):
             return self._run(args, kwargs, name)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
-        self.call_inputs.check_dense(args, kwargs)
+        self.call_inputs.check_plain(args, kwargs)
+        input_gradients.expect_no_transform((args, kwargs))
+        self._know((args, kwargs))
         if self.passing == "gather":
             input_gradients.expect_none(args, kwargs)
             args, kwargs = self.call_inputs.gather(args, kwargs)
@@ -311,6 +315,13 @@ class ParallelModel(ModelView):
             holding.buffers[key].copy_(value)
         stage.updates.clear()
 
+    def _know(self, arguments: Arguments) -> None:
+        """Have torch look into objects that are passed, such as a cache, before anything goes by what is in them."""
+        known = (Tensor, bool, int, float, complex, str, type(None))
+        know = getattr(self._around["compile"], "know", None)
+        if know is not None and not all(isinstance(x, known) for x in torch.utils._pytree.tree_leaves(arguments)):
+            know(arguments)
+
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Arguments, Entry]:
         """The program of a call, and what it is given: floats may be inputs."""
         narrow = torch.is_autocast_enabled(self._world.device.type)
@@ -329,9 +340,6 @@ class ParallelModel(ModelView):
     ) -> Entry:
         key = self._key(args, kwargs, method)
         if key not in self._entries:
-            self.call_inputs.paths(args, kwargs)  # which teaches pytrees the containers that are new among them
-            key = self._key(args, kwargs, method)
-        if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
             self.call_inputs.check(args, kwargs, why=why_new(self._entries, key))
@@ -346,7 +354,9 @@ class ParallelModel(ModelView):
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Any, ...]:
         """What calls of one program have in common."""
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        shapes = tuple(
+            (tuple(x.shape), x.dtype, x.requires_grad, x.layout) if isinstance(x, Tensor) else repr(x) for x in leaves
+        )
         return self.constants(method), str(spec), shapes, self.passing
 
     def _check_dtypes(self, key: Any) -> None:

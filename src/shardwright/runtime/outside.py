@@ -21,9 +21,12 @@ from torch import Tensor
 from . import comm
 from .holding import summing_axes, zero_axes
 
-_OPERATORS = frozenset(
+_VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # properties that gradients come back through
+_NO_USE = frozenset(  # what writes, or asks about a parameter
     f"__{name}__"
-    for name in "add radd sub rsub mul rmul truediv rtruediv div rdiv pow rpow matmul rmatmul neg abs getitem".split()
+    for name in "set delete setitem setstate len bool nonzero int float complex long index contains format hash dir "
+    "repr reduce reduce_ex deepcopy array array_wrap dlpack dlpack_device iadd isub imul itruediv idiv ifloordiv imod "
+    "ipow imatmul iand ior ixor ilshift irshift".split()
 )
 _AS_THEY_ARE = frozenset(
     "grad backward detach register_hook register_post_accumulate_grad_hook retain_grad size dim numel ndimension "
@@ -37,8 +40,10 @@ def is_use(function: Callable[..., Any]) -> bool:
     if not torch.is_grad_enabled() or is_inside():
         return False
     name = getattr(function, "__name__", "")
-    if name.startswith("_"):
-        return name in _OPERATORS
+    if name == "__get__":
+        return getattr(getattr(function, "__self__", None), "__name__", "") in _VIEWS
+    if name.startswith("__"):
+        return name not in _NO_USE
     return not name.endswith("_") and name not in _AS_THEY_ARE
 
 

@@ -1,21 +1,17 @@
 """Parameters that know they are pieces, so that norms in the user's own loop are global.
 
-`clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A
-`ShardParameter` is a plain leaf tensor, and reading its `.grad` gives a `ShardGradient`;
-the norm of either is a `ShardNorm` (`global_norms`), which `get_total_norm` stacks and so makes
-global. A piece that is the same on several ranks counts once. In a pipeline a stack has the
-norms of all stages (`stages`).
+`clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A `ShardParameter` is a plain
+leaf tensor, and reading its `.grad` gives a `ShardGradient`; the norm of either is a `ShardNorm` (`global_norms`),
+which `get_total_norm` stacks and so makes global (`stages`: in a pipeline). A piece on several ranks counts once.
 
-ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view
-on the rows that this rank owns. At level 1 `shard.grad` is a view on the parameter's
-gradient. At level 2 only the share exists, and both `.grad`s read it; its shape is then
-the shard's, not the parameter's. A float32 master is such a shard too, with memory of its own;
-where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
+ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view on the rows that this rank
+owns. At level 1 `shard.grad` is a view on the parameter's gradient. At level 2 only the share exists, and both `.grad`s
+read it; its shape is then the shard's, not the parameter's. A float32 master is such a shard too, with memory of its
+own; where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
 
-Norms over the whole tensor are global, and so is what a `GradScaler` finds (`scaling`). What else may
-be done to a piece is in `pieces`, and a penalty counts once (`outside`). Hooks see true gradients
-(`hooks`). A forward pass should not pay for all this: run it under
-`torch._C.DisableTorchFunctionSubclass()`.
+Norms over the whole tensor are global, and so is what a `GradScaler` finds (`scaling`). What else may be done to a
+piece is in `pieces`, and a penalty counts once (`outside`). Hooks see true gradients (`hooks`). A forward pass should
+not pay for all this: run it under `torch._C.DisableTorchFunctionSubclass()`.
 """
 
 from __future__ import annotations
@@ -32,17 +28,17 @@ from shardwright.layout import Layout
 
 from . import pieces
 from .alignment import expect_aligned
+from .assigned import set_data
 from .global_norms import ShardNorm, settled
 from .holding import Held, coordinates, cutting_axes, kept_layout, storage_layout, zero_axes
 from .hooks import ParameterHooks, add_hook
 from .outside import is_inside, is_use, used
 from .packing import Slot, make_slot
 from .piece_norms import NORMS
-from .pieces import Place
+from .pieces import INSTEAD, Place
 from .scaling import UNSCALE, unscale
-from .stage_numbers import stage_number
+from .stage_numbers import combined, is_of_stage, numbered
 from .stages import Stages
-from .unpickled import INSTEAD as INSTEAD
 from .world import Groups
 
 Untouched = torch._C.DisableTorchFunctionSubclass
@@ -50,7 +46,7 @@ Untouched = torch._C.DisableTorchFunctionSubclass
 
 _GRAD: Any = torch.Tensor.grad  # on the class this is the descriptor, not a gradient
 _READ, _WRITE, _DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
-_ZERO = torch.Tensor.zero_
+_SET_DATA, _ZERO = cast(Any, torch.Tensor.data).__set__, torch.Tensor.zero_
 _HOOK, _HOOK_AFTER = torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook
 
 
@@ -67,6 +63,7 @@ class ShardParameter(torch.nn.Parameter):
     stages: Stages | None = None  # of the pipeline that it is a part of
     prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
     hooks: ParameterHooks  # of the user's
+    knows_stages = True
 
     def __new__(
         cls, data: Tensor, held: Held, groups: Groups | None, layout: Layout | None = None, requires_grad: bool = True
@@ -118,6 +115,8 @@ class ShardParameter(torch.nn.Parameter):
                 return NORMS[func](*args, **(kwargs or {}))
             if func in (_HOOK, _HOOK_AFTER):
                 return add_hook(args[0], args[1], after=func is _HOOK_AFTER)
+            if func == _SET_DATA and isinstance(args[0], ShardParameter) and not _has_master(args[0]):
+                return set_data(args[0], args[1], _place(args[0]), _place(args[1]))
             return _outside(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
@@ -208,6 +207,7 @@ class ShardGradient(Tensor):
     held: Held
     mine: Tensor | None  # level 1: the share whose norm is summed over the zero axis too
     whole: Tensor | None  # of a share at level 1: the gradient that it is a view on
+    knows_stages = True
 
     @classmethod
     def __torch_function__(
@@ -340,32 +340,38 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """A function of parameters or gradients that the user calls, or a backward that is written in Python."""
     if is_inside():
         return func(*args, **kwargs)
-    if args and isinstance(args[0], ShardParameter) and args[0].held.master and args[0].owner is None:
+    if args and _has_master(args[0]):
         pieces.expect_lasting(func, args[0].held)
     args, kwargs = torch.utils._pytree.tree_map_only(ShardNorm, settled, (args, kwargs))
+    given = torch.utils._pytree.tree_leaves((args, kwargs))
+    stages = next((x.stages for x in given if is_of_stage(x)), None)
     if is_use(func):
         args, kwargs = torch.utils._pytree.tree_map_only(ShardParameter, lambda x: x.for_use(), (args, kwargs))
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    ours = [x for x in leaves if isinstance(x, (ShardParameter, ShardGradient))]
-    stages = next((x.stages for x in ours if x.stages is not None), None)
     if stages is not None:
         expect_aligned(func, args, kwargs)
-    if any(_place(x) is not None for x in ours):
+    if any(_place(x) is not None for x in torch.utils._pytree.tree_leaves((args, kwargs))):
         made = pieces.run(func, args, kwargs, _place, partial(dress, stages=stages))
     else:
         made = func(*args, **kwargs)
-    return made if stages is None else _of_stage(func, made, ours)
+    return made if stages is None else _of_stage(func, made, given)
 
 
-def _of_stage(func: Callable[..., Any], made: Any, ours: Sequence[Any]) -> Any:
-    """What was made of parameters of a stage: a number about that stage, or what numbers may be made of."""
+def _has_master(x: Any) -> bool:
+    return isinstance(x, ShardParameter) and x.held.master and x.owner is None
+
+
+def _of_stage(func: Callable[..., Any], made: Any, given: Sequence[Any]) -> Any:
+    """What was made of parameters of a stage: a piece like one of them, or what numbers are made of."""
     name = getattr(func, "__name__", "")
-    if type(made) is not Tensor or name.startswith("new_") or name.endswith("_like"):
+    if type(made) not in (Tensor, tuple, list) or name.startswith(("new_", "_foreach_")) or name.endswith("_like"):
         return made
-    if made.ndim == 0:
-        return stage_number(made)
-    of = next((x for x in ours if x.shape == made.shape and x.stages is not None), None)
-    return made if of is None else _made(made, of.held, _layout(of), of.groups, of.stages)
+    if func is torch.autograd.grad:
+        return made
+    if isinstance(made, Tensor) and made.ndim and name.strip("_") not in ("matmul", "rmatmul", "mm"):
+        of = next((x for x in given if is_of_stage(x) and x.shape == made.shape), None)
+        if of is not None:
+            return _made(made, of.held, _layout(of), of.groups, of.stages)
+    return numbered(made, combined(func, given))
 
 
 def _index(parameter: ShardParameter) -> int:
@@ -384,8 +390,7 @@ def _write(parameter: ShardParameter, gradient: Tensor | None) -> None:
                 raise RankError(f"{parameter.held.name} has no gradient; set the gradient of the model's parameter")
             current.copy_(gradient)
         return
-    other = parameter.shard if keeps_share(parameter) else None
-    other = parameter.owner if parameter.owner is not None else other
+    other = parameter.owner if parameter.owner is not None else parameter.shard if keeps_share(parameter) else None
     if other is not None and gradient is None:
         other.grad = None
     if parameter.shard is not None and other is not None and gradient is not None:  # level 2 keeps a share

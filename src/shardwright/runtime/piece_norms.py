@@ -15,13 +15,15 @@ from shardwright.errors import RankError
 
 from .global_norms import make_norm
 from .holding import cutting_axes
+from .outside import is_inside
+from .pieces import Place, refusal
 from .world import Groups
 
 
 def _norm_of(x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """`torch.linalg.vector_norm` of a piece: lazily global if it is over everything."""
     if dim is not None or keepdim:
-        return torch.linalg.vector_norm(_used(x), order, dim, keepdim, dtype=dtype)
+        return torch.linalg.vector_norm(_used(x, "vector_norm along dims"), order, dim, keepdim, dtype=dtype)
     return _norms([x], order, dtype=dtype)[0]
 
 
@@ -30,7 +32,7 @@ def _old_norm(
 ) -> Any:
     """`torch.norm` and `Tensor.norm`; over everything, the Frobenius norm is the 2-norm."""
     if dim is not None or keepdim or out is not None or p == "nuc":
-        return torch.norm(_used(x), p, dim, keepdim, out, dtype)
+        return torch.norm(_used(x, "norm along dims"), p, dim, keepdim, out, dtype)
     return _norm_of(x, 2 if p in ("fro", None) else p, dtype=dtype)
 
 
@@ -38,11 +40,18 @@ def _new_norm(x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
     """`torch.linalg.norm`, whose order means a matrix norm if it is given for a matrix."""
     if ord is None and dim is None and not keepdim and others.get("out") is None:
         return _norm_of(x, 2, dtype=others.get("dtype"))
-    return torch.linalg.norm(_used(x), ord, dim, keepdim, **others)
+    return torch.linalg.norm(_used(x, "norm along dims"), ord, dim, keepdim, **others)
 
 
-def _used(x: Any) -> Tensor:
-    """What gradients may come back to: a parameter, as it is used outside of the model."""
+def _used(x: Any, name: str = "") -> Tensor:
+    """What gradients may come back to: a parameter, as it is used outside of the model.
+
+    A norm of a `name` that is not over everything would be about the piece.
+    """
+    if name and hasattr(x, "spread") and x.groups is not None and not is_inside():
+        place = Place(x.held, getattr(x, "lies", x.spread), x.groups)
+        if place.axes:
+            raise refusal(name, place, x.shape)
     return x.for_use() if hasattr(x, "for_use") else x  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,7 @@ only for a tensor's `Place`; which tensors are pieces is the business of `parame
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,8 @@ _ABOUT_IT = frozenset(
     "register_hook register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full new_tensor empty_like "
     "zeros_like ones_like full_like result_type can_cast is_tensor is_storage is_same_size has_names detach_ _is_view "
     "is_shared record_stream as_subclass __hash__ __dir__ __repr__ __format__ __reduce_ex__ __reduce__ storage "
-    "typed_storage _typed_storage dim_order _nested_tensor_size __set__ __delete__".split()
+    "typed_storage _typed_storage dim_order _nested_tensor_size __set__ __delete__ "
+    "_has_compatible_shallow_copy_type".split()
 )
 _TURNED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
@@ -80,6 +82,13 @@ class Place:
         """The whole tensor, on every rank. All ranks must call it."""
         return gather(local, self.held, self.groups, self.layout)
 
+
+INSTEAD = (
+    "All ranks together: sw.save(path, model, optimizer) writes a checkpoint that loads under any plan, "
+    "shardwright.checkpoint.save_weights(path, model) writes safetensors, and model.full_state_dict(rank=0) has "
+    "everything whole on rank 0, for torch.save"
+)
+"""What to do instead of pickling what one rank holds."""
 
 Find = Callable[[Any], Place | None]
 Dress = Callable[[Tensor, Place], Tensor]
@@ -113,6 +122,8 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
                 "read, which all ranks must do together (p.full_tensor()), or for an average of the weights use "
                 "shardwright.ema.EMA(model)"
             )
+    if base in ("view_as", "expand_as") and find(tensors[1]) is None:  # as the shape of what is no piece
+        raise refusal(name, place, local)
     in_place = writes(name)
     if in_place and args[0].shape != local:  # what is written to is never cut: that would be a copy
         raise refusal(name, place, local)
@@ -148,15 +159,32 @@ def expect_lasting(func: Callable[..., Any], held: Held) -> None:
 
 def refusal(name: str, place: Place, local: Sequence[int]) -> InputError:
     """What can't be done to a piece."""
+    if _is_wrapped():
+        return InputError(
+            "a wrapper of torch.distributed can't be put around a compiled model or a module with compiled parts: "
+            f"this rank holds a piece of {place.held.name}, which sw.parallelize keeps in step already. Leave it out, "
+            "and with accelerate leave the model and its optimizer out of accelerator.prepare"
+        )
     said = name.strip("_") or "this"
-    wrapper = "; wrappers such as fully_shard or accelerator.prepare can't be put around a compiled model"
     return InputError(
         f"{said} of parameter {place.held.name} (or of its gradient) outside of the model: this rank holds a piece of "
         f"shape {tuple(local)} of {place.held.shape}, and the result would be about that piece. Elementwise ops, norms "
         "and sums over everything work on pieces; for others take the whole tensor, which all ranks must do together: "
         "p.full_tensor(), p.full_grad() or model.full_state_dict(); or do it in forward, or before parallelize"
-        f"{wrapper if said == 'chunk' else ''}"
     )
+
+
+def _is_wrapped() -> bool:
+    """Whether it is FSDP or the like that does something to a piece, as to a whole parameter."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if str(frame.f_globals.get("__name__", "")).startswith(_WRAPPING):
+            return True
+    return False
+
+
+_WRAPPING = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 
 
 def _plain_name(name: str) -> str:
@@ -190,13 +218,23 @@ def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _cut_operands(given: Any, place: Place, local: torch.Size, find: Find) -> Any:
-    """Plain tensors that have the whole size of a split dim, such as a mask, cut as the piece is."""
+    """Plain tensors that have the whole size of a split dim, such as a mask, cut as the piece is.
+
+    What is the same for all pieces, such as the loss, gets the sum of their gradients.
+    """
     whole = place.held.shape
 
+    def shared(tensor: Tensor) -> Tensor:
+        for axis in place.axes:
+            tensor = comm.fan_out(tensor, place.groups[axis])
+        return tensor
+
     def cut(tensor: Tensor) -> Tensor:
-        if find(tensor) is not None or not tensor.ndim or tensor.ndim > len(whole):
+        if find(tensor) is not None or tensor.ndim > len(whole):
             return tensor
         sizes = (1,) * (len(whole) - tensor.ndim) + tuple(tensor.shape)
+        if all(size == 1 for size, full, mine in zip(sizes, whole, local, strict=True) if full != mine):
+            return shared(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
         if not any(size == full != mine and size != 1 for size, full, mine in zip(sizes, whole, local, strict=True)):
             return tensor
         if any(size not in (1, full) for size, full in zip(sizes, whole, strict=True)):

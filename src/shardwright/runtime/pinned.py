@@ -11,8 +11,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all
 
 from shardwright.errors import InputError
+
+from .elsewhere import HeldElsewhere, expect_all, expect_here
 
 REMEDY = "change the model before sw.parallelize"
 ADDED = "_shardwright_hooked"  # of the whole model: the dicts of hooks that were added to
@@ -22,9 +25,16 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 class Pinned(dict[str, Any]):
     """A dict of a module's parts that refuses to be changed."""
 
-    def __init__(self, what: str, path: str, parts: dict[str, Any]) -> None:
+    def __init__(self, what: str, path: str, parts: dict[str, Any], absent: frozenset[str] | None = None) -> None:
         super().__init__(parts)
         self._what, self._path = what, path
+        gone = [name for name, part in parts.items() if part is None and absent is not None and name not in absent]
+        self.elsewhere = {name: f"{path}.{name}" if path else name for name in gone}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.elsewhere:  # where modules look up an attribute; who goes through all of them finds None
+            return HeldElsewhere(self.elsewhere[name])
+        return super().__getitem__(name)
 
     def put(self, name: str, value: Any) -> None:
         """Put something in all the same: whoever does knows that no program reads it."""
@@ -78,7 +88,7 @@ class PinnedBuffers(Pinned):
     """Buffers, whose values may be assigned. `absent` are those that the model has as None."""
 
     def __init__(self, path: str, parts: dict[str, Any], absent: frozenset[str]) -> None:
-        super().__init__("buffer", path, parts)
+        super().__init__("buffer", path, parts, absent)
         self._absent = absent
 
     @torch.no_grad()
@@ -124,13 +134,30 @@ class PinnedHooks(OrderedDict[int, Any]):
 
 
 def pin(module: nn.Module, path: str, absent: frozenset[str], added: list[PinnedHooks]) -> None:
-    """Pin what a module has. Of buffers, `absent` are those that are None in the original."""
+    """Pin what a module has. `absent` are the parameters and buffers that are None in the original."""
     slots: Any = vars(module)
-    slots["_parameters"] = Pinned("parameter", path, module._parameters)
+    slots["_parameters"] = Pinned("parameter", path, module._parameters, absent)
     slots["_modules"] = Pinned("submodule", path, module._modules)
     slots["_buffers"] = PinnedBuffers(path, module._buffers, absent)
     for name in HOOKS if path else ():  # those of the whole model run around its call
         slots[name] = PinnedHooks(path, name.strip("_").removesuffix("s").replace("_", " "), added)
+    if path:
+        module.register_state_dict_pre_hook(expect_all)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(expect_here)  # type: ignore[no-untyped-call]
+
+
+def check_global_hooks(harmless: tuple[str, ...]) -> None:
+    """Refuse a call while there is a hook of all modules, but for those of packages that only look on."""
+    for name in HOOKS:
+        for hook in getattr(of_all, f"_global{name}").values():
+            where = str(getattr(hook, "__module__", None) or type(hook).__module__)
+            if not where.startswith(("torch.", "shardwright.", *harmless)):
+                kind = name.strip("_").removesuffix("s").replace("_", " ")
+                raise InputError(
+                    f"{getattr(hook, '__qualname__', hook)} was added as a {kind} of all modules, and submodules of a "
+                    "model that is parallelized are never called: its program has their ops; remove it "
+                    "(handle.remove()) before the call, or return what it looks at from the forward"
+                )
 
 
 def check_hooks(module: nn.Module, harmless: tuple[str, ...]) -> None:

@@ -35,7 +35,7 @@ _DESCRIBES = {
     Tensor.dim, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride, Tensor.is_contiguous,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.data_ptr, Tensor.__len__, Tensor.get_device,
 }  # fmt: skip
-_TRAINS = {_getter("grad"), _getter("is_leaf")}  # an optimizer asks for `is_leaf` when it is made
+_TRAINS = {_getter("grad"), _getter("is_leaf"), torch.autograd.grad}  # an optimizer asks for `is_leaf` when it is made
 
 
 def _writes(name: str) -> bool:

@@ -65,19 +65,22 @@ class Shards:
             for gradient, (held, _) in zip(gradients, self.pairs, strict=True)
         ]
 
-    def version(self) -> tuple[int, ...]:
+    def version(self) -> tuple[tuple[int, int], ...]:
         with Untouched():
-            return tuple(parameter._version for _, parameter in self.pairs)
+            return tuple((parameter._version, parameter.data_ptr()) for _, parameter in self.pairs)
 
     def fill_row(self) -> Tensor:
-        """The row to send. A parameter that was given other memory (`p.data = ..`) is brought home."""
+        """The row to send. A parameter that was given other memory (`p.data = ..`) is copied into a row of its own.
+
+        Its home is left alone: whoever swaps weights has kept the old `p.data`, which lies there, to put it back.
+        """
+        row = self.row
         with torch.no_grad(), Untouched():
             for number, (_, parameter) in enumerate(self.pairs):
-                home = self._home(number)
-                if parameter.data_ptr() != home.data_ptr():
-                    home.copy_(parameter)
-                    parameter.data = home
-        return self.row
+                if parameter.data_ptr() != self._home(number).data_ptr():
+                    row = row.clone() if row is self.row else row
+                    self.pack.own(row, number, self.group.index).copy_(parameter)
+        return row
 
 
 def _share(gradient: Tensor, held: Held, groups: Groups) -> Tensor:
@@ -103,6 +106,7 @@ class Gathered:
         self.version = shards.version()
         with torch.inference_mode(False):  # what is made for inference can't train later
             row = shards.fill_row()
+            self.sent = row  # until it has arrived: it may be a copy that nobody else holds
             self.rows: Tensor | None = row.new_empty(shards.pack.parts * shards.pack.width)
         journal.enter("all_gather", shards.group.process_group, shards)
         self.work = nearby.all_gather(self.rows, row, shards.group.process_group)

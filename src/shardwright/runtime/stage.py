@@ -273,7 +273,8 @@ def shown(original: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         else:
             at._buffers[last] = tensor
     for (path, module), like in zip(root.named_modules(), original.modules(), strict=True):
-        absent = frozenset(name for name, held in like._buffers.items() if held is None)
+        every = {**like._parameters, **like._buffers}
+        absent = frozenset(name for name, held in every.items() if held is None)
         pin(module, path, absent, vars(root).setdefault(ADDED, []))
     return root
 

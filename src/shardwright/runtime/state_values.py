@@ -35,7 +35,8 @@ from shardwright.errors import InputError
 from shardwright.layout import Layout, Mesh, piece_of
 
 from .holding import Held, coordinates, cutting_axes, gather, scatter
-from .parameters import INSTEAD, Untouched
+from .parameters import Untouched
+from .pieces import INSTEAD
 from .world import Groups, here
 
 

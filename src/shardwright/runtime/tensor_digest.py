@@ -20,6 +20,9 @@ ROWS = 1024  # rows at a time: 32 MiB of products
 @torch.no_grad()
 def tensor_digest(tensor: Tensor) -> Tensor:
     """The digest of a tensor's values as one int64 on its device; shape and dtype are not in it."""
+    if tensor.layout != torch.strided:
+        parts = [tensor_digest(part) for part in _parts(tensor)]
+        return (torch.stack(parts) * weights(len(parts), tensor.device)).sum()
     words = _words(tensor)
     whole = words.numel() // WIDTH
     columns, rest = weights(WIDTH, words.device), words[whole * WIDTH :]
@@ -29,6 +32,17 @@ def tensor_digest(tensor: Tensor) -> Tensor:
         sums = torch.cat([(part * columns).sum(1) for part in torch.split(rows, ROWS)])
         total += (sums * weights(whole, words.device)).sum()
     return total
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.to_dense(),)
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ at its modules with the pieces in them (`stage.shown`): attributes can be change
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from shardwright.errors import InputError
 
 from .guards import SLOTS, AttributeGuard, Watchable, settings_of
 from .methods import method_of, property_of
-from .pinned import check_hooks
+from .pinned import check_global_hooks, check_hooks
 from .world import World
 from .wrappers import Unwrappable
 
@@ -101,6 +101,7 @@ class ModelView(Unwrappable):
 
     def constants(self, method: str = "") -> tuple[Any, ...]:
         """What a program is made for besides its arguments."""
+        check_global_hooks(self._around.get("harmless", ()))
         if self._guard is None:
             renew = getattr(self._around["compile"], "renew", None)
             if renew is not None:
@@ -129,3 +130,22 @@ class ModelView(Unwrappable):
 
     def _see_flags(self) -> None:
         raise NotImplementedError
+
+
+View = TypeVar("View", bound=ModelView)
+_SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__", "__delitem__")
+
+
+def like_container(view: type[View], original: type[nn.Module]) -> type[View]:
+    """A class of views on models that are containers, such as nn.Sequential: Python asks a class for `__len__`."""
+    special = {name: _asked(name) for name in _SPECIAL if hasattr(original, name)}
+    if not special:
+        return view
+    return type(view.__name__, (view,), {**special, "__bool__": lambda self: True, "__module__": view.__module__})
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    def special(self: ModelView, *args: Any) -> Any:
+        return getattr(self.root, name)(*args)
+
+    return special

@@ -30,7 +30,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
 from shardwright.errors import InputError
 
-from .parameters import INSTEAD, ShardParameter
+from .parameters import ShardParameter
+from .pieces import INSTEAD
 
 WRAPPERS = {
     ("torch", "DistributedDataParallel"): 'plan="dp=N" is what it does',

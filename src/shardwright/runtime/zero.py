@@ -64,7 +64,7 @@ class Saved:
     """Where a saved tensor lay in a gathered buffer, and of which values."""
 
     shards: Shards
-    version: tuple[int, ...]
+    version: tuple[tuple[int, int], ...]
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
