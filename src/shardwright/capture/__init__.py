@@ -10,7 +10,7 @@ from .module_hooks import check_hooks
 from .opaque import experts, opaque
 from .part import Body, Opaque, OpaquePart
 from .real import NoValues, Real
-from .signature import input_paths
+from .signature import input_paths, register_containers
 from .trace import without_collection
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "input_paths",
     "opaque",
     "rebind",
+    "register_containers",
     "run",
     "without_collection",
 ]

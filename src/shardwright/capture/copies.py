@@ -28,12 +28,20 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     """A deep copy, functions included. `memo` says what stands for what, as in `copy.deepcopy`."""
     memo = {} if memo is None else memo
+    for tensor in _computed(module):
+        memo.setdefault(id(tensor), tensor.detach().clone())
     copied = copy.deepcopy(module, memo)
     rebind = _Rebind(memo)
     for part in copied.modules():
         changed = {name: rebind(value) for name, value in vars(part).items() if name not in _TENSORS}
         vars(part).update({name: value for name, value in changed.items() if value is not vars(part)[name]})
     return copied
+
+
+def _computed(module: nn.Module) -> Iterable[Tensor]:
+    """Attributes with a history, such as the weight that a hook of `nn.utils.weight_norm` computes at every call."""
+    values = (value for part in module.modules() for value in vars(part).values())
+    return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def rebind(value: Any, memo: dict[int, Any]) -> Any:

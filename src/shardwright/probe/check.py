@@ -82,7 +82,10 @@ class Trial:
         self.said = f"split on {role} over {parts}"
         self.given = [x.detach() for x in given]
         values = facts.graph.values
-        self.wants = [values[name].gradient and differentiable(x) for x, name in zip(given, op.inputs, strict=True)]
+        self.wants = [
+            values[name].gradient and differentiable(x) and not op.no_grad  # of a view, torch says it has a gradient
+            for x, name in zip(given, op.inputs, strict=True)
+        ]
         whole = [x.clone().requires_grad_(want) for x, want in zip(self.given, self.wants, strict=True)]
         self.expected = run(op, whole)
         self.back = [torch.randn_like(x) if differentiable(x) else None for x in self.expected]
