@@ -37,6 +37,7 @@ from .signature import register_containers
 from .stand_in import StandIn
 from .state import Attributes, attributes, carried, left_behind, with_attributes
 from .statistics import tracking
+from .vectorized import vectorizing
 
 export: Any = _export_module
 _LOUD = (
@@ -142,6 +143,7 @@ def _export(
             marking(module, kept, seen),
             counting(kept),
             tracking(kept),
+            vectorizing(kept),
             _watching(module, strict, known, left),
             nullcontext() if strict else _modes(kept, checks, known),
             unvalidated(),

@@ -17,12 +17,22 @@ from .interpret import filled
 from .normal import Call, write
 from .schema import facts_of, target_name
 
+_VIEWS_IN_PLACE = frozenset("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _SPECIAL = {"normal_": "aten.normal_functional.default", "zero_": "aten.zero.default"}
 
 
 def written_arguments(op: Any) -> list[str]:
     """The arguments that an op writes to."""
     return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def view_in_place(op: Any) -> Any:
+    """The op that makes a view, for one that makes its argument that view: "squeeze" for "squeeze_"."""
+    if op._opname not in _VIEWS_IN_PLACE:
+        return None
+    packet = getattr(torch.ops.aten, op._opname.removesuffix("_"), None)
+    names = (op._overloadname, "int") if op._overloadname == "default" else (op._overloadname,)
+    return next((getattr(packet, name) for name in names if packet is not None and name in packet.overloads()), None)
 
 
 def write_to(draft: Draft, op: Any, arguments: dict[str, Any], written: Mapping[str, Handle], place: Place) -> Any:
