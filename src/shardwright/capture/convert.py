@@ -95,7 +95,8 @@ class Conversion:
         if isinstance(op, torch._ops.HigherOrderOperator):
             return self._region(node, str(op), args, modes)
         place = place_of(node.meta, no_grad=grad_is_off(node, modes.no_grad), autocast=modes.autocast)
-        if numbers((args, kwargs)) or target_of(op) in NUMBERS:
+        counted = target_of(op) in NUMBERS or not isinstance(op, torch._ops.OpOverload)
+        if target_of(op) in NUMBERS or (numbers((args, kwargs)) and (counted or not selections((args, kwargs)))):
             return self._number(node, args, kwargs, place)
         if not isinstance(op, torch._ops.OpOverload):
             name = getattr(op, "__name__", op)

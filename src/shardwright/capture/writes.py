@@ -39,7 +39,7 @@ def write_to(draft: Draft, op: Any, arguments: dict[str, Any], written: Mapping[
     """Put an op that writes into the draft; the handles that it returns."""
     if all(a.kwarg_only for a in op._schema.arguments if a.name in written):
         return _write_out(draft, op, arguments, written, place)
-    twin = _in_place_twin(op)
+    twin = in_place_twin(op)
     if twin is None or len(written) != 1:
         remedy = "Write it out of place, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"{target_name(op)} writes in place and has no functional form", place.source, remedy)
@@ -79,7 +79,7 @@ def _try(draft: Draft, op: Any, arguments: dict[str, Any]) -> Any:
     return op(**{name: filled(map_refs(held, empty), ()) for name, held in arguments.items()})
 
 
-def _in_place_twin(op: Any) -> str | None:
+def in_place_twin(op: Any) -> str | None:
     """The op "aten.add.Tensor" for "aten.add_.Tensor", "aten.__or__" for "aten.__ior__", if there is such an op."""
     name = op._opname
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
