@@ -34,6 +34,7 @@ from .reads import Reads, everything, reading
 from .real import NoValues, Real, Seen, check_rows, see
 from .selected import EqualSelections
 from .signature import register_containers
+from .sized import KnownSizes
 from .stand_in import StandIn
 from .state import Attributes, attributes, carried, left_behind, with_attributes
 from .statistics import tracking
@@ -176,7 +177,7 @@ def _modes(kept: Kept, checks: PassedChecks, known: KnownValues) -> Iterator[Non
     with ExitStack() as stack:
         for mode in (
             noting_grad_mode(), KnownDraws(), OwnParameters(), checks, known, RawData(), EqualSelections(),
-            masking(kept, known),
+            KnownSizes(known), masking(kept, known),
         ):  # fmt: skip
             stack.enter_context(mode)
         yield
