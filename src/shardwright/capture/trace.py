@@ -22,6 +22,7 @@ from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain, located
+from .fixed_arguments import fixing
 from .foreign import OwnParameters
 from .grad_mode import noting_grad_mode
 from .keep import Kept, keeping
@@ -140,6 +141,7 @@ def _export(
             _quiet(),
             user_frames(),
             stand_in.in_place_of(module),
+            fixing(module, fake_args, fake_kwargs) as (given, named),
             keeping(kept),
             marking(module, kept, seen),
             counting(kept),
@@ -152,7 +154,7 @@ def _export(
             reading(module) if listens and not strict else nullcontext(everything(module)) as reads,
         ):
             try:
-                program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
+                program = torch.export.export(module, given, named, strict=strict)
             except Exception as error:
                 first = first or error
                 if any(isinstance(cause, CaptureError) for cause in causes(error)):
