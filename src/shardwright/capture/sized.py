@@ -8,7 +8,8 @@ Where a tensor that is known (known.py: it depends on no input) says how large a
     tensor_split(x, ends)           slices
 
 `narrow` by a start that is a tensor has a fixed size anyhow, and is an index from there on. `torch.cov` and
-`corrcoef` look at values only to check them, and are written out.
+`corrcoef` look at values only to check them, and are written out. `equal` and `allclose` give a number (numbers.py),
+which may be returned and decides nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .ctc import ctc_loss
 from .known import KnownValues
 
 _COUNTED = frozenset({
@@ -37,6 +39,7 @@ class KnownSizes(TorchFunctionMode):
         self.forms: dict[str, Callable[..., Any]] = {
             "__getitem__": self._index, "masked_select": self._masked_select, "tensor_split": self._tensor_split,
             "repeat_interleave": self._repeat_interleave, "narrow": _narrow, "cov": _cov, "corrcoef": _corrcoef,
+            "equal": self._equal, "allclose": self._allclose, "ctc_loss": ctc_loss,
         }  # fmt: skip
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,6 +88,17 @@ class KnownSizes(TorchFunctionMode):
             return torch.arange(x.shape[dim]).repeat_interleave(counts)
 
         return x.index_select(dim, self.known.run(rows, (repeats,), {}))
+
+    def _equal(self, x: Tensor, other: Tensor) -> Any:
+        if x.dtype is not other.dtype or x.shape != other.shape or self._know(x, other):
+            return None
+        return (x == other).all().item()
+
+    def _allclose(self, x: Tensor, other: Tensor, *limits: Any, **named: Any) -> Any:
+        return None if self._know(x, other) else torch.isclose(x, other, *limits, **named).all().item()
+
+    def _know(self, *tensors: Tensor) -> bool:
+        return all(self.known.knows(tensor) for tensor in tensors)
 
     def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = self.known.run(lambda held: held.nonzero(as_tuple=True), (mask,), {})
