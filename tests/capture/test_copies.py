@@ -96,3 +96,15 @@ def test_hooks_are_bound_to_the_copy():
     copied(torch.randn(2, 8)).backward()
 
     assert model.blocks[0].norm.bias.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_a_hook_computes_is_computed_of_the_copy():
+    model, x = nn.utils.weight_norm(nn.Linear(8, 8)), torch.randn(3, 8)
+    copied = copy_module(model)
+
+    copied(x).sum().backward()
+
+    assert torch.equal(copied(x), model(x))
+    assert copied.weight_g.grad is not None
+    assert model.weight_g.grad is None

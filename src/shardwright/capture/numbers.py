@@ -37,7 +37,7 @@ _ARITHMETIC: dict[Any, Any] = {
     operator.gt: aten.gt.Tensor, operator.ge: aten.ge.Tensor, operator.eq: aten.eq.Tensor, operator.ne: aten.ne.Tensor,
     torch.sym_max: aten.maximum.default, torch.sym_min: aten.minimum.default, torch.sym_not: aten.logical_not.default,
     operator.and_: aten.logical_and.default, operator.or_: aten.logical_or.default,
-    torch.sym_float: None, torch.sym_sqrt if hasattr(torch, "sym_sqrt") else torch._sym_sqrt: aten.sqrt.default,
+    torch.sym_float: None, torch.sym_sqrt: aten.sqrt.default,
 }  # fmt: skip
 _BINARY = "add sub mul div true_divide floor_divide remainder fmod eq ne lt le gt ge".split()
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())

@@ -90,9 +90,9 @@ class KnownSizes(TorchFunctionMode):
         return x.index_select(dim, self.known.run(rows, (repeats,), {}))
 
     def _equal(self, x: Tensor, other: Tensor) -> Any:
-        if x.dtype is not other.dtype or x.shape != other.shape or self._know(x, other):
+        if x.dtype is not other.dtype or self._know(x, other):
             return None
-        return (x == other).all().item()
+        return (x == other).all().item() if x.shape == other.shape else False
 
     def _allclose(self, x: Tensor, other: Tensor, *limits: Any, **named: Any) -> Any:
         return None if self._know(x, other) else torch.isclose(x, other, *limits, **named).all().item()
@@ -128,7 +128,8 @@ def _cov(
     if aweights is not None and correction != 0:
         lost = correction * (weights * aweights).sum() / total
     centered = rows - ((rows * weights).sum(1) / total).unsqueeze(1)
-    return (centered @ (centered * weights).t().conj() / (total - lost).clamp_min(0)).squeeze()
+    found: Tensor = centered @ (centered * weights).t().conj() / (total - lost).clamp_min(0)
+    return found.squeeze()
 
 
 def _corrcoef(x: Tensor) -> Tensor | None:

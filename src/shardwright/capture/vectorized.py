@@ -69,7 +69,7 @@ def vectorizing(kept: Kept) -> Iterator[None]:
             setattr(transforms, name, held)
 
 
-class _GradMode(TorchDispatchMode):
+class _NotedGradMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes on every node whether gradients are on; a trace below functorch has no regions of `no_grad`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +102,7 @@ def _batched(call: Any, args: Any, kwargs: Any) -> Any:
         for at, tensor in zip(places, tensors, strict=True):
             given[at] = tensor
         a, k = pytree.tree_unflatten(given, spec)
-        with _GradMode():
+        with _NotedGradMode():  # type: ignore[no-untyped-call]
             made, made_spec = pytree.tree_flatten(call(*a, **k))
         returned[:] = [made_spec]
         return made
