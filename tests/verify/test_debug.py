@@ -97,7 +97,7 @@ def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
 
 
 def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monkeypatch):
-    monkeypatch.setattr(linears, "_apply", lambda x, convert, begin, weights, biases: linears._each(x, weights, biases))
+    monkeypatch.setattr(linears, "_apply", lambda x, way, weights, biases: linears._each(x, weights, biases))
     module, args, kwargs = ZOO["gpt"]()
 
     found = first_difference(module, "tp=2", example=(args, kwargs))

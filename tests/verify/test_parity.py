@@ -171,7 +171,7 @@ def test_the_model_is_not_changed():
 
 
 def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
-    monkeypatch.setattr(linears, "_apply", lambda x, convert, begin, weights, biases: linears._each(x, weights, biases))
+    monkeypatch.setattr(linears, "_apply", lambda x, way, weights, biases: linears._each(x, weights, biases))
     report = check("gpt", "tp=2", steps=1)
 
     assert not report.passed

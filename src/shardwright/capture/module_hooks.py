@@ -3,7 +3,8 @@
 A hook of a module is ordinary Python that runs at every call. In a compiled model modules are not called: a forward
 hook would run once, while the model is traced, with tensors that have no values, and what it leaves in the user's lists
 would be symbols; a backward hook would never run. So they are refused by name. Those of `torch.nn.utils` (weight_norm,
-spectral_norm, pruning) only compute a weight, which tracing sees; what is inside of an opaque submodule runs as it is.
+spectral_norm, pruning) only compute a weight, and those of transformers only hand on what a forward returns, which
+tracing sees; what is inside of an opaque submodule runs as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.modules import module as of_all
 from ..errors import InputError, raise_all
 from .opaque import opaque_parts
 
-_COMPUTE_ONLY = ("torch.nn.", "shardwright.")
+_COMPUTE_ONLY = ("torch.nn.", "shardwright.", "transformers.utils.output_capturing")
 _KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",

@@ -226,7 +226,8 @@ class Selection:
         """`x[mask] = y[mask]`"""
         fact = self._fact(tensor.read())
         lead = len(self._fact(mask.read()).shape)
-        if value.lead != lead or not _same(self.draft, value.mask, mask.read()) or self._fact(value.dense).shape != fact.shape:
+        alike = value.lead == lead and self._fact(value.dense).shape == fact.shape
+        if not alike or not _same(self.draft, value.mask, mask.read()):
             raise self._refusal("what one boolean mask selects, written where another one does")
         shape = (*fact.shape[:lead], *(1 for _ in fact.shape[lead:]))
         wide = self._write("aten.reshape.default", {"self": Ref(mask.read()), "shape": shape}, Fact(shape, "bool"))

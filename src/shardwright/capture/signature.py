@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 
 def input_paths(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """A path for every leaf of (args, kwargs), in the order in which they are flattened."""
+    """A path for every leaf of (args, kwargs), in the order in which they are flattened. Registers containers."""
+    register_containers((tuple(args), dict(kwargs)))
     names = _positional_names(module, len(args))
     found = []
     for keys, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:

@@ -1,7 +1,7 @@
 """`torch.vmap` while a model is traced: what comes out are ops on whole batches.
 
-Export would note down functorch's own bookkeeping instead of tensor ops. So a vmapped function is traced here by itself,
-below functorch, where every op has its batch dim, and the ops that come out are run in its place. What the function
+Export would note down functorch's own bookkeeping instead of tensor ops. So a vmapped function is traced here by
+itself, below functorch, where every op has its batch dim, and the ops that come out are run in its place. What the function
 closes over (weights of the model) is met there as it is, so that gradients go to it.
 
 Transforms that differentiate inside of the model (`torch.func.grad`, `vjp`, `jvp`, `jacrev`) are refused: a trace of a

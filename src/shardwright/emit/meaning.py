@@ -21,7 +21,7 @@ _LABELS = {"ignore_index": -100, "reduction": 1}
 UNSAID: dict[str, dict[str, Any]] = {
     "embedding": {"padding_idx": -1}, "runtime.embedding_rows": {"padding_idx": -1},
     "_softmax": {"half_to_float": False}, "slice": {"start": 0, "step": 1}, "add": {"alpha": 1}, "sub": {"alpha": 1},
-    "sum": {"dim": ()}, "mean": {"dim": ()}, "constant_pad_nd": {"value": 0},
+    "sum": {"dim": ()}, "mean": {"dim": ()}, "constant_pad_nd": {"value": 0}, "pad": {"mode": "constant", "value": 0},
     "cross_entropy_loss": {**_LABELS, "label_smoothing": 0.0}, "mse_loss": {"reduction": 1},
     "runtime.cross_entropy": {**_LABELS, "label_smoothing": 0.0}, "l1_loss": {"reduction": 1},
     "runtime.nll_loss": _LABELS,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 from ..errors import LoweringError
 from ..ir import Op
@@ -30,10 +31,16 @@ from .parse import dotted, keywords
 from .pieces import unit_of
 
 
+_PARSING = Lock()
+"""CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
+
+
 def validate(program: Program, text: str) -> None:
     """Raise if a generated file says something else than its program."""
     try:
-        _compare(program, ast.parse(text))
+        with _PARSING:
+            tree = ast.parse(text)
+        _compare(program, tree)
     except (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError) as error:
         raise LoweringError(
             f"generated code for {program.graph.name} can't be read back: {error}. This is a fault of shardwright, "
@@ -53,11 +60,13 @@ def _compare(program: Program, tree: ast.Module) -> None:
         sources = [early.source for early in program.early]
         reader.run("prologue", program.prologue, [entry.value for entry in program.asked], sources)
         reader.counts(defined)
+    gathered_by, reader.gathered_by = reader.gathered_by, {}  # whoever calls a branch hands it gathered parameters
     for graph in program.graph.branches.values():
         ops = [keyed(graph, op) for op in graph.ops]
         outputs = [output.value for output in graph.outputs if output.value is not None]
         reader.run(graph.name, ops, [entry.value for entry in graph.inputs], outputs)
     outputs = [name for name in program.outputs if name is not None]
+    reader.gathered_by = gathered_by
     reader.updates = list(program.updates)
     reader.run("forward", program.body, [entry.value for entry in program.graph.inputs], outputs)
     reader.expect(not reader.updates, methods["forward"], f"the updates {reader.updates} are not in it")
@@ -251,12 +260,13 @@ class _TextReader:
         if [argument.arg for argument in method.args.args[1:2]] == ["at"]:
             at = scope.at if dotted(arguments[0]) == "at" else scope.path(arguments[0])
             arguments = arguments[1:]
-        outer = self.recomputing
+        outer, gathered = self.recomputing, self.gathered
         if recompute:
             self.expect(outer is None, node, "it recomputes within what is recomputed")
-            self.recomputing = {}
+            self.recomputing, self.gathered = {}, set()  # in backward it has to gather all that it reads
         returned = self.enter(method, at, [scope.value(argument) for argument in arguments])
-        self.recomputing = outer
+        if recompute:
+            self.recomputing, self.gathered = outer, gathered
         self.expect(None not in returned, node, "it returns something that is no value")
         return [str(value) for value in returned]
 

@@ -83,7 +83,7 @@ class Trial:
         self.given = [x.detach() for x in given]
         values = facts.graph.values
         self.wants = [
-            values[name].gradient and differentiable(x) and not op.no_grad  # of a view, torch says it has a gradient
+            values[name].gradient and differentiable(x) and not op.no_grad
             for x, name in zip(given, op.inputs, strict=True)
         ]
         whole = [x.clone().requires_grad_(want) for x, want in zip(self.given, self.wants, strict=True)]

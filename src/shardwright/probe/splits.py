@@ -4,8 +4,8 @@ A written rule and the local form that lowering gives an op (a mean becomes a su
 trusted by everything after them. Here the op is run whole and in pieces, forward and backward, with
 the arguments that it has in this model. Answers are kept for the process, as those of probing are.
 
-Not tried: ops whose pieces communicate (they have tests of their own), and calls that can't be made
-with random inputs.
+Not tried: ops whose pieces communicate (they have tests of their own), calls that can't be made with
+random inputs, opaque submodules (checked when they are captured), and ops that leave memory as it is.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import torch
 from ..errors import LoweringError, raise_all
 from ..ir import Op
 from ..rules import FAN, ROWS, Analysis, Call, Rule, analyse, find_rule
+from ..rules.kept import OPAQUE
 from .check import WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
+UNDEFINED = ("aten.empty", "aten.new_empty")
+"""Ops whose results hold whatever was in memory."""
 _TRIED: dict[Any, str] = {}  # what is wrong with a split; nothing for one that is right
 
 Choices = Mapping[str, Mapping[str, str]]
@@ -65,7 +68,7 @@ def _fault(facts: Analysis, op: Op, rule: Rule, choice: str) -> str:
 
 
 def _try(call: Call, rule: Rule, choice: str) -> str:
-    if any(word in call.op.target for word in UNCHECKED) or not call.inputs:
+    if any(word in call.op.target for word in (*UNCHECKED, *UNDEFINED, OPAQUE)) or not call.inputs:
         return ""
 
     def same_rule(sample: Sample) -> bool:

@@ -319,10 +319,10 @@ class ParallelModel(ModelView):
     def _entry(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "", floats: Mapping[int, float] | None = None
     ) -> Entry:
-        constants = self.constants(method)
-        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        key = (constants, str(spec), shapes, self.passing)
+        key = self._key(args, kwargs, method)
+        if key not in self._entries:
+            self.call_inputs.paths(args, kwargs)  # which teaches pytrees the containers that are new among them
+            key = self._key(args, kwargs, method)
         if key not in self._entries:
             if not torch.is_autocast_enabled(self._world.device.type):
                 self._check_dtypes(key)
@@ -334,6 +334,12 @@ class ParallelModel(ModelView):
             after = self.constants(method)  # a trace may fill a cache of the model
             self._entries[after, *key[1:]] = self._entries[key]
         return self._entries[key]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> tuple[Any, ...]:
+        """What calls of one program have in common."""
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        return self.constants(method), str(spec), shapes, self.passing
 
     def _check_dtypes(self, key: Any) -> None:
         """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""

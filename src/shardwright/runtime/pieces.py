@@ -131,11 +131,13 @@ def expect_lasting(func: Callable[..., Any], held: Held) -> None:
 def refusal(name: str, place: Place, local: Sequence[int]) -> InputError:
     """What can't be done to a piece."""
     said = name.strip("_") or "this"
+    wrapper = "; wrappers such as fully_shard or accelerator.prepare can't be put around a compiled model"
     return InputError(
         f"{said} of parameter {place.held.name} (or of its gradient) outside of the model: this rank holds a piece of "
         f"shape {tuple(local)} of {place.held.shape}, and the result would be about that piece. Elementwise ops, norms "
         "and sums over everything work on pieces; for others take the whole tensor, which all ranks must do together: "
         "p.full_tensor(), p.full_grad() or model.full_state_dict(); or do it in forward, or before parallelize"
+        f"{wrapper if said == 'chunk' else ''}"
     )
 
 

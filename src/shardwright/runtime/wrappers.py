@@ -103,6 +103,8 @@ class Unwrappable(nn.Module):
                     f"the compiled model is on {device}, the device of this rank, and can't be moved to {now.device}; "
                     "leave that out"
                 )
+        if pieces:  # all of it is there already
+            return self
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
