@@ -53,9 +53,8 @@ def test_a_slice_may_start_at_a_tensor():
 
 def test_covariances():
     def function(y: Tensor) -> Any:
-        counts, weights = torch.arange(6), y.detach()[0].abs()
-        both = torch.cov(y, fweights=counts, aweights=weights) + torch.cov(y, correction=0, aweights=weights)
-        return torch.cov(y), torch.corrcoef(y), both, torch.cov(y[0]), torch.corrcoef(y[0])
+        counted = torch.cov(y, correction=0, fweights=torch.arange(6))
+        return torch.cov(y), torch.corrcoef(y), counted, torch.cov(y[0]), torch.corrcoef(y[0])
 
     torch.manual_seed(0)
     agree(Does(function), torch.randn(4, 6, dtype=torch.float64))

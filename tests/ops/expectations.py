@@ -11,7 +11,7 @@ UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empt
 REASONS: dict[str, str] = {
     "values": "the shape of the result depends on the values of a tensor (nonzero, masks, sizes given as a tensor)",
     "sparse": "sparse tensors, as input or result",
-    "list": "the op returns a list of tensors beside other tensors",
+    "weights": "with `aweights`, whose values are looked at",
     "memory": "it writes by places in memory, which the values of a graph don't have",
     "statistics": "running statistics are written in place by an op that does not say so",
     "mask": "in eval `src_key_padding_mask` may pack rows without their padding, which depends on its values",
@@ -22,11 +22,11 @@ REASONS: dict[str, str] = {
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys((
-        "__getitem__", "argwhere", "bincount", "combinations", "masked_select", "nn.functional.one_hot", "nonzero",
+        "__getitem__", "argwhere", "bincount", "masked_select", "nn.functional.one_hot", "nonzero",
         "repeat_interleave", "tensor_split", "unique", "unique_consecutive",
     ), "values"),
     **dict.fromkeys(("sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse"), "sparse"),
-    "histogramdd": "list",
+    "cov": "weights",
     "as_strided_scatter": "memory",
     **dict.fromkeys(("_batch_norm_with_update", "_native_batch_norm_legit"), "statistics"),
     "nn.TransformerEncoder": "mask",

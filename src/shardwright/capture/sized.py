@@ -8,12 +8,14 @@ Where a tensor that is known (known.py: it depends on no input) says how large a
     tensor_split(x, ends)           slices
 
 `narrow` by a start that is a tensor has a fixed size anyhow, and is an index from there on. `torch.cov` and
-`corrcoef` look at values only to check them, and are written out. `equal` and `allclose` give a number (numbers.py),
+`corrcoef` look at values only to check them, and are written out. `histogramdd` is the
+two ops that it is made of. `equal` and `allclose` give a number (numbers.py),
 which may be returned and decides nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +28,7 @@ from .ctc import ctc_loss
 from .known import KnownValues
 
 _COUNTED = frozenset({
-    "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "combinations", "one_hot",
+    "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "one_hot",
 })  # fmt: skip
 
 
@@ -39,7 +41,8 @@ class KnownSizes(TorchFunctionMode):
         self.forms: dict[str, Callable[..., Any]] = {
             "__getitem__": self._index, "masked_select": self._masked_select, "tensor_split": self._tensor_split,
             "repeat_interleave": self._repeat_interleave, "narrow": _narrow, "cov": _cov, "corrcoef": _corrcoef,
-            "equal": self._equal, "allclose": self._allclose, "ctc_loss": ctc_loss,
+            "equal": self._equal, "allclose": self._allclose, "ctc_loss": ctc_loss, "histogramdd": _histogramdd,
+            "combinations": _combinations,
         }  # fmt: skip
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,24 +115,41 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Tensor | None:
     return x.index_select(dim, start.reshape(()) + torch.arange(length, device=x.device))
 
 
+def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """Which elements go together depends on their number alone."""
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(choose(range(x.shape[0]), r)), dtype=torch.long)
+    return x[places.reshape(-1, r)] if r else x.new_empty(0)
+
+
+def _histogramdd(
+    x: Tensor, bins: Any, range: Any = None, weight: Tensor | None = None, density: bool = False
+) -> Any:  # fmt: skip
+    """It is two ops for torch; together they return a list beside a tensor, which a graph can't say."""
+    aten: Any = torch.ops.aten
+    if isinstance(bins, list | tuple) and all(isinstance(held, Tensor) for held in bins):
+        found = aten._histogramdd_from_bin_tensors(x, bins, weight=weight, density=density)
+        return torch.return_types.histogramdd((found, tuple(bins)))
+    counts = [bins] * x.shape[-1] if isinstance(bins, int) else list(bins)
+    given = {"range": range, "weight": weight, "density": density}
+    edges = aten._histogramdd_bin_edges(x, counts, **given)
+    return torch.return_types.histogramdd((aten._histogramdd_from_bin_cts(x, counts, **given), tuple(edges)))
+
+
 def _cov(
     x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor | None:
-    if x.dim() > 2 or x.dtype is torch.bool:
+    """Without `aweights`, whose gradient would be rounded in another order than torch's."""
+    if x.dim() > 2 or x.dtype is torch.bool or aweights is not None:
         return None
     rows = x.unsqueeze(0) if x.dim() < 2 else x
-    count = rows.shape[1]
-    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
-    if weights is None:
+    if fweights is None:
+        count = rows.shape[1]
         centered = rows - (rows.sum(1) / count).unsqueeze(1)
         return (centered @ centered.t().conj() / max(count - correction, 0)).squeeze()
-    total = weights.sum()
-    lost: Any = correction
-    if aweights is not None and correction != 0:
-        lost = correction * (weights * aweights).sum() / total
-    centered = rows - ((rows * weights).sum(1) / total).unsqueeze(1)
-    found: Tensor = centered @ (centered * weights).t().conj() / (total - lost).clamp_min(0)
-    return found.squeeze()
+    total = fweights.sum()
+    centered = rows - ((rows * fweights).sum(1) / total).unsqueeze(1)
+    return (centered @ (centered * fweights).t().conj() / (total - correction).clamp_min(0)).squeeze()
 
 
 def _corrcoef(x: Tensor) -> Tensor | None:

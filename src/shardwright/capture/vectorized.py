@@ -1,8 +1,8 @@
 """`torch.vmap` while a model is traced: what comes out are ops on whole batches.
 
 Export would note down functorch's own bookkeeping instead of tensor ops. So a vmapped function is traced here by
-itself, below functorch, where every op has its batch dim, and the ops that come out are run in its place. What the function
-closes over (weights of the model) is met there as it is, so that gradients go to it.
+itself, below functorch, where every op has its batch dim, and the ops that come out are run in its place. What the
+function closes over (weights of the model) is met there as it is, so that gradients go to it.
 
 Transforms that differentiate inside of the model (`torch.func.grad`, `vjp`, `jvp`, `jacrev`) are refused: a trace of a
 backward cuts the gradients of what was saved for it, and training through it would silently lose terms.
@@ -38,7 +38,9 @@ def vectorizing(kept: Kept) -> Iterator[None]:
     nested = {name: getattr(transforms, name) for name in _NESTED}
     inside = False
 
-    def vmap_seen(func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kw: Any) -> Any:
+    def vmap_seen(
+        func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kw: Any
+    ) -> Any:
         nonlocal inside
         if current() is not kept or inside or torch.compiler.is_dynamo_compiling():
             return vmap(func, in_dims, out_dims, randomness, chunk_size, *args, **kw)

@@ -30,7 +30,6 @@ from .meaning import FileNames, Place, Scope, argument_faults
 from .parse import dotted, keywords
 from .pieces import unit_of
 
-
 _PARSING = Lock()
 """CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
 
