@@ -88,8 +88,18 @@ def relu_in_place(y: Tensor) -> Tensor:
     return y * 2
 
 
+def changes_its_shape(y: Tensor) -> Tensor:
+    y = y[:, :4] + 0
+    column = y[:, 1]
+    y.t_()
+    column.mul_(3)  # is a row of y now
+    y.unsqueeze_(1)
+    y[0].neg_()
+    return y.squeeze_(1).transpose_(0, 1) * y.sum()
+
+
 WRITES = [shift, through_split, through_chunk, through_unbind, through_transpose_and_view, old_views_see_the_write]
-WRITES += [copies_do_not, relu_in_place, through_casts_that_do_nothing, by_bits]
+WRITES += [changes_its_shape, copies_do_not, relu_in_place, through_casts_that_do_nothing, by_bits]
 
 
 def clamped(y: Tensor) -> Tensor:

@@ -105,3 +105,15 @@ def test_what_can_t_be_copied_is_named():
     module[0].guard = threading.Lock()
     with pytest.raises(InputError, match=r"its attribute 0\.guard, a lock, can't .*keep it outside of the model"):
         copy_module(module)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_a_hook_computes_is_computed_of_the_copy():
+    model, x = nn.utils.weight_norm(nn.Linear(8, 8)), torch.randn(3, 8)
+    copied = copy_module(model)
+
+    copied(x).sum().backward()
+
+    assert torch.equal(copied(x), model(x))
+    assert copied.weight_g.grad is not None
+    assert model.weight_g.grad is None

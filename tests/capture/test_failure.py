@@ -24,7 +24,7 @@ def branches(x: Tensor) -> Tensor:
 
 
 def takes_a_number(x: Tensor) -> Tensor:
-    return x * x.sum().item()
+    return torch.roll(x, (x > 0).sum().item())
 
 
 def selects(x: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ def resizes(x: Tensor) -> Tensor:
     return torch.sum(x, 0, out=torch.empty(0))
 
 
-def maps(x: Tensor) -> Tensor:
-    return torch.vmap(lambda row: row.sum())(x)
+def differentiates(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda a: a.square().sum())(x)
 
 
 def fails(x: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ def fails(x: Tensor) -> Tensor:
     ("function", "line", "words"),
     [
         (branches, "if x.sum() > 0:", ["torch.cond", "sw.opaque"]),
-        (takes_a_number, "return x * x.sum().item()", ["number", "sw.opaque"]),
+        (takes_a_number, "return torch.roll(x, (x > 0)", ["number", "sw.opaque"]),
         (selects, "", ["values of a tensor", "torch.where"]),
         (resizes, "return torch.sum(x, 0, out=", ["resizes its out=", "Assign what it returns"]),
-        (maps, "return torch.vmap", ["torch.vmap", "sw.opaque"]),
+        (differentiates, "return torch.func.grad", ["create_graph=True", "sw.opaque"]),
         (fails, "return x @ x[:1]", ["sw.opaque"]),
     ],
 )

@@ -131,13 +131,18 @@ def test_a_loop_that_generates(plan, tmp_path):
     both(Talker, plan, tmp_path, loop)
 
 
-@pytest.mark.parametrize("name", ["crop", "reset", "remember", "biggest"])
+@pytest.mark.parametrize("name", ["crop", "reset", "remember"])
 def test_what_a_program_can_not_do_is_refused_by_name(name, tmp_path):
     model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
     model(X)
     args = {"crop": (4,), "reset": ()}.get(name, (X,))
     with pytest.raises(CaptureError, match=rf"Coder\.{name} can't be called on a parallelized model"):
         getattr(model, name)(*args)
+
+
+def test_a_method_may_return_a_number(tmp_path):
+    model = parallelize(seeded(Coder), plan="single", directory=tmp_path)
+    assert model.biggest(X) == pytest.approx(seeded(Coder).biggest(X))
 
 
 def test_submodules_after_a_call_of_the_model_are_refused(tmp_path):

@@ -118,3 +118,30 @@ def test_an_object_that_torch_meets_for_the_first_time_in_a_call_is_looked_into(
 
     for found in run_ranks(2, run):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Told(nn.Module):
+    """Is told how to compute: a dtype, a part of its columns, and which of its layers to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, dtype: torch.dtype, columns: slice, layers: range) -> Tensor:
+        for at in layers:
+            x = self.layers[at](x).tanh()
+        return x[:, columns].to(dtype).square().mean()
+
+
+def test_values_that_are_no_numbers_are_fixed_until_they_change(tmp_path):
+    torch.manual_seed(0)
+    x, original = torch.randn(4, 8), Told()
+    calls = [(torch.float64, slice(0, 4), range(2)), (torch.float64, slice(2, 8), range(0, 3, 2))]
+
+    def run(rank: int) -> list[Tensor]:
+        model = parallelize(copy.deepcopy(original), plan="dp=2", directory=tmp_path)
+        return [model(x, *given).detach() for given in calls]
+
+    for found in run_ranks(2, run):
+        for loss, given in zip(found, calls, strict=True):
+            torch.testing.assert_close(loss, original(x, *given).detach())

@@ -309,3 +309,31 @@ def test_a_model_without_a_loss_is_compared_by_its_outputs():
 
     assert report.passed, str(report)
     assert {row.name for row in report.rows if row.kind == "output"} == {"hidden", "logits"}
+
+
+def test_a_weight_that_is_iterated_on_without_gradients_is_the_same():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    report = verify(model, "tp=2", example=(torch.randn(4, 8),), entries=("train", "eval"))
+    assert report, report
+
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+class Unpacks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, batch):
+        y = self.linear(batch.x)
+        return y.square().mean(), y.argmax(), y.sum().item()
+
+
+def test_tensors_in_an_object_and_numbers_among_the_outputs_are_compared():
+    report = verify(Unpacks(), "dp=2", example=(Batch(torch.randn(4, 8)),))
+    assert report, report
+    assert {row.name for row in report.rows if row.kind == "output"} == {"0", "1", "2"}

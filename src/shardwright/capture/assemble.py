@@ -25,6 +25,7 @@ from .draft import Draft
 from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
 from .interpret import run_plain
 from .leaves import Leaves
+from .numbers import Number
 from .part import Body, Opaque, runner
 from .reads import Reads, everything
 from .real import Real
@@ -157,7 +158,9 @@ def _finish(
     """Clean the draft up and give everything its name; the graph, and the names by draft name."""
     draft = leaves.draft
     updates = {key: handle.read() for key, handle in leaves.buffers.items()}
-    ends = [held.read() if isinstance(held, Handle) else None for held in results]
+    ends = [
+        held.read() if isinstance(held, Handle) else held.name if isinstance(held, Number) else None for held in results
+    ]
     if promoted:
         promote_floats(draft)
     join_repeats(draft)
@@ -183,7 +186,9 @@ def _finish(
         buffers=_buffers(leaves, updates, names),
         ops=ops_of(draft, names),
         outputs=tuple(
-            Output(path=path, value=names[end]) if end is not None else Output(path=path, literal=held)
+            Output(path=path, value=names[end], number=isinstance(held, Number))
+            if end is not None
+            else Output(path=path, literal=held)
             for path, held, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
         ),
         batch=batch.size,

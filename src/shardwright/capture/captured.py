@@ -78,10 +78,15 @@ class Captured:
     def unflatten(self, outputs: Sequence[torch.Tensor | None]) -> Any:
         """The model's return value from one entry per graph output (literals are filled in)."""
         leaves = [
-            tensor if output.value is not None else output.literal
+            output.literal if output.value is None else _number(tensor) if output.number else tensor
             for tensor, output in zip(outputs, self.graph.outputs, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+def _number(tensor: torch.Tensor | None) -> Any:
+    assert tensor is not None
+    return tensor.item()
 
 
 def same_literal(one: object, other: object) -> bool:

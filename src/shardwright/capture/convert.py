@@ -28,13 +28,17 @@ from .grad_mode import grad_is_off
 from .keep import MARKER, Kept, map_places, named
 from .keep import Call as Marker
 from .normal import Call, write
+from .numbers import Numbers, numbers
 from .part import Opaque
 from .places import place_of
 from .schema import facts_of, literal, named_arguments, target_name
 from .selected import Selection, is_selection, refuse_selections, selections
-from .writes import write_to, written_arguments
+from .writes import view_in_place, write_to, written_arguments
 
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain", "_functional_assert")
+
+
+NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default", "aten.sym_size.int")
 
 
 MAYBE_VIEWS = frozenset({"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "detach_"})
@@ -91,6 +95,9 @@ class Conversion:
         if isinstance(op, torch._ops.HigherOrderOperator):
             return self._region(node, str(op), args, modes)
         place = place_of(node.meta, no_grad=grad_is_off(node, modes.no_grad), autocast=modes.autocast)
+        counted = target_of(op) in NUMBERS or not isinstance(op, torch._ops.OpOverload)
+        if target_of(op) in NUMBERS or (numbers((args, kwargs)) and (counted or not selections((args, kwargs)))):
+            return self._number(node, args, kwargs, place)
         if not isinstance(op, torch._ops.OpOverload):
             name = getattr(op, "__name__", op)
             remedy = "Write it without torch.vmap and torch.func, or keep the submodule out with sw.opaque(submodule)."
@@ -105,6 +112,26 @@ class Conversion:
         if modes.autocast:
             args, kwargs, place = self._cast(node, args, kwargs, place)
         return self._op(op, args, kwargs, node.meta.get("val"), place)
+
+    def _number(self, node: fx.Node, args: Any, kwargs: Any, place: Place) -> Any:
+        """A node that takes a number out of a tensor, or computes with one (numbers.py)."""
+        op: Any = node.target
+        made = Numbers(self.draft, replace(place, autocast=None))
+        if target_of(op) == "aten.sym_size.int":
+            held, dim = args
+            return made.count(held.mask) if dim == 0 else self.draft.facts[held.dense].shape[held.lead + dim - 1]
+        if target_of(op) in NUMBERS:
+            return made.take(args[0])
+        if not isinstance(op, torch._ops.OpOverload):
+            return made.compute(op, args, node.meta["val"])
+        values = fx.node.map_arg((node.args, node.kwargs), lambda held: held.meta["val"])
+        found = made.apply(op, args, kwargs, node.meta["val"], torch.utils._pytree.tree_leaves(values))
+        if isinstance(found, Handle):
+            return found
+        if place.autocast and self.autocast.casts(place.autocast, op, *values):
+            remedy = "Take the number after the autocast region, or leave .item() out."
+            raise unsupported("autocast changes an op with a number taken out of a tensor", place.source, remedy)
+        return self._op(found[0], (), found[1], node.meta["val"], place)
 
     def _select(self, node: fx.Node, args: Any, kwargs: Any, place: Place) -> Any:
         """An op on what a boolean mask selects (selected.py)."""
@@ -212,6 +239,13 @@ class Conversion:
         arguments = named_arguments(op, args, kwargs, lambda held: _read(held, place))
         if op.namespace not in ("aten", "prims"):
             self.functions[target] = Function(call=op, module="torch.ops", qualname=target)
+        view = view_in_place(op)
+        if view is not None:  # what was y is another tensor of the same memory from here on
+            made_here = any(raw["self"].root().name in step.outputs for step in self.draft.steps)
+            if not made_here:
+                remedy = f"Use {view._opname} and a new name for what it gives."
+                raise unsupported(f"{target} changes the shape of what it is given", place.source, remedy)
+            return self._op(view, args, kwargs, value, place)
         written = written_arguments(op)
         if written and target != "aten.detach_.default":
             return write_to(self.draft, op, arguments, {name: raw[name] for name in written}, place)
@@ -325,6 +359,10 @@ class Conversion:
                 self.draft.facts[name] = replace(self.draft.facts[name], gradient=False)
         self.draft.loose.update(names)
         return [Handle(name) for name in names]
+
+
+def target_of(op: Any) -> str:
+    return target_name(op) if isinstance(op, torch._ops.OpOverload) else ""
 
 
 def _numbered(word: str, held: Sequence[Any]) -> list[str]:

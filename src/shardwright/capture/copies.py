@@ -31,6 +31,8 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     """A deep copy, functions included. `memo` says what stands for what, as in `copy.deepcopy`."""
     memo = {} if memo is None else memo
+    for tensor in _computed(module):
+        memo.setdefault(id(tensor), tensor.detach().clone())
     try:
         copied = copy.deepcopy(module, memo)
     except ShardwrightError:
@@ -60,6 +62,12 @@ def _uncopied(module: nn.Module, error: Exception) -> str:
                     f"({type(fault).__name__}: {fault}); keep it outside of the model, or give its class a __deepcopy__"
                 )
     return f"the model can't be copied ({type(error).__name__}: {error}); copy.deepcopy(model) has to work"
+
+
+def _computed(module: nn.Module) -> Iterable[Tensor]:
+    """Attributes with a history, such as the weight that a hook of `nn.utils.weight_norm` computes at every call."""
+    values = (value for part in module.modules() for value in vars(part).values())
+    return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def rebind(value: Any, memo: dict[int, Any]) -> Any:

@@ -75,8 +75,8 @@ def _advice(text: str, kind: str, reason: str) -> str:
     if kinds is not None:
         return (
             f"An argument is a {kinds[1]}, of which nobody can tell whether it is the same at the next call. Pass\n"
-            "tensors, numbers, strings, enums, or dataclasses and plain objects of these; what is fixed belongs into\n"
-            "the module."
+            "tensors, numbers, strings, enums, dtypes, slices, or dataclasses and plain objects of these; what is\n"
+            "fixed belongs into the module."
         )
     return f"{kind}: {reason}\nIf this part can't be written in another way, keep it out with sw.opaque(submodule)."
 

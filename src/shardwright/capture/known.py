@@ -66,7 +66,7 @@ class KnownValues(TorchFunctionMode):
         known = all(self.knows(held) for held in _deciding(name, given)) and not _is_foreign(func)
         known = known and not _DRAWS.search(name)
         if name in _QUESTIONS and given and known:
-            return self._run(func, args, kwargs)
+            return self.run(func, args, kwargs)
         if name in _ABOUT:  # arange(height), where height is a tensor
             like = args[:1] if name in _LIKE else ()
             rest, kwargs = pytree.tree_map(self._number, (args[len(like) :], kwargs))
@@ -77,7 +77,7 @@ class KnownValues(TorchFunctionMode):
         self._forget_written(func, name, args, kwargs, mirrored=known)
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a call gives for the values, beside the trace; None if it is asked with a number that is a symbol."""
         with _disable_current_modes(), torch.no_grad():
             args, kwargs = pytree.tree_map(self._real, (args, kwargs))
@@ -89,7 +89,7 @@ class KnownValues(TorchFunctionMode):
         tensors = [held for held in pytree.tree_leaves(result) if isinstance(held, torch.Tensor)]
         large = any(held.numel() > _LARGEST or held.requires_grad for held in tensors)
         if (tensors or written) and not large:
-            values = pytree.tree_leaves(self._run(func, args, kwargs))
+            values = pytree.tree_leaves(self.run(func, args, kwargs))
             self.values.update(dict(_pairs(tensors, [held for held in values if isinstance(held, torch.Tensor)])))
 
     def _forget_written(self, func: Any, name: str, args: Any, kwargs: Any, mirrored: bool = False) -> None:

@@ -30,11 +30,16 @@ from .failure import unsupported
 from .finish import is_pure
 from .normal import Call, write
 from .schema import named_arguments, target_name
+from .writes import in_place_twin
 
 _POINTWISE = frozenset(
     "add sub rsub mul neg square abs relu tanh sigmoid silu gelu softplus sin cos clamp clamp_min clamp_max sign "
-    "detach alias clone contiguous _to_copy to".split()
+    "leaky_relu elu hardtanh erf atan eq ne lt le gt ge logical_not detach alias clone contiguous _to_copy to".split()
 )
+_FILLED = {
+    **dict.fromkeys("exp expm1 exp2 sinh cosh log1p asin atanh asinh".split(), 0),
+    **dict.fromkeys("log log2 log10 sqrt rsqrt reciprocal pow".split(), 1),
+}  # what is not selected becomes this first, so that neither the op nor its gradient is infinite there
 _LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits".split())
 _REMEDY = "Keep shapes fixed (torch.where instead of a mask), or keep the submodule out with sw.opaque(submodule)."
 _MEAN, _SUM = 1, 2  # how a loss is reduced
@@ -105,6 +110,11 @@ class Selection:
         """What an op makes of selections; a refusal if it is none that can be said with the whole tensor."""
         named = {a.name: held for a, held in zip(self.op._schema.arguments, args, strict=False)} | dict(kwargs)
         kind = self.op._opname
+        if kind == "index_put_" and len(named["indices"]) == 1 and not named.get("accumulate"):
+            if not isinstance(named["self"], Handle) or not isinstance(named["indices"][0], Handle):
+                raise self._refusal("a write to what a boolean mask selects")
+            return self.put(named["self"], named["indices"][0], named["values"])
+        kind = kind.removesuffix("_")  # what was selected is a copy: written in place, it is another one
         first, *others = selections(named)
         if any(held.lead != first.lead or not _same(self.draft, held.mask, first.mask) for held in others):
             raise self._refusal("two different masks")
@@ -112,6 +122,18 @@ class Selection:
             return list(named["tensors"])
         if kind in _POINTWISE:
             return self._pointwise(named, first)
+        if kind in _FILLED and isinstance(named["self"], Selected) and not others:
+            return self._pointwise({**named, "self": self._masked(first, _FILLED[kind])}, first)
+        if kind in ("div", "true_divide", "divide") and isinstance(named["self"], Selected):
+            divisor = named["other"]
+            divisor = self._masked(divisor, 1) if isinstance(divisor, Selected) else divisor
+            return self._pointwise({**named, "other": divisor}, first)
+        if kind in ("max", "min", "amax", "amin") and not named.get("dim"):
+            return self._extreme(first, kind.removeprefix("a"))
+        if kind == "linalg_vector_norm" and named.get("dtype") is None and 0 < named.get("ord", 2) < math.inf:
+            return self._norm(first, named)
+        if kind in ("expand", "expand_as"):
+            return self._expand(named, first)
         if kind in ("sum", "mean") and named.get("dtype") is None:
             return self._reduce(first, named.get("dim"), bool(named.get("keepdim")), mean=kind == "mean")
         if kind in _LOSSES:
@@ -154,6 +176,64 @@ class Selection:
         if keepdim:
             raise self._refusal("keepdim of what a boolean mask selects")
         return Handle(self._over_rows(self._masked(first, 0), places, mean))
+
+    def _extreme(self, first: Selected, kind: str) -> Handle:
+        """The largest or smallest element: what is not selected is the other end. Of nothing it is nan."""
+        if not self._fact(first.dense).dtype.startswith(("float", "bfloat")):
+            raise self._refusal(f"{kind} of integers that a boolean mask selects")
+        held = self._masked(first, -math.inf if kind == "max" else math.inf)
+        found = self._write(f"aten.{kind}.default", {"self": Ref(held.dense)}, Fact((), self.dtype))
+        some = self._write("aten.any.default", {"self": Ref(first.mask)}, Fact((), "bool"))
+        none = self._write("aten.logical_not.default", {"self": Ref(some)}, Fact((), "bool"))
+        arguments = {"self": Ref(found), "mask": Ref(none), "value": math.nan}
+        return Handle(self._write("aten.masked_fill.Scalar", arguments, Fact((), self.dtype)))
+
+    def _norm(self, first: Selected, named: dict[str, Any]) -> Selected | Handle:
+        """A norm: zeros add nothing to it."""
+        rest = self._rest(first)
+        dims = named.get("dim")
+        given: dict[str, Any] = {"self": Ref(self._masked(first, 0).dense)}
+        given |= {"ord": named["ord"]} if "ord" in named else {}
+        if not dims:
+            return Handle(self._write("aten.linalg_vector_norm.default", given, Fact((), self.dtype)))
+        places = sorted(dim % (1 + len(rest)) for dim in dims)
+        if places[0] == 0:
+            raise self._refusal("a norm over some dims of what a boolean mask selects")
+        within = tuple(first.lead + dim - 1 for dim in places)
+        kept = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
+        keepdim = bool(named.get("keepdim"))
+        shape = tuple(size for at, size in enumerate(kept) if keepdim or at not in within)
+        given |= {"dim": within, **({"keepdim": True} if keepdim else {})}
+        return replace(first, dense=self._write("aten.linalg_vector_norm.default", given, Fact(shape, self.dtype)))
+
+    def _expand(self, named: dict[str, Any], first: Selected) -> Selected:
+        """`x[mask].expand_as(y[mask])`: each row on its own."""
+        like = named.get("other")
+        if isinstance(like, Selected):
+            rest = self._rest(like)
+        elif "size" in named and all(isinstance(size, int) for size in named["size"][1:]):
+            rest = tuple(named["size"][1:])
+        else:
+            raise self._refusal("a selection expanded to other rows")
+        mine = self._rest(first)
+        if not isinstance(named.get("self"), Selected) or len(rest) != len(mine) or -1 in rest:
+            raise self._refusal("a selection expanded to more dims")
+        shape = (*self._fact(first.dense).shape[: first.lead], *rest)
+        arguments = {"self": Ref(first.dense), "size": shape}
+        return replace(first, dense=self._write("aten.expand.default", arguments, Fact(shape, self.dtype)))
+
+    def put(self, tensor: Handle, mask: Handle, value: Selected) -> Handle:
+        """`x[mask] = y[mask]`"""
+        fact = self._fact(tensor.read())
+        lead = len(self._fact(mask.read()).shape)
+        alike = value.lead == lead and self._fact(value.dense).shape == fact.shape
+        if not alike or not _same(self.draft, value.mask, mask.read()):
+            raise self._refusal("what one boolean mask selects, written where another one does")
+        shape = (*fact.shape[:lead], *(1 for _ in fact.shape[lead:]))
+        wide = self._write("aten.reshape.default", {"self": Ref(mask.read()), "shape": shape}, Fact(shape, "bool"))
+        arguments = {"condition": Ref(wide), "self": Ref(value.dense), "other": Ref(tensor.read())}
+        tensor.write(self.draft, self._write("aten.where.self", arguments, fact), self.place)
+        return tensor
 
     def _over_rows(self, first: Selected, places: Sequence[int], mean: bool) -> str:
         fact, rest = self._fact(first.dense), self._rest(first)
@@ -209,7 +289,10 @@ class Selection:
             return Ref(held.dense) if isinstance(held, Selected) else self.read(held)
 
         arguments = named_arguments(self.op, (), named, convert)
-        return self._write(target_name(self.op), arguments, replace(fact, dtype=self.dtype))
+        target = in_place_twin(self.op) if self.op._opname.endswith("_") else target_name(self.op)
+        if target is None:
+            raise self._refusal(f"{target_name(self.op)} on what a boolean mask selects")
+        return self._write(target, arguments, replace(fact, dtype=self.dtype))
 
     def _write(self, target: str, arguments: dict[str, Any], fact: Fact) -> str:
         return write(Call(self.draft, target, arguments, [replace(fact, gradient=False)], self.place))[0]

@@ -22,6 +22,7 @@ from .checks import PassedChecks, unvalidated
 from .counting import counting
 from .draws import KnownDraws
 from .failure import causes, explain, located
+from .fixed_arguments import fixing
 from .foreign import OwnParameters
 from .grad_mode import as_called, noting_grad_mode
 from .keep import Kept, keeping
@@ -35,10 +36,12 @@ from .reads import Reads, everything, reading
 from .real import NoValues, Real, Seen, check_rows, see
 from .selected import EqualSelections
 from .signature import register_containers
+from .sized import KnownSizes
 from .stand_in import StandIn
 from .state import Attributes, attributes, carried, left_behind, with_attributes
 from .statistics import tracking
 from .variables import GRAD_MODE, Variable, VariableWalk
+from .vectorized import vectorizing
 from .written import WrittenVariables, refuse_written
 
 export: Any = _export_module
@@ -152,10 +155,12 @@ def _export(
             _quiet(),
             user_frames(),
             stand_in.in_place_of(module),
+            fixing(module, fake_args, fake_kwargs) as (given, named),
             keeping(kept),
             marking(module, kept, seen),
             counting(kept),
             tracking(kept),
+            vectorizing(kept),
             _watching(module, strict, known, left),
             nullcontext() if strict else _modes(kept, checks, known),
             unvalidated(),
@@ -163,7 +168,7 @@ def _export(
             reading(module) if listens and not strict else nullcontext(everything(module)) as reads,
         ):
             try:
-                program = torch.export.export(module, fake_args, fake_kwargs, strict=strict)
+                program = torch.export.export(module, given, named, strict=strict)
             except Exception as error:
                 first = first or error
                 if any(isinstance(cause, CaptureError) for cause in causes(error)):
@@ -188,7 +193,7 @@ def _modes(kept: Kept, checks: PassedChecks, known: KnownValues) -> Iterator[Non
     with ExitStack() as stack:
         for mode in (
             noting_grad_mode(), KnownDraws(), OwnParameters(), checks, known, RawData(), EqualSelections(),
-            masking(kept, known),
+            KnownSizes(known), masking(kept, known),
         ):  # fmt: skip
             stack.enter_context(mode)
         yield

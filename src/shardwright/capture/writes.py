@@ -17,6 +17,7 @@ from .interpret import filled
 from .normal import Call, write
 from .schema import facts_of, target_name
 
+_VIEWS_IN_PLACE = frozenset("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _SPECIAL = {"normal_": "aten.normal_functional.default", "zero_": "aten.zero.default"}
 
 
@@ -25,11 +26,20 @@ def written_arguments(op: Any) -> list[str]:
     return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def view_in_place(op: Any) -> Any:
+    """The op that makes a view, for one that makes its argument that view: "squeeze" for "squeeze_"."""
+    if op._opname not in _VIEWS_IN_PLACE:
+        return None
+    packet = getattr(torch.ops.aten, op._opname.removesuffix("_"), None)
+    names = (op._overloadname, "int") if op._overloadname == "default" else (op._overloadname,)
+    return next((getattr(packet, name) for name in names if packet is not None and name in packet.overloads()), None)
+
+
 def write_to(draft: Draft, op: Any, arguments: dict[str, Any], written: Mapping[str, Handle], place: Place) -> Any:
     """Put an op that writes into the draft; the handles that it returns."""
     if all(a.kwarg_only for a in op._schema.arguments if a.name in written):
         return _write_out(draft, op, arguments, written, place)
-    twin = _in_place_twin(op)
+    twin = in_place_twin(op)
     if twin is None or len(written) != 1:
         remedy = "Write it out of place, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"{target_name(op)} writes in place and has no functional form", place.source, remedy)
@@ -69,7 +79,7 @@ def _try(draft: Draft, op: Any, arguments: dict[str, Any]) -> Any:
     return op(**{name: filled(map_refs(held, empty), ()) for name, held in arguments.items()})
 
 
-def _in_place_twin(op: Any) -> str | None:
+def in_place_twin(op: Any) -> str | None:
     """The op "aten.add.Tensor" for "aten.add_.Tensor", "aten.__or__" for "aten.__ior__", if there is such an op."""
     name = op._opname
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")

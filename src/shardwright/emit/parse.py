@@ -169,7 +169,7 @@ def _by_form(op: Op, node: ast.Call, form: str) -> Arguments:
         count = len(names) - 1
         read |= dict(zip(names, node.args[:count], strict=False))
         name, rest = _size_name(op, names[-1][1:]), node.args[count:]
-        alone = len(rest) == 1 and not isinstance(op.argument(name), tuple)
+        alone = len(rest) == 1 and (isinstance(rest[0], ast.Tuple) or not isinstance(op.argument(name), tuple))
         read[name] = rest[0] if alone else _tuple(rest)
     else:
         positional = NAMED_ONLY.get(op.target, NAMED_ONLY.get(base_name(op), len(names)))

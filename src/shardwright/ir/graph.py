@@ -157,6 +157,7 @@ class Output:
     path: str
     value: str | None = None
     literal: Any = None
+    number: bool = False  # a value without dims that is a number of Python to the caller
 
 
 @dataclass(frozen=True, kw_only=True)

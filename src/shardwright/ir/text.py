@@ -28,7 +28,8 @@ def _lines(graph: Graph) -> Iterator[str]:
     for branch in graph.branches.values():
         yield from (f"  {line}" for line in _lines(branch))
     for output in graph.outputs:
-        yield f"  output     {output.value if output.value is not None else repr(output.literal)}  as {output.path}"
+        result = output.value if output.value is not None else repr(output.literal)
+        yield f"  output     {result}  as {output.path}{', a number' if output.number else ''}"
 
 
 def _arguments(op: Op) -> str:

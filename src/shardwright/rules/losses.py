@@ -30,6 +30,13 @@ def cross_entropy(call: Call) -> Rule | None:
     return write([scores, wanted, *weight], [rows if reduction == NONE else []])
 
 
+@rule("call.shardwright.capture.ctc.ctc_losses")
+def ctc_losses(call: Call) -> Rule | None:
+    """Each sample by itself, if its labels are a row of their own."""
+    scores, labels = call.inputs[:2]
+    return parse("t^ n c^, n s^, n, n -> n") if (len(scores.shape), len(labels.shape)) == (3, 2) else None
+
+
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default")
 def nll_loss(call: Call) -> Rule | None:
     if len(call.shape) == 1:

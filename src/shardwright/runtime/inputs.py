@@ -32,7 +32,7 @@ from .faults import watch
 Mode = Literal["same", "rows", "gather"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, slice, range, type(None))
 """What looks the same on all ranks if it is the same: an object shows its address, and a device its number."""
 
 

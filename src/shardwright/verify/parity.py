@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import AUTO, Captured, capture, cast, casting, copy_module, find_opaque
+from ..capture import AUTO, Captured, capture, cast, casting, copy_module, find_opaque, register_containers
 from ..compile import skeleton_of
 from ..errors import InputError, LoweringError, PlanError, raise_all
 from ..ir import Graph
@@ -200,7 +200,9 @@ def make_task(
         made = leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
         return made.requires_grad_(leaf.requires_grad)
 
-    args, kwargs = pytree.tree_map(moved, arguments_of(example))
+    called = arguments_of(example)
+    register_containers(called)  # or tree_map would take an object with tensors for a leaf
+    args, kwargs = pytree.tree_map(moved, called)
     return Task(
         module=copy_module(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,

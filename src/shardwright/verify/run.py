@@ -102,11 +102,15 @@ def follow(side: Side, task: Task) -> Run:
 
 
 def named_outputs(output: Any) -> Tensors:
-    """Every floating tensor of what a model returns, by its place in it."""
+    """Every tensor and number of what a model returns, by its place in it."""
     found: Tensors = {}
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            found[".".join(_word(key) for key in path) or "output"] = leaf.detach().clone()
+        name = ".".join(_word(key) for key in path) or "output"
+        if isinstance(leaf, Tensor):
+            continuous = leaf.is_floating_point() or leaf.is_complex()
+            found[name] = leaf.detach().clone() if continuous else leaf.double()
+        elif isinstance(leaf, bool | int | float):
+            found[name] = torch.tensor(float(leaf), dtype=torch.float64)
     return found
 
 
