@@ -16,7 +16,7 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -75,7 +75,7 @@ def captured(name: str, dtype: str) -> Captured:
 @lru_cache(maxsize=2)
 def sendable(name: str, dtype: str) -> bytes:
     """A capture for other processes: no plan and no rank changes it, and it takes seconds."""
-    return pickle.dumps(captured(name, dtype))
+    return pickle.dumps(replace(captured(name, dtype), variables=()))  # those are of this process
 
 
 def _mapping(held: dict[Any, Any]) -> MappingProxyType[Any, Any]:

@@ -323,3 +323,33 @@ def test_a_namespace_of_the_model(tmp_path):
     before = compiled(X)
     compiled.config.scale = 3.0
     torch.testing.assert_close(compiled(X), 1.5 * before, rtol=1e-10, atol=0)
+
+
+class Scaling(torch.autograd.Function):
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * Scaling.factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Scaling.factor
+
+
+class ScaledByFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Scaling.apply(self.linear(x)).sum()
+
+
+def test_what_an_autograd_function_reads_is_read_when_it_runs(tmp_path, monkeypatch):
+    model = parallelize(ScaledByFunction(), plan="single", directory=tmp_path)
+    x = torch.ones(4, 8)
+    before = model(x)
+    monkeypatch.setattr(Scaling, "factor", 6.0)
+    assert torch.allclose(model(x), before * 3)
+    assert len(model._entries) == 1  # the same program

@@ -129,6 +129,8 @@ class VariableWalk:
         self._owners.append((vars(part), type(part), set()))
 
     def _class(self, kind: type) -> None:
+        if issubclass(kind, torch.autograd.Function):
+            return  # a program calls it as it is, and it reads its variables then
         if not is_library(kind.__module__) and kind not in self._classes:
             used = {name for base in kind.__mro__[:-1] for name in vars(base) if name.startswith("__")}
             self._classes[kind] = _Names(used - _NOT_USED)
