@@ -124,6 +124,7 @@ class CompiledParts:
         strange = sorted(set(options) - {"plan", "inputs", "seed", "directory", "opaque"})
         if strange:
             raise InputError(f"{', '.join(strange)}: these are for a step that is compiled whole, not for parts")
+        _untoggle_what_was_compiled_meanwhile(module)
         replace_parts(
             module, optimizers, parts, options["plan"], start(), options["inputs"], accumulate=1,
             seed=options.get("seed", 0), directory=Path(options.get("directory", GENERATED)),
@@ -154,6 +155,21 @@ class CompiledParts:
 
     def _compiled(self) -> list[ParallelModel]:
         return [part for part in self.module.modules() if isinstance(part, ParallelModel) and part.plan is not None]
+
+
+def _untoggle_what_was_compiled_meanwhile(module: LightningModule) -> None:
+    """`untoggle_optimizer` thaws the parameters that `toggle_optimizer` froze: also those that are pieces since then."""
+    originals, untoggle = dict(module.named_parameters()), module.untoggle_optimizer
+
+    def untoggle_optimizer(optimizer: Any) -> None:
+        toggled: dict[Any, bool] = dict(module._param_requires_grad_state)
+        untoggle(optimizer)
+        for name, parameter in module.named_parameters():
+            original = originals.get(name)
+            if original is not parameter and original in toggled:
+                parameter.requires_grad_(toggled[original])
+
+    vars(module)["untoggle_optimizer"] = untoggle_optimizer
 
 
 def _adopt(optimizers: Sequence[Optimizer], pieces: Iterable[nn.Parameter]) -> None:
