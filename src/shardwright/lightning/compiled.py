@@ -158,7 +158,7 @@ class CompiledParts:
 
 
 def _untoggle_what_was_compiled_meanwhile(module: LightningModule) -> None:
-    """`untoggle_optimizer` thaws the parameters that `toggle_optimizer` froze: also those that are pieces since then."""
+    """`untoggle_optimizer` thaws what `toggle_optimizer` has frozen: also parameters that are pieces since then."""
     originals, untoggle = dict(module.named_parameters()), module.untoggle_optimizer
 
     def untoggle_optimizer(optimizer: Any) -> None:
