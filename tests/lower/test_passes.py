@@ -13,6 +13,7 @@ from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
 from shardwright.lower.program import sizes_of
+from shardwright.lower.tidy import fuse
 from shardwright.plan import draw, read_request
 from tests.lower.test_collectives import program_of
 from tests.plan.graphs import facts_of, graph_of
@@ -162,6 +163,31 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
     assert next(held.layout for held in other.holdings if held.key == "wte.weight") == whole(2)
 
 
+# Several axes.
+
+
+def test_sums_in_a_row_are_one_over_all_their_axes_unless_something_reads_between():
+    """4 heads on 8 devices: partial sums over tp1 and then over tp0."""
+    program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
+    made = {name: op for op in program.body for name in op.outputs}
+    inner, outer = next(
+        (made[op.inputs[0]], op)
+        for op in program.body
+        if op.target == "comm.fan_in" and op.inputs[0] in made and made[op.inputs[0]].target == op.target
+    )
+    reader = dataclasses.replace(
+        inner, name="reader", target="aten.relu.default", inputs=inner.outputs, outputs=("read",), arguments=()
+    )
+    at = program.body.index(outer)
+    read_too = program.with_(body=(*program.body[:at], reader, *program.body[at:]))
+    returned = program.with_(outputs=(*program.outputs, inner.outputs[0]))
+
+    (both,) = (op for op in fuse(program).body if op.outputs == outer.outputs)
+    assert both.argument("axes") == ("tp0", "tp1") and both.inputs == inner.inputs
+    for held in (read_too, returned):
+        assert {inner, outer} <= set(fuse(held).body)
+
+
 # Speed: what may be done in place, and what may be joined.
 
 
@@ -193,6 +219,15 @@ def test_the_products_of_one_value_are_joined_with_its_converter():
     joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.fan_out_linears"]
 
     assert [len(op.outputs) for op in joined if "layers.0" in op.module_path] == [3, 2]
+
+
+def test_joined_products_keep_their_biases_and_each_its_own():
+    joined = [op for op in program_of("tp=2").body if op.target == "runtime.fan_out_linears"]
+    (qkv,) = (op for op in joined if op.module_path == "blocks.0.attn.qkv")
+
+    (weight,), (bias,) = qkv.argument("weights"), qkv.argument("biases")
+    assert "weight" in qkv.inputs[weight.index] and "bias" in qkv.inputs[bias.index]
+    assert {op.argument("biases") for op in program_of("tp=2", "hf_llama").body if op.target == qkv.target} == {None}
 
 
 def test_a_value_that_something_else_reads_too_keeps_its_converter():

@@ -75,6 +75,26 @@ def test_partial_sums_are_summed_before_they_go_on():
         assert FANNED not in placements
 
 
+class PartialAtTheCut(nn.Module):
+    """What goes to the second segment is a product without a bias, under tp a partial sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 24), nn.Linear(24, 6, bias=False), nn.Linear(6, 90)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(x).relu())).square().mean()
+
+
+@pytest.mark.parametrize("text", ["pp=2+1,tp", "pp=2+4,tp"])
+def test_partial_sums_are_summed_before_they_go_to_another_mesh(text):
+    made = lowered_module(PartialAtTheCut(), torch.randn(4, 6), text=text)
+    (passage,) = made.passages
+
+    assert passage.given == passage.taken == whole(2)
+    assert made.programs[0].body[-1].target == "comm.fan_in"
+
+
 def test_a_mask_of_whole_numbers_crosses_without_a_gradient():
     passages = lowered("pp=2", "masked").passages
 
