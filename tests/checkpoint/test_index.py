@@ -71,6 +71,28 @@ def test_boxes_that_do_not_make_up_the_tensor_are_refused(boxes):
         )
 
 
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (2, 3)), ((0, 0), (2, 3))],  # one half twice, the other one never
+        [((0, 0), (3, 2)), ((2, 1), (2, 1)), ((0, 2), (4, 1))],  # all but one element
+    ],
+)
+def test_boxes_that_overlap_are_refused_although_their_sizes_add_up(boxes):
+    with pytest.raises(ValueError, match="overlap"):
+        Entry(
+            spec=Spec(dtype=torch.float32, shape=(4, 3)),
+            chunks=tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes),
+        )
+
+
+def test_empty_boxes_and_boxes_of_any_form_make_up_a_tensor():
+    boxes = [((0, 0), (3, 2)), ((3, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 2), (3, 1)), ((0, 0), (0, 3)), ((1, 1), (2, 0))]
+    chunks = tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes)
+    assert Entry(spec=Spec(dtype=torch.float32, shape=(4, 3)), chunks=chunks).chunks == chunks
+    assert Entry(spec=Spec(dtype=torch.float32, shape=(0,)), chunks=(Chunk((0,), (0,), "a", 0),) * 2)
+
+
 @pytest.mark.parametrize(("start", "fine"), [(8, True), (9, False), (-1, False)])
 def test_a_box_lies_in_its_file(tmp_path, start, fine):
     (tmp_path / "a").write_bytes(b"-" * 24)
