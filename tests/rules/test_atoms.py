@@ -137,6 +137,16 @@ def test_an_atom_that_one_section_lacks_is_not_splittable_there():
     assert atoms.blocks(dim, own) is None
 
 
+def test_rows_of_which_one_section_clashes_are_not_one():
+    atoms = Atoms()
+    alike, one, other = (dim_of(atoms, held) for held in ([2, 3], [2, 9], [6, 3]))
+    copy = dim_of(atoms, [2, 3])
+
+    assert not atoms.unify(atoms.row([one, alike]), atoms.row([other, copy]))
+    assert atoms.expand(alike) == atoms.expand(copy), "the other section is shared"
+    assert atoms.unify(atoms.row([alike, alike]), atoms.row([copy, copy]))
+
+
 def test_a_row_is_divided_into_sections_once_and_again_only_in_the_same_way():
     atoms = Atoms()
     dim = atoms.fresh(10)

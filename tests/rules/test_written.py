@@ -1,0 +1,30 @@
+"""The rule of a call is the one that is written down for it, and every split that it allows is right.
+
+Arguments drawn at random (`test_properties.py`) seldom meet a corner: an index as long as what it reads, a number where
+mostly a tensor stands, as many tensors as there are rows, padding that leaves the size as it was.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.rules import Call, find_rule
+from shardwright.rules.pointwise import full_name
+from tests.rules.drawn import one_op
+from tests.rules.oracle import check_split
+from tests.rules.test_properties import choices
+from tests.rules.written import WRITTEN
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_right(name: str) -> None:
+    target, arguments, expected = WRITTEN[name]
+    facts, op, given = one_op(full_name(target), arguments)
+    values = facts.graph.values
+    call = Call(op, tuple(values[at] for at in op.inputs), tuple(values[at] for at in op.outputs))
+
+    found = find_rule(call)
+
+    assert (None if found is None else " ".join(found.text.split())) == (expected and expected.strip())
+    for choice, parts in choices(facts, op):
+        check_split(facts, {op.name: (given, ())}, op, choice, parts)
