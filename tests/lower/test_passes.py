@@ -168,11 +168,10 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
 
 @pytest.mark.parametrize("text", ["tp=2,recompute", "sp=2,recompute"])
 def test_the_ops_of_a_layer_are_in_its_region_and_no_others(text):
-    regions = {}
+    regions: dict[str, set] = {}
     for op in program_of(text).body:
-        regions.setdefault(op.module_path.split(".")[:2][-1] if "blocks" in op.module_path else "", set()).add(
-            op.region
-        )
+        layer = op.module_path.split(".")[1] if op.module_path.startswith("blocks.") else ""
+        regions.setdefault(layer, set()).add(op.region)
 
     assert regions == {"": {None}, "0": {"recompute blocks.0"}, "1": {"recompute blocks.1"}}
 

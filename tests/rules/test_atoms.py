@@ -139,7 +139,7 @@ def test_an_atom_that_one_section_lacks_is_not_splittable_there():
 
 def test_rows_of_which_one_section_clashes_are_not_one():
     atoms = Atoms()
-    alike, one, other = (dim_of(atoms, held) for held in ([2, 3], [2, 9], [6, 3]))
+    alike, one, other = (dim_of(atoms, held) for held in ([2, 3], [2, 9], [3, 6]))
     copy = dim_of(atoms, [2, 3])
 
     assert not atoms.unify(atoms.row([one, alike]), atoms.row([other, copy]))
