@@ -137,6 +137,13 @@ def test_an_atom_that_one_section_lacks_is_not_splittable_there():
     assert atoms.blocks(dim, own) is None
 
 
+def test_a_dim_of_size_one_has_no_atoms():
+    atoms = Atoms()
+
+    assert atoms.fresh(1) == ()
+    assert atoms.divide(dim_of(atoms, [6]), [1, 6, 1])[::2] == [(), ()]
+
+
 def test_rows_of_which_one_section_clashes_are_not_one():
     atoms = Atoms()
     alike, one, other = (dim_of(atoms, held) for held in ([2, 3], [2, 9], [3, 6]))

@@ -18,7 +18,8 @@ from shardwright.runtime.holding import Held, coordinates, gather, scatter, want
 from shardwright.runtime.parameters import make_parameter
 from shardwright.runtime.world import Groups
 from shardwright.runtime.zero import Zero3
-from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients
+from tests.runtime.little import WIDTH as WIDTH_IN
+from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 
 UNITS = {"root": ("embed", "scale", "gain"), "mlp": ("w1", "w2", "bias"), "rest": ("idle", "frozen")}
@@ -80,6 +81,21 @@ def test_accumulation_and_two_forwards_and_retain_graph():
 
     for got in run_ranks(4, body):
         assert_same(got, single_gradients(single))
+
+
+def test_a_saved_parameter_can_be_looked_at_outside_of_backward():
+    """A debugger that prints what autograd saved gets the whole parameter, gathered for it."""
+
+    def body(rank):
+        model = Split(mesh_of(2))
+        with model.zero.saving():
+            x = torch.ones(1, WIDTH_IN, dtype=torch.float64, requires_grad=True)
+            made = x @ model.zero.open("mlp")["w1"].t()
+            model.zero.close("mlp")
+        return made.grad_fn._saved_mat2.clone().t()
+
+    for got in run_ranks(2, body):
+        assert torch.equal(got, whole_values()["w1"])
 
 
 # -- a chain of layers ---------------------------------------------------------------------
