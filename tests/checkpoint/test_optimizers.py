@@ -1,14 +1,69 @@
-"""Optimizers of several stages are one in a checkpoint."""
+"""Optimizers come back as they were saved; those of several stages are one in a checkpoint."""
 
 from __future__ import annotations
 
-import pytest
+import copy
 
+import pytest
+import torch
+
+import shardwright as sw
 from shardwright.checkpoint.census import Census
 from shardwright.checkpoint.optimizers import joined
 from shardwright.errors import CheckpointError
 
-from .little import little
+from .little import little, train
+
+
+def test_state_comes_back_and_what_had_none_has_none_again(tmp_path):
+    net, optimizer = little()
+    net.down.bias.requires_grad_(False)
+    train(net, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.25
+    sw.save(tmp_path / "x", net, optimizer)
+    wanted = copy.deepcopy(optimizer.state_dict())
+
+    net.down.bias.requires_grad_(True)
+    train(net, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 0.5
+    sw.load(tmp_path / "x", net, optimizer)
+
+    found = optimizer.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys() and len(wanted["state"]) == len(list(net.parameters())) - 1
+    for number, held in wanted["state"].items():
+        assert held.keys() == found["state"][number].keys()
+        assert all(torch.equal(value, found["state"][number][key]) for key, value in held.items())
+
+
+@pytest.mark.parametrize(("dtype", "moment"), [(torch.float64, torch.float64), (torch.float32, torch.float32)])
+def test_moments_have_the_dtype_of_their_parameter_and_steps_their_own(tmp_path, dtype, moment):
+    net, optimizer = little()
+    train(net, optimizer, 1)
+    sw.save(tmp_path / "x", net, optimizer)
+
+    other = little()[0].to(dtype)
+    fresh = torch.optim.AdamW(other.parameters())
+    sw.load(tmp_path / "x", other, fresh)
+
+    for leaf, held in fresh.state.items():
+        assert held["exp_avg"].dtype == leaf.dtype == moment
+        assert held["step"].dtype == torch.float32 and held["step"].device.type == "cpu"
+
+
+def test_an_optimizer_of_other_groups_is_refused_with_all_its_faults(tmp_path):
+    net, _ = little()
+    parameters = dict(net.named_parameters())
+    optimizer = torch.optim.SGD([{"params": [parameters["up.weight"]]}, {"params": [parameters["up.bias"]]}], lr=0.1)
+    sw.save(tmp_path / "x", net, optimizer)
+    both = [parameters["up.bias"], parameters["up.weight"]]
+    more = [parameters["down.bias"]]
+
+    with pytest.raises(CheckpointError) as error:
+        sw.load(tmp_path / "x", net, torch.optim.SGD([{"params": both}, {"params": more}], lr=0.1))
+
+    assert "what is in group 0 was in groups [0, 1] of 2" in str(error.value)
+    assert "group 1 has down.bias, which the saved one did not train" in str(error.value)
 
 
 def said(state: list[str], *groups: list[str]) -> dict:

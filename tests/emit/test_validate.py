@@ -19,6 +19,7 @@ from shardwright.plan import draw, read_request
 from shardwright.plan.pipeline import draw_pipeline
 from shardwright.runtime import comm
 from tests.emit.mutants import survivors
+from tests.lower.test_local import program_of
 from tests.parity.threaded import compare
 from tests.plan.graphs import facts_of, graph_of
 
@@ -32,8 +33,13 @@ def programs_of(name: str, plan: str) -> tuple[Program, ...]:
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gpt", "dp=2,tp=2"), ("gpt", "zero3=2,recompute"), ("resnet", "dp=2"), ("dropout_gpt", "tp=2"),
-     ("gpt", "pp=2,zb")],
+    [
+        ("gpt", "dp=2,tp=2"),
+        ("gpt", "zero3=2,recompute"),
+        ("resnet", "dp=2"),
+        ("dropout_gpt", "tp=2"),
+        ("gpt", "pp=2,zb"),
+    ],
 )
 def test_every_change_of_a_generated_class_is_noticed(name: str, plan: str) -> None:
     for program in programs_of(name, plan):
@@ -59,6 +65,37 @@ def test_text_that_is_no_code_is_refused() -> None:
     (program,) = programs_of("gpt", "tp=2")
     with pytest.raises(LoweringError, match="can't be read back"):
         validate(program, emit(program).text + "\n  x = (")
+
+
+class Waves(nn.Module):
+    """Layers that make a constant of their own, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wave() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wave = torch.arange(6, dtype=x.dtype).cos()
+        return self.up(x).tanh() * wave
+
+
+def test_constants_of_recomputed_layers_are_made_outside_of_their_regions() -> None:
+    program = program_of(Waves(), (torch.randn(4, 6),), "dp=2,recompute")
+    assert {op.target for op in program.constants} >= {"aten.cos.default"}
+    assert {op.region for op in program.constants} != {None}
+    validate(program, emit(program).text)
 
 
 # What is written down here again is what torch says of itself.
