@@ -190,7 +190,7 @@ def _split(p: Printing) -> str:
 
 
 def _conv(p: Printing) -> str:
-    stride = p.literal("stride", ())
+    stride = p.literal("stride")
     dims = len(stride) if isinstance(stride, tuple) and stride else 2
     transposed = "transpose" in p.op.target or p.literal("transposed", False)
     name = f"conv{'_transpose' if transposed else ''}{dims}d"
