@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import pytest
 
+from shardwright.ir import Op
+from shardwright.ir.graph import Slot
 from shardwright.rules import Call, find_rule
 from shardwright.rules.pointwise import full_name
+from tests.probe.calls import value
 from tests.rules.drawn import one_op
 from tests.rules.oracle import check_split
 from tests.rules.test_properties import choices
-from tests.rules.written import WRITTEN
+from tests.rules.written import WRITTEN, real
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -28,3 +31,13 @@ def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_rig
     assert (None if found is None else " ".join(found.text.split())) == (expected and expected.strip())
     for choice, parts in choices(facts, op):
         check_split(facts, {op.name: (given, ())}, op, choice, parts)
+
+
+def test_a_cross_product_that_looks_for_its_dim_has_no_rule() -> None:
+    """Of [3, 3] `torch.cross` takes the first dim, and not the last."""
+    named = [value(name, real(3, 3)) for name in ("x", "y", "z")]
+    op = Op(
+        name="/ cross", target="aten.cross.default", inputs=("x", "y"), outputs=("z",),
+        arguments=(("self", Slot(0)), ("other", Slot(1))),
+    )  # fmt: skip
+    assert find_rule(Call(op, tuple(named[:2]), tuple(named[2:]))) is None

@@ -401,6 +401,8 @@ TRANSFORMS: Written = {
     "solve": ("linalg_solve", {"A": real(6, 3, 3), "B": real(6, 3, 2)}, "a 3 3, a 3 2 -> a 3 2"),
     "solve, rows that broadcast": ("linalg_solve", {"A": real(6, 3, 3), "B": real(3, 2)}, None),
     "trace": ("trace", {"self": real(4, 4)}, "4 4 ~1 ->"),
+    "cross of the last dim": ("linalg_cross", {"self": real(3, 3), "other": real(3, 3) + 1}, "a 3 ~1, a 3 ~2 -> a 3"),
+    "cross of rows that broadcast": ("linalg_cross", {"self": real(6, 3), "other": real(1, 3)}, None),
     "cross": ("cross", {"self": real(6, 3), "other": real(6, 3) + 1, "dim": 1}, "a 3 ~1, a 3 ~2 -> a 3"),
     "diagonal": ("diagonal", {"self": real(4, 6, 4), "dim1": 0, "dim2": 2}, "a^ b c^ ~1 -> b 4"),
     "diag_embed": ("diag_embed", {"self": real(4, 6)}, "a 6 ~1 -> a 6 6"),
