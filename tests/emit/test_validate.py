@@ -20,6 +20,7 @@ from shardwright.plan.pipeline import draw_pipeline
 from shardwright.runtime import comm
 from tests.emit.mutants import survivors
 from tests.lower.test_local import program_of
+from tests.models.deciding import Chooses, Net
 from tests.parity.threaded import compare
 from tests.plan.graphs import facts_of, graph_of
 
@@ -96,6 +97,15 @@ def test_constants_of_recomputed_layers_are_made_outside_of_their_regions() -> N
     assert {op.target for op in program.constants} >= {"aten.cos.default"}
     assert {op.region for op in program.constants} != {None}
     validate(program, emit(program).text)
+
+
+def test_branches_are_methods_that_are_read_back_too() -> None:
+    program = program_of(Net(Chooses(), layers=2), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    assert text.count("def cond") == 4
+    validate(program, text)
+    with pytest.raises(LoweringError):
+        validate(program, text.replace(".sin()", ".cos()"))
 
 
 # What is written down here again is what torch says of itself.

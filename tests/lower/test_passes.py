@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
-from shardwright.layout import whole
+from shardwright.layout import FANNED, WHOLE, whole
 from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
@@ -15,6 +18,7 @@ from shardwright.lower.place import check_edges
 from shardwright.lower.program import sizes_of
 from shardwright.lower.tidy import fuse
 from shardwright.plan import draw, read_request
+from shardwright.rules import analyse
 from tests.lower.test_collectives import program_of
 from tests.plan.graphs import facts_of, graph_of
 
@@ -199,6 +203,32 @@ def test_sums_in_a_row_are_one_over_all_their_axes_unless_something_reads_betwee
     assert both.argument("axes") == ("tp0", "tp1") and both.inputs == inner.inputs
     for held in (read_too, returned):
         assert {inner, outer} <= set(fuse(held).body)
+
+
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.up.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)).sum()
+
+
+def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_the_same():
+    graph = capture(HalfFrozen(), (torch.randn(4, 6),), {}).graph
+    facts = analyse(graph)
+    plan = draw(graph, read_request("zero3=2"), facts)
+    program = lower(graph, plan, facts)
+    ((axis, _),) = program.holdings[0].zero
+
+    again = lower(graph, plan, facts, homes={held.key: held.layout for held in program.holdings})
+
+    assert again.holdings == program.holdings
+    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.holdings} == {
+        "up.weight": (((axis, 3),), WHOLE), "up.bias": (((axis, 3),), WHOLE),
+        "down.weight": (((axis, 3),), FANNED), "down.bias": (((axis, 3),), FANNED),
+    }  # fmt: skip
 
 
 # Speed: what may be done in place, and what may be joined.
