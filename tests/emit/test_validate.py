@@ -20,6 +20,7 @@ from shardwright.plan.pipeline import draw_pipeline
 from shardwright.runtime import comm
 from tests.emit.mutants import survivors
 from tests.lower.test_local import program_of
+from tests.lower.test_tidy import Row
 from tests.models.deciding import Chooses, Net
 from tests.parity.threaded import compare
 from tests.plan.graphs import facts_of, graph_of
@@ -106,6 +107,18 @@ def test_branches_are_methods_that_are_read_back_too() -> None:
     validate(program, text)
     with pytest.raises(LoweringError):
         validate(program, text.replace(".sin()", ".cos()"))
+
+
+def test_a_method_that_is_missing_is_called_otherwise_or_does_more_is_noticed() -> None:
+    program = program_of(Waves(), (torch.randn(4, 6),), "dp=2,recompute")
+    text = emit(program).text
+    with pytest.raises(LoweringError):
+        validate(program, text.replace("def constants(self)", "def constants_of(self)"))
+    with pytest.raises(LoweringError, match="it is called with"):
+        validate(program, text.replace("(self.layer_2, at, mul)", "(self.layer_2, at, mul, mul)"))
+    plain = program_of(Row(), (torch.randn(4, 6),), "dp=2")
+    with pytest.raises(LoweringError, match="the program ends before it"):
+        validate(plain, emit(plain).text + "\n    def constants(self):\n        x = torch.arange(3)\n")
 
 
 # What is written down here again is what torch says of itself.

@@ -144,6 +144,25 @@ def test_a_dim_of_size_one_has_no_atoms():
     assert atoms.divide(dim_of(atoms, [6]), [1, 6, 1])[::2] == [(), ()]
 
 
+def test_a_product_or_nothing_is_not_divided_into_sections():
+    atoms = Atoms()
+    dim = dim_of(atoms, [2, 5])
+
+    assert atoms.divide_row(dim, [6, 4]) is None
+    assert atoms.divide_row((), [1, 1]) is None
+    assert atoms.expand(dim) == dim
+
+
+def test_answers_are_kept_once_the_table_no_longer_changes():
+    atoms = Atoms()
+    dim = dim_of(atoms, [2, 5])
+    assert atoms.blocks(dim, dim[0]) is not atoms.blocks(dim, dim[0])
+
+    atoms.freeze()
+
+    assert atoms.blocks(dim, dim[0]) is atoms.blocks(dim, dim[0])
+
+
 def test_rows_of_which_one_section_clashes_are_not_one():
     atoms = Atoms()
     alike, one, other = (dim_of(atoms, held) for held in ([2, 3], [2, 9], [3, 6]))
