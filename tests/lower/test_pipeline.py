@@ -124,6 +124,13 @@ def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
     assert sum(map(len, held)) == len(set().union(*held)) + 1, "all others by one segment"
 
 
+def test_programs_of_segments_run_by_a_schedule_and_leave_nothing_to_be_awaited():
+    for program in lowered("pp=2,dp=2").programs:
+        assert program.stepped and not program.puts_off
+        assert not any(op.argument("later") for op in program.body)
+    assert all(program.puts_off for program in lowered("pp=2,zb").programs)
+
+
 def test_segments_of_one_device_hold_a_tied_weight_alike():
     made = lowered("pp=2,tp=2,zbv")
     first, last = (
