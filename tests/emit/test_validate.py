@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shardwright as sw
 from shardwright import runtime
+from shardwright.capture import capture
 from shardwright.emit import emit, validate
 from shardwright.emit.calls import FUNCTIONS, LISTS
 from shardwright.emit.parse import FORMS, NAMED_ONLY
@@ -24,6 +27,7 @@ from tests.lower.test_tidy import Row
 from tests.models.deciding import Chooses, Net
 from tests.parity.threaded import compare
 from tests.plan.graphs import facts_of, graph_of
+from tests.test_register import centred, split_on
 
 
 def programs_of(name: str, plan: str) -> tuple[Program, ...]:
@@ -119,6 +123,33 @@ def test_a_method_that_is_missing_is_called_otherwise_or_does_more_is_noticed() 
     plain = program_of(Row(), (torch.randn(4, 6),), "dp=2")
     with pytest.raises(LoweringError, match="the program ends before it"):
         validate(plain, emit(plain).text + "\n    def constants(self):\n        x = torch.arange(3)\n")
+
+
+def test_an_opaque_part_is_called_as_one() -> None:
+    program = program_of(Net(sw.opaque(nn.Linear(4, 4))), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    with pytest.raises(LoweringError, match=r"no call of self\.opaque"):
+        validate(program, text.replace("self.opaque(", "self.experts("))
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return centred(self.up(x)).square().sum()
+
+
+def test_a_custom_algorithm_is_called_with_its_label_axes_and_size() -> None:
+    graph = capture(Centred(), (torch.randn(6, 4),), {}).graph
+    program = lower(graph, split_on("centred", "n")(graph, 2))
+    text = emit(program).text
+    validate(program, text)
+    (call,) = re.findall(r'runtime\.own\("call\.[\w.]+\.centred", "n", self\.tp, \w+\)', text)
+    with pytest.raises(LoweringError):
+        validate(program, text.replace(call, call.replace('"n"', '"d"')))
 
 
 # What is written down here again is what torch says of itself.

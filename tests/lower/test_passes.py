@@ -15,10 +15,11 @@ from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
-from shardwright.lower.program import sizes_of
+from shardwright.lower.program import flat, sizes_of
 from shardwright.lower.tidy import fuse
 from shardwright.plan import draw, read_request
 from shardwright.rules import analyse
+from shardwright.rules.atoms import Atoms
 from tests.lower.test_collectives import program_of
 from tests.plan.graphs import facts_of, graph_of
 
@@ -124,6 +125,18 @@ def test_views_get_local_sizes_from_atoms():
 
     assert numbers(view.argument("size"), program) == (2, 12, 2, 8)
     assert [str(f.axes) for f in sizes_of(program, view.outputs[0])[2].sections[0]] == ["('tp',)"]
+
+
+def test_a_row_of_sections_is_opened_only_where_a_cut_reaches_into_it():
+    """(q | k), each a product of groups that both share and of heads of its own."""
+    atoms = Atoms()
+    (group,), (many,), (few,) = atoms.fresh(2), atoms.fresh(6), atoms.fresh(3)
+    (row,), (inner,) = atoms.row([(group, many), (group, few)]), atoms.fresh(5)
+    dim = (row, inner)
+
+    assert flat(atoms, dim, {}) == flat(atoms, dim, {inner: ()}) == [(row, inner)]
+    assert flat(atoms, dim, {row: ()}) == [(row, inner)]
+    assert flat(atoms, dim, {group: ()}) == [(group, many, inner), (group, few, inner)]
 
 
 def test_positions_are_made_whole_once_and_cut_where_they_are_used():
