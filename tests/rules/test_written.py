@@ -33,6 +33,16 @@ def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_rig
         check_split(facts, {op.name: (given, ())}, op, choice, parts)
 
 
+@pytest.mark.parametrize("target", ["aten.mul.Tensor", "aten.div.Tensor"])
+def test_a_value_times_or_over_itself_is_not_linear(target: str) -> None:
+    x, y = value("x", real(4, 6)), value("y", real(4, 6))
+    op = Op(
+        name="/ op", target=target, inputs=("x", "x"), outputs=("y",), arguments=(("self", Slot(0)), ("other", Slot(1)))
+    )  # fmt: skip
+    found = find_rule(Call(op, (x, x), (y,)))
+    assert found is not None and found.text == "a b, a b -> a b"
+
+
 def test_a_cross_product_that_looks_for_its_dim_has_no_rule() -> None:
     """Of [3, 3] `torch.cross` takes the first dim, and not the last."""
     named = [value(name, real(3, 3)) for name in ("x", "y", "z")]

@@ -386,6 +386,7 @@ POINTWISE: Written = {
     "x + 1": ("add.Tensor", {"self": X, "other": 1.5}, "a b c -> a b c"),
     "x + y": ("add.Tensor", {"self": X, "other": real(4, 1)}, "a b c ~1, b 1 ~1 -> a b c"),
     "x * 2": ("mul.Tensor", {"self": X, "other": 2.5}, "a b c ~1 -> a b c"),
+    "x / y": ("div.Tensor", {"self": X, "other": real(4, 1).exp()}, "a b c ~1, b 1 -> a b c"),
     "x / 2": ("div.Tensor", {"self": X, "other": 2.5}, "a b c ~1 -> a b c"),
 }  # fmt: skip
 
