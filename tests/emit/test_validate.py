@@ -133,6 +133,24 @@ def test_an_opaque_part_is_called_as_one() -> None:
         validate(program, text.replace("self.opaque(", "self.experts("))
 
 
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return (h[:, ::2] * h[:, 1:4] + h[..., -3:]).sum() + h[:, 2].sum() + h.select(-1, 3).sum()
+
+
+def test_slices_are_written_as_people_write_them() -> None:
+    program = program_of(Sliced(), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    for slice_ in ("[:, :6:2]", "[:, 1:4]", "[:, 3:6]", "[:, 2]", ".select(-1, 3)"):
+        assert slice_ in text
+
+
 class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()

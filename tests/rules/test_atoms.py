@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -151,6 +152,16 @@ def test_a_product_or_nothing_is_not_divided_into_sections():
     assert atoms.divide_row(dim, [6, 4]) is None
     assert atoms.divide_row((), [1, 1]) is None
     assert atoms.expand(dim) == dim
+
+
+def test_a_row_of_links_is_short_after_it_was_walked_once():
+    atoms = Atoms()
+    chain = [atoms.fresh(6)[0] for _ in range(50)]
+    for one, other in pairwise(chain):
+        atoms.parts[one] = ((other,),)
+
+    assert atoms.expand((chain[0],)) == (chain[-1],)
+    assert all(atoms.parts[held] == ((chain[-1],),) for held in chain[:-1])
 
 
 def test_answers_are_kept_once_the_table_no_longer_changes():
