@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.errors import PlanError
-from shardwright.layout import FANNED, WHOLE, Block, Cut, Partial, make_layout, piece_of, whole
+from shardwright.layout import FANNED, WHOLE, Axis, Block, Cut, Mesh, Partial, make_layout, piece_of, whole
 from shardwright.lower import Pipelined, lower_pipeline
+from shardwright.lower.pipeline import _with_others
 from shardwright.lower.place import in_time, settled
 from shardwright.plan import read_request
 from shardwright.plan.pipeline import MB, draw_pipeline
@@ -109,6 +112,15 @@ def test_a_skip_goes_straight_to_where_it_is_read():
     for passage in made.passages:
         assert passage.value in programs[passage.taker].received
         assert passage.value in [output.value for output in programs[passage.giver].graph.outputs]
+
+
+def test_an_op_that_a_segment_runs_beside_its_own_is_split_as_there_on_the_axes_that_it_has():
+    own, other = {"a": {"dp": "b"}}, {"a": {"dp": "x"}, "c": {"dp": "n", "tp": "k", MB: "n"}}
+    meshes = [Mesh(axes=(Axis(name="dp", size=2),)), Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=2)))]
+    segments = [SimpleNamespace(choices=c, mesh=m) for c, m in zip((own, other), meshes, strict=True)]
+    graph = SimpleNamespace(ops=[SimpleNamespace(name="a"), SimpleNamespace(name="c")])
+
+    assert _with_others(segments, 0, graph) == {"a": {"dp": "b"}, "c": {"dp": "n", MB: "n"}}
 
 
 # Who holds what.
