@@ -20,8 +20,7 @@ def refused(path, rank: int | None) -> bool:
     try:
         open_checkpoint(path, meeting)
     except CheckpointError as error:
-        assert "is damaged" in str(error)
-        return True
+        return "is damaged" in str(error)
     return False
 
 
