@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
-from shardwright.layout import FANNED, WHOLE, whole
+from shardwright.ir import Op, Value
+from shardwright.layout import FANNED, WHOLE, Block, Cut, make_layout, whole
 from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
@@ -178,6 +179,38 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
 
     assert {held.key: held.layout for held in again.holdings} == homes
     assert next(held.layout for held in other.holdings if held.key == "wte.weight") == whole(2)
+
+
+def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
+    """A program with a value of 8 elements, cut by the axes of `blocks`, that is gathered over one after the other."""
+    program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
+    left = [Cut(axis=axis, blocks=(block,)) for axis, block in blocks.items()]
+    values, layouts = dict(program.values), dict(program.layouts)
+    body = []
+    for number, axis in enumerate(["", *axes_in_turn]):
+        name = f"v{number}"
+        values[name] = Value(name=name, shape=(8,), dtype="float32")
+        if axis:
+            (cut,) = (held for held in left if held.axis == axis)
+            left.remove(cut)
+            arguments = (("axes", (axis,)), ("dim", 0), ("cut", cut))
+            given = f"v{number - 1}"
+            body.append(Op(name=name, target="comm.gather", inputs=(given,), outputs=(name,), arguments=arguments))
+        layouts[name] = make_layout((tuple(left),), {})
+    return program.with_(body=tuple(body), values=values, layouts=layouts, outputs=(f"v{len(axes_in_turn)}",))
+
+
+def test_gathers_in_a_row_are_one_if_their_cuts_are_one_cut():
+    sizes = dict(passes_of("tp=8"))["prune: ops nobody reads"].mesh.sizes
+    outer, inner = sizes["tp0"], sizes["tp1"]
+    even = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // outer, 1)})
+    apart = gathers(["tp1", "tp0"], {"tp0": Block(2, 4, 1), "tp1": Block(1, 2, 4 // outer)})
+
+    (both,) = fuse(even).body
+
+    assert (both.inputs, both.outputs, both.argument("axes")) == (("v0",), ("v2",), ("tp0", "tp1"))
+    assert both.argument("cut").blocks == (Block(1, 8, 1),) and outer * inner == 8
+    assert fuse(apart).body == apart.body
 
 
 # Recomputation.

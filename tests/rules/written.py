@@ -158,6 +158,7 @@ REDUCTIONS: Written = {
     "topk": ("topk", {"self": X, "k": 2, "dim": 1}, "a b^ c -> a 2 c, a 2 c"),
     "sort, last dim by default": ("sort.default", {"self": X}, "a b c^ -> a b c, a b c"),
     "diff": ("diff", {"self": X, "dim": 1, "prepend": real(6, 2, 6)}, "a 4 c ~1, a 2 c ~1 -> a 5 c"),
+    "trapezoid, last dim by default": ("trapezoid.dx", {"y": X}, "a b c^ ~1 -> a b"),
     "trapezoid": ("trapezoid.dx", {"y": X, "dim": 0}, "a^ b c ~1 -> b c"),
 }  # fmt: skip
 
