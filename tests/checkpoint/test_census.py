@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from shardwright.checkpoint.census import Census
 from shardwright.errors import InputError
@@ -39,6 +40,16 @@ def test_tied_keys_are_kept_under_the_first():
     assert census.tied == {"head.weight": "up.weight"}
     assert "head.weight" not in census.tensors() and "up.weight" in census.tensors()
     assert census.shapes["up.weight"] == (6, 4) and "head.weight" not in census.shapes
+
+
+class Extra(nn.Module):
+    def get_extra_state(self):
+        return {"steps": 3}
+
+
+def test_a_state_dict_with_more_than_tensors_is_refused_with_a_remedy():
+    with pytest.raises(InputError, match="_extra_state is a dict; save it with extra="):
+        Census(Extra())
 
 
 def test_parameters_have_the_order_of_the_model_and_others_come_behind():

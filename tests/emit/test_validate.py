@@ -133,6 +133,30 @@ def test_an_opaque_part_is_called_as_one() -> None:
         validate(program, text.replace("self.opaque(", "self.experts("))
 
 
+class Dropping(nn.Module):
+    """Masks that are drawn in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return torch.cond(x.sum() > 0, lambda x: F.dropout(x, 0.5, True) * 1.0, lambda x: self._attend(x), (x,)).sum()
+
+    def _attend(self, x: Tensor) -> Tensor:
+        heads = x.view(1, 2, 2, 4)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).view(4, 4)
+
+
+def test_masks_in_a_branch_are_drawn_by_the_names_of_their_ops() -> None:
+    program = program_of(Dropping(), (torch.randn(4, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert 'self.random.dropout(linear, 0.5, "cond_then: / dropout")' in text
+    assert 'op="cond_else: / scaled_dot_product_attention",' in text
+
+
 class Sliced(nn.Module):
     def __init__(self) -> None:
         super().__init__()

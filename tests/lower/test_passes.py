@@ -226,6 +226,41 @@ def test_the_ops_of_a_layer_are_in_its_region_and_no_others(text):
     assert regions == {"": {None}, "0": {"recompute blocks.0"}, "1": {"recompute blocks.1"}}
 
 
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Deep(nn.Module):
+    """Layers that begin with a product, which under sp reads what is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(8), nn.ModuleList(Halves() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_what_enters_a_region_is_gathered_before_it_and_not_again_in_backward():
+    graph = capture(Deep(), (torch.randn(4, 6, 8),), {}).graph
+    facts = analyse(graph)
+    program = lower(graph, draw(graph, read_request("sp=2,recompute"), facts), facts)
+
+    gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.gather_sum"}
+    readers = [op.region for op in program.body if gathered.keys() & set(op.inputs)]
+    assert set(gathered.values()) == {None}
+    assert readers == ["recompute layers.0", "recompute layers.1", "recompute layers.2"]
+    assert all(op.region for op in program.body if op.target == "comm.reduce_scatter")
+
+
 # Several axes.
 
 

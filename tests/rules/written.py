@@ -411,4 +411,42 @@ TRANSFORMS: Written = {
     "diag_embed, first": ("diag_embed", {"self": real(4, 6), "dim1": 0, "dim2": 2}, "a 6 ~1 -> 6 a 6"),
 }  # fmt: skip
 
-WRITTEN: Written = {**PRODUCTS, **REDUCTIONS, **NORMS, **LOSSES, **LOOKUPS, **VIEWS, **POINTWISE, **TRANSFORMS}
+SPACE: Written = {
+    "max pool": ("max_pool2d", {"self": real(2, 3, 4, 6), "kernel_size": [2, 2]}, "a b c^ d^ -> a b 2 3"),
+    "max pool with indices, one picture": (
+        "max_pool2d_with_indices", {"self": real(3, 4, 6), "kernel_size": [2, 2]}, "a b^ c^ -> a 2 3, a 2 3",
+    ),
+    "average pool": ("avg_pool1d", {"self": real(2, 3, 6), "kernel_size": [2]}, "a b c^ ~1 -> a b 3"),
+    "upsample": (
+        "upsample_nearest2d.vec", {"input": real(2, 3, 4, 6), "output_size": None, "scale_factors": [2.0, 2.0]},
+        "a b c^ d^ ~1 -> a b 8 12",
+    ),
+    "reflection pad": ("reflection_pad2d", {"self": real(2, 3, 4, 6), "padding": [1] * 4}, "a b c^ d^ ~1 -> a b 6 8"),
+    "replication pad, one signal": ("replication_pad1d", {"self": real(3, 6), "padding": [1, 2]}, "a b^ ~1 -> a 9"),
+    "pixel shuffle": (
+        "pixel_shuffle", {"self": real(2, 8, 4, 6), "upscale_factor": 2}, "ba (c 4) 4 6 ~1 -> ba c 8 12",
+    ),
+    "pixel shuffle to one channel": (
+        "pixel_shuffle", {"self": real(2, 4, 4, 6), "upscale_factor": 2}, "ba 4 4 6 ~1 -> ba 1 8 12",
+    ),
+    "pixel unshuffle": (
+        "pixel_unshuffle", {"self": real(2, 3, 4, 6), "downscale_factor": 2}, "ba c 4 6 ~1 -> ba (c 4) 2 3",
+    ),
+    "channel shuffle": (
+        "channel_shuffle", {"self": real(2, 6, 4, 5), "groups": 2}, "a (2 ch) c d ~1 -> a (ch 2) c d",
+    ),
+    "im2col": (
+        "im2col", {"self": real(2, 3, 4, 6), "kernel_size": [2, 2], "dilation": [1, 1], "padding": [0, 0],
+                   "stride": [1, 1]},
+        "ba c 4 6 ~1 -> ba (c 4) 15",
+    ),
+    "grid sample": (
+        "grid_sampler", {"input": real(2, 3, 4, 6), "grid": real(2, 5, 5, 2).tanh(), "interpolation_mode": 0,
+                         "padding_mode": 0, "align_corners": False},
+        "a b 4 6 ~1, a x y 2 -> a b x y",
+    ),
+}  # fmt: skip
+
+WRITTEN: Written = {
+    **PRODUCTS, **REDUCTIONS, **NORMS, **LOSSES, **LOOKUPS, **VIEWS, **POINTWISE, **TRANSFORMS, **SPACE
+}  # fmt: skip
