@@ -133,6 +133,29 @@ def test_an_opaque_part_is_called_as_one() -> None:
         validate(program, text.replace("self.opaque(", "self.experts("))
 
 
+class Keeping(Waves):
+    """What every layer makes is read after the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [x]
+        for layer in self.layers:
+            kept.append(layer(kept[-1]))
+        return torch.stack(kept).sum()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(".append(mul_1)", ".extend(mul_1)"), (".append(mul_1)", ".append(other)"),
+                          ("every_mul.append", "mul.append"), ("every_mul[0]", "every_mul[1]")]
+)  # fmt: skip
+def test_a_list_of_what_layers_make_is_filled_and_read_in_order(before: str, after: str) -> None:
+    program = program_of(Keeping(), (torch.randn(4, 6),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert before in text
+    with pytest.raises(LoweringError, match="would not compute"):
+        validate(program, text.replace(before, after))
+
+
 class Dropping(nn.Module):
     """Masks that are drawn in a branch."""
 

@@ -33,6 +33,13 @@ def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_rig
         check_split(facts, {op.name: (given, ())}, op, choice, parts)
 
 
+def test_what_an_op_makes_is_of_the_atoms_of_what_it_reads() -> None:
+    facts, _, _ = one_op("aten.linear.default", {"input": real(6, 4), "weight": real(8, 4), "bias": None})
+    (row, k), (n, other), out = facts.dims["x0"], facts.dims["x1"], facts.dims["y0"]
+    assert [facts.atoms.expand(dim) for dim in out] == [facts.atoms.expand(row), facts.atoms.expand(n)]
+    assert facts.atoms.expand(k) == facts.atoms.expand(other)
+
+
 @pytest.mark.parametrize("target", ["aten.mul.Tensor", "aten.div.Tensor"])
 def test_a_value_times_or_over_itself_is_not_linear(target: str) -> None:
     x, y = value("x", real(4, 6)), value("y", real(4, 6))
