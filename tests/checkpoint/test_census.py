@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.checkpoint.census import Census
 from shardwright.errors import InputError
 
@@ -40,6 +41,18 @@ def test_tied_keys_are_kept_under_the_first():
     assert census.tied == {"head.weight": "up.weight"}
     assert "head.weight" not in census.tensors() and "up.weight" in census.tensors()
     assert census.shapes["up.weight"] == (6, 4) and "head.weight" not in census.shapes
+
+
+def test_a_compiled_part_has_its_parameters_and_buffers_under_their_paths(tmp_path):
+    net, _ = little()
+    example = torch.randn(3, 4, dtype=torch.float64)
+    compiled = sw.parallelize(little()[0], plan="single", example=(example,), directory=tmp_path)
+
+    census, plain = Census(nn.ModuleDict({"net": compiled})), Census(net)
+
+    assert census.first == {f"net.{key}": f"net.{first}" for key, first in plain.first.items()}
+    assert census.shapes == {f"net.{key}": shape for key, shape in plain.shapes.items()}
+    assert census.speaks and census.writes("net.up.weight")
 
 
 class Extra(nn.Module):
