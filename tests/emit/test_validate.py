@@ -190,6 +190,25 @@ class Sliced(nn.Module):
         return (h[:, ::2] * h[:, 1:4] + h[..., -3:]).sum() + h[:, 2].sum() + h.select(-1, 3).sum()
 
 
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4, 1))
+        self.register_buffer("order", torch.tensor([2, 0, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = F.conv1d(x.unsqueeze(-1), self.weight)
+        return made[:, self.order].sum() + F.conv2d(x[:, :, None, None], self.weight[..., None]).sum()
+
+
+def test_an_index_and_convolutions_by_their_number_of_dims() -> None:
+    program = program_of(Looked(), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    for call in ("F.conv1d(", "F.conv2d(", "[:, self.order]"):
+        assert call in text
+
+
 def test_slices_are_written_as_people_write_them() -> None:
     program = program_of(Sliced(), (torch.randn(6, 4),), "dp=2")
     text = emit(program).text

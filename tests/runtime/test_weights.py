@@ -26,6 +26,20 @@ PRODUCTS = {
         (6, 2, 3, 2),
         (6,),
     ),
+    "conv1d by its name": (
+        lambda q, x, w, b: q.conv1d(x, w, b, stride=2, padding=1),
+        lambda x, w, b: F.conv1d(x, w, b, 2, 1),
+        (2, 4, 9),
+        (3, 4, 3),
+        (3,),
+    ),
+    "conv3d by its name": (
+        lambda q, x, w, b: q.conv3d(x, w, b, dilation=(1, 2, 1), groups=2),
+        lambda x, w, b: F.conv3d(x, w, b, 1, 0, (1, 2, 1), 2),
+        (2, 4, 3, 5, 3),
+        (6, 2, 2, 2, 2),
+        (6,),
+    ),
     "conv1d": (
         lambda q, x, w, b: q.convolution(x, w, None, (1,), (1,), (2,), False, (0,), 1),
         lambda x, w, b: F.conv1d(x, w, None, 1, 1, 2),

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.errors import LayoutError
 from shardwright.layout import FANNED, Axis, Mesh, make_layout
+from shardwright.runtime import nearby
 from shardwright.runtime import zero as zero_module
 from shardwright.runtime.gradients import GradientSync
 from shardwright.runtime.holding import Held, coordinates, gather, scatter, wanted_groups
@@ -83,6 +84,20 @@ def test_accumulation_and_two_forwards_and_retain_graph():
         assert_same(got, single_gradients(single))
 
 
+@pytest.mark.parametrize("wire", [None, torch.float32])
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(monkeypatch, wire):
+    sent = []
+    reduce = nearby.reduce_scatter
+    monkeypatch.setattr(nearby, "reduce_scatter", lambda row, *rest: sent.append(row.dtype) or reduce(row, *rest))
+
+    def body(rank):
+        zero, _, _ = make_chain(2, wire=wire)
+        run_chain(zero, rows_of(rank, 2)[1]).sum().backward()
+
+    run_ranks(2, body)
+    assert set(sent) == {wire or torch.float64}
+
+
 def test_a_saved_parameter_can_be_looked_at_outside_of_backward():
     """A debugger that prints what autograd saved gets the whole parameter, gathered for it."""
 
@@ -110,7 +125,7 @@ def layer_values():
     return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in zip(names, shapes, strict=True)}
 
 
-def make_chain(n, frozen=()):
+def make_chain(n, frozen=(), wire=None):
     mesh = Mesh(axes=(Axis(name="dp", size=n),))
     full = layer_values()
     helds = [
@@ -129,7 +144,7 @@ def make_chain(n, frozen=()):
         h.name: (h, make_parameter(scatter(full[h.name], h, mesh.sizes, coordinates(groups)), h, groups)) for h in helds
     }
     units = {str(layer): [pairs[f"{layer}.w"], pairs[f"{layer}.b"]] for layer in range(LAYERS)}
-    return Zero3(units, groups, list(units)), pairs, groups
+    return Zero3(units, groups, list(units), wire), pairs, groups
 
 
 def run_chain(zero, x, recompute=False):
