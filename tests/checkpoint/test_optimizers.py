@@ -66,6 +66,21 @@ def test_an_optimizer_of_other_groups_is_refused_with_all_its_faults(tmp_path):
     assert "group 1 has down.bias, which the saved one did not train" in str(error.value)
 
 
+@pytest.mark.parametrize(("empty", "fine"), [(0, True), (1, False), (2, False)])
+def test_a_group_without_parameters_has_its_place_among_the_saved_ones(tmp_path, empty, fine):
+    """As on a stage that has none of a group's: it takes what was saved of the group with its number."""
+    net, _ = little()
+    sw.save(tmp_path / "x", net, torch.optim.SGD(net.parameters(), lr=0.1))
+    groups = [{"params": list(net.parameters()), "lr": 0.3}, *({"params": [], "lr": 0.5} for _ in range(empty))]
+    optimizer = torch.optim.SGD(groups, lr=0.3)
+    if fine:
+        sw.load(tmp_path / "x", net, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+    else:
+        with pytest.raises(CheckpointError, match=r"what is in group 1 was in groups \[1\] of 1"):
+            sw.load(tmp_path / "x", net, optimizer)
+
+
 def said(state: list[str], *groups: list[str]) -> dict:
     """What a rank says of its optimizer."""
     return {
