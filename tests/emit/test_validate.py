@@ -22,7 +22,7 @@ from shardwright.plan import draw, read_request
 from shardwright.plan.pipeline import draw_pipeline
 from shardwright.runtime import comm
 from tests.emit.mutants import survivors
-from tests.lower.test_local import program_of
+from tests.lower.test_local import Losses, program_of
 from tests.lower.test_tidy import Row
 from tests.models.deciding import Chooses, Net
 from tests.parity.threaded import compare
@@ -188,6 +188,28 @@ class Sliced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         return (h[:, ::2] * h[:, 1:4] + h[..., -3:]).sum() + h[:, 2].sum() + h.select(-1, 3).sum()
+
+
+class PaddedWith(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return (F.pad(x, (1, 0), value=0.0) + F.pad(x, (0, 1)) + F.pad(x, (1, 0), value=1.5)).square().sum()
+
+
+def test_a_number_to_pad_with_is_written_where_it_is_not_what_torch_takes() -> None:
+    program = program_of(PaddedWith(4, 4), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert re.findall(r"F\.pad\(.*?\)(.*?)\)", text) == [", value=0.0", "", ", value=1.5"]
+    compare(PaddedWith(4, 4), (torch.randn(6, 4),), "dp=2")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_loss_keeps_its_reduction(reduction: str) -> None:
+    program = program_of(Losses(reduction), (torch.randn(4, 6), torch.randint(0, 5, (4,))), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert re.search(rf'F\.cross_entropy\(.*reduction="{reduction}"', text)
 
 
 class Looked(nn.Module):

@@ -213,6 +213,19 @@ def test_gathers_in_a_row_are_one_if_their_cuts_are_one_cut():
     assert fuse(apart).body == apart.body
 
 
+def test_cuts_in_a_row_are_one_cut():
+    program = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // 4, 1)})
+    turned = [
+        dataclasses.replace(op, target="comm.take", inputs=op.outputs, outputs=op.inputs)
+        for op in reversed(program.body)
+    ]
+
+    (both,) = fuse(program.with_(body=tuple(turned), outputs=("v0",))).body
+
+    assert (both.inputs, both.outputs, both.argument("axes")) == (("v2",), ("v0",), ("tp0", "tp1"))
+    assert both.argument("cut").blocks == (Block(1, 8, 1),)
+
+
 # Recomputation.
 
 
