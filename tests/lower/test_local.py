@@ -138,6 +138,12 @@ def test_losses_of_split_rows_are_those_of_the_batch(reduction: str, plan: str) 
     compare(Losses(reduction), (torch.randn(4, 6), torch.randint(0, 5, (4,))), plan)
 
 
+@pytest.mark.parametrize(("reduction", "plan"), [("mean", "single"), ("sum", "dp=2"), ("none", "dp=2")])
+def test_a_loss_stays_torchs_own_where_nothing_is_counted_over_ranks(reduction: str, plan: str) -> None:
+    program = program_of(Losses(reduction), (torch.randn(4, 6), torch.randint(0, 5, (4,))), plan)
+    assert len(first(program, "aten.cross_entropy_loss.default")) == 1
+
+
 def test_cuts_that_are_not_one_after_the_other_are_refused_with_a_remedy() -> None:
     program = program_of(Sections(), (torch.randn(4, 7),), "dp=2,tp=2")
     cuts = [Cut(axis="dp", blocks=(Block(2, 4, 3),)), Cut(axis="tp", blocks=(Block(1, 5, 1),))]

@@ -284,6 +284,10 @@ LOOKUPS: Written = {
         "index.Tensor", {"self": X, "indices": [ids(6, 3), None, ids(6, 2, 1)]}, "6 b 6 ~1, ib, ia 1 -> ia ib b",
     ),
     "x[:, i, j]": ("index.Tensor", {"self": X, "indices": [None, ids(4, 3), ids(6, 1)]}, "a 4 6 ~1, ia, 1 -> a ia"),
+    "x[:, i, :, j]": (
+        "index.Tensor", {"self": real(2, 3, 4, 5), "indices": [None, ids(3, 6), None, ids(5, 6)]},
+        "a 3 c 5 ~1, ia, ia -> ia a c",
+    ),
     "x[mask]": ("index.Tensor", {"self": X, "indices": [truths(6)]}, None),
     "x[i] = y": (
         "index_put", {"self": X, "indices": [torch.tensor([2, 0])], "values": real(2, 4, 6)},
