@@ -426,6 +426,18 @@ TRANSFORMS: Written = {
          "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False, "batch_first": False},
         "s^ 1 4, 1 1 3, 9 4, 9 3 -> s^ 1 3, 1 1 3",
     ),
+    "gru of one row, rows first": (
+        "gru.input",
+        {"input": real(1, 2, 4), "hx": real(1, 1, 3), "params": [real(9, 4), real(9, 3)], "has_biases": False,
+         "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False, "batch_first": True},
+        "1 s^ 4, 1 1 3, 9 4, 9 3 -> 1 s^ 3, 1 1 3",
+    ),
+    "gru of two rows": (
+        "gru.input",
+        {"input": real(3, 2, 4), "hx": real(1, 2, 3), "params": [real(9, 4), real(9, 3)], "has_biases": False,
+         "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False, "batch_first": False},
+        "s^ b 4, 1 b 3, 9 4, 9 3 -> s^ b 3, 1 b 3",
+    ),
     "lstm cell": (
         "lstm_cell", {"input": real(6, 4), "hx": [real(6, 3), real(6, 3)], "w_ih": real(12, 4), "w_hh": real(12, 3)},
         "a 4, a 3, a 3, 12 4, 12 3 -> a 3, a 3",
