@@ -51,6 +51,13 @@ def test_what_json_has_no_word_for(value):
     assert there_and_back({"a": [value]})["a"][0] == value
 
 
+def test_dicts_of_strings_are_plain_and_counters_stay_counters():
+    assert encode({"a": {"b": 1}}, "x", {}) == {"a": {"b": 1}}
+    assert encode({"$": 1}, "x", {}) == {"$": "dict", "items": [["$", 1]]}
+    assert type(there_and_back(Counter({"a": 2}))) is Counter
+    assert type(there_and_back({"a": 2})) is dict
+
+
 def test_nan_and_arrays():
     assert math.isnan(there_and_back([math.nan])[0])
     assert numpy.array_equal(there_and_back(numpy.arange(6).reshape(2, 3)), numpy.arange(6).reshape(2, 3))

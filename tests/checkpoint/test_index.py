@@ -10,7 +10,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.checkpoint.index import INDEX, Chunk, Entry, Index, index_of_weights, read_index, read_into
+from shardwright.checkpoint.index import (
+    HF_INDEX,
+    HF_SINGLE,
+    INDEX,
+    Chunk,
+    Entry,
+    Index,
+    find_weights,
+    index_of_weights,
+    read_index,
+    read_into,
+)
 from shardwright.checkpoint.tensorfile import Mapped, Spec
 from shardwright.errors import CheckpointError
 
@@ -71,7 +82,29 @@ def test_boxes_that_do_not_make_up_the_tensor_are_refused(boxes):
         )
 
 
-@pytest.mark.parametrize(("start", "fine"), [(8, True), (9, False), (-1, False)])
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (2, 3)), ((0, 0), (2, 3))],  # one half twice, the other one never
+        [((0, 0), (3, 2)), ((2, 1), (2, 1)), ((0, 2), (4, 1))],  # all but one element
+    ],
+)
+def test_boxes_that_overlap_are_refused_although_their_sizes_add_up(boxes):
+    with pytest.raises(ValueError, match="overlap"):
+        Entry(
+            spec=Spec(dtype=torch.float32, shape=(4, 3)),
+            chunks=tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes),
+        )
+
+
+def test_empty_boxes_and_boxes_of_any_form_make_up_a_tensor():
+    boxes = [((0, 0), (3, 2)), ((3, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 2), (3, 1)), ((0, 0), (0, 3)), ((1, 1), (2, 0))]
+    chunks = tuple(Chunk(offsets, sizes, "a", 0) for offsets, sizes in boxes)
+    assert Entry(spec=Spec(dtype=torch.float32, shape=(4, 3)), chunks=chunks).chunks == chunks
+    assert Entry(spec=Spec(dtype=torch.float32, shape=(0,)), chunks=(Chunk((0,), (0,), "a", 0),) * 2)
+
+
+@pytest.mark.parametrize(("start", "fine"), [(8, True), (0, True), (9, False), (-1, False)])
 def test_a_box_lies_in_its_file(tmp_path, start, fine):
     (tmp_path / "a").write_bytes(b"-" * 24)
     held = {"dtype": "F32", "shape": [4], "chunks": [[[0], [4], "a", start]]}
@@ -98,3 +131,44 @@ def test_a_key_that_has_a_tensor_of_its_own_is_not_tied(tmp_path):
     tensors = {"table": WHOLE, "head": WHOLE + 1}
     _, tied = index_of_weights(weights(tmp_path / "w.safetensors", tensors, {"head": "table"}))
     assert tied == {}
+
+
+def sharded(folder: Path, weight_map: object) -> Path:
+    weights(folder / "one.safetensors", {"table": WHOLE}, {})
+    weights(folder / "two.safetensors", {"head": WHOLE + 1}, {})
+    (folder / HF_INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_a_folder_of_several_files_is_read_by_its_index(tmp_path):
+    folder = sharded(tmp_path, {"table": "one.safetensors", "head": "two.safetensors"})
+    assert find_weights(folder) == [folder / "one.safetensors", folder / "two.safetensors"]
+    index, _ = index_of_weights(folder)
+    assert torch.equal(index.whole("head", Mapped()), WHOLE + 1)
+    assert torch.equal(index.whole("table", Mapped()), WHOLE)
+
+
+def test_a_folder_of_one_file_is_that_file_and_a_folder_without_one_is_refused(tmp_path):
+    assert find_weights(tmp_path) is None
+    with pytest.raises(CheckpointError, match="has no weights"):
+        index_of_weights(tmp_path)
+    path = weights(tmp_path / HF_SINGLE, {"table": WHOLE}, {})
+    assert find_weights(tmp_path) == find_weights(path) == [path]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "fault"),
+    [
+        ({"table": "../one.safetensors"}, "outside of its folder"),
+        ({"table": "one.safetensors", "other": "three.safetensors"}, "not whole: three.safetensors is missing"),
+        ([], "is damaged"),
+    ],
+)
+def test_an_index_that_names_what_is_not_there_is_refused(tmp_path, weight_map, fault):
+    with pytest.raises(CheckpointError, match=fault):
+        find_weights(sharded(tmp_path, weight_map))
+
+
+def test_a_tensor_of_another_dtype_is_put_together_in_it(tmp_path):
+    index, _ = index_of_weights(weights(tmp_path / "w.safetensors", {"ids": WHOLE.long() + 2**40}, {}))
+    assert torch.equal(index.whole("ids", Mapped()), WHOLE.long() + 2**40)

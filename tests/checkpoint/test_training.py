@@ -13,7 +13,9 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import open_checkpoint
+from shardwright.checkpoint.census import Census
 from shardwright.checkpoint.index import Reader
+from shardwright.checkpoint.training import joined
 from shardwright.errors import CheckpointError, InputError
 from shardwright.runtime.state_values import PieceTensor
 from tests.models.zoo import ZOO
@@ -21,6 +23,19 @@ from tests.runtime.ranks import run_ranks
 
 from .little import little, train
 from .runs import made, steps, values
+
+
+def test_what_stages_have_in_extra_objects_is_joined_and_the_first_has_the_last_word():
+    def said(**ema):
+        return {"optimizers": [], "extra": {"ema": ema}}
+
+    one = said(shared={"$": "tensor", "key": "x"}, mine={"a": 1}, plain={"$": "tuple", "items": []})
+    two = said(shared={"$": "tensor", "key": "y", "more": 1}, mine={"b": 2}, plain={"c": 3}, late=4)
+
+    assert joined([one, None, two], Census(little()[0]))["extra"] == {
+        "ema": {"shared": {"$": "tensor", "key": "x"}, "mine": {"a": 1, "b": 2}, "plain": one["extra"]["ema"]["plain"],
+                "late": 4}
+    }  # fmt: skip
 
 
 def draws():

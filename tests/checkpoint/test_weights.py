@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import shardwright as sw
 from shardwright.checkpoint import load_weights, save_weights
-from shardwright.checkpoint.tensorfile import Mapped
+from shardwright.checkpoint.tensorfile import Mapped, Spec
+from shardwright.checkpoint.weights import _shards
 from shardwright.errors import CheckpointError, InputError
 
 from .little import Net, little
@@ -30,6 +31,15 @@ def gpt2():
     """With tied weights."""
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 16}
     return GPT2LMHeadModel(GPT2Config(**shape, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def test_files_are_filled_up_to_their_size_and_none_is_empty():
+    specs = {
+        name: Spec(dtype=torch.float32, shape=(size,)) for name, size in zip("abcde", (9, 1, 1, 2, 1), strict=True)
+    }
+    assert list(_shards(specs, 16)) == [["a"], ["b", "c", "d"], ["e"]]
+    assert list(_shards(specs, 1)) == [["a"], ["b"], ["c"], ["d"], ["e"]]
+    assert list(_shards(specs, 1000)) == [["a", "b", "c", "d", "e"]]
 
 
 MODELS = {"llama": llama, "gpt2": gpt2}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shardwright as sw
 from shardwright import runtime
+from shardwright.capture import capture
 from shardwright.emit import emit, validate
 from shardwright.emit.calls import FUNCTIONS, LISTS
 from shardwright.emit.parse import FORMS, NAMED_ONLY
@@ -19,8 +22,12 @@ from shardwright.plan import draw, read_request
 from shardwright.plan.pipeline import draw_pipeline
 from shardwright.runtime import comm
 from tests.emit.mutants import survivors
+from tests.lower.test_local import Losses, program_of
+from tests.lower.test_tidy import Row
+from tests.models.deciding import Chooses, Net
 from tests.parity.threaded import compare
 from tests.plan.graphs import facts_of, graph_of
+from tests.test_register import centred, split_on
 
 
 def programs_of(name: str, plan: str) -> tuple[Program, ...]:
@@ -64,6 +71,191 @@ def test_text_that_is_no_code_is_refused() -> None:
     (program,) = programs_of("gpt", "tp=2")
     with pytest.raises(LoweringError, match="can't be read back"):
         validate(program, emit(program).text + "\n  x = (")
+
+
+class Waves(nn.Module):
+    """Layers that make a constant of their own, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wave() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wave = torch.arange(6, dtype=x.dtype).cos()
+        return self.up(x).tanh() * wave
+
+
+def test_constants_of_recomputed_layers_are_made_outside_of_their_regions() -> None:
+    program = program_of(Waves(), (torch.randn(4, 6),), "dp=2,recompute")
+    assert {op.target for op in program.constants} >= {"aten.cos.default"}
+    assert {op.region for op in program.constants} != {None}
+    validate(program, emit(program).text)
+
+
+def test_branches_are_methods_that_are_read_back_too() -> None:
+    program = program_of(Net(Chooses(), layers=2), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    assert text.count("def cond") == 4
+    validate(program, text)
+    with pytest.raises(LoweringError):
+        validate(program, text.replace(".sin()", ".cos()"))
+
+
+def test_a_method_that_is_missing_is_called_otherwise_or_does_more_is_noticed() -> None:
+    program = program_of(Waves(), (torch.randn(4, 6),), "dp=2,recompute")
+    text = emit(program).text
+    with pytest.raises(LoweringError):
+        validate(program, text.replace("def constants(self)", "def constants_of(self)"))
+    with pytest.raises(LoweringError, match="it is called with"):
+        validate(program, text.replace("(self.layer_2, at, mul)", "(self.layer_2, at, mul, mul)"))
+    plain = program_of(Row(), (torch.randn(4, 6),), "dp=2")
+    with pytest.raises(LoweringError, match="the program ends before it"):
+        validate(plain, emit(plain).text + "\n    def constants(self):\n        x = torch.arange(3)\n")
+
+
+def test_an_opaque_part_is_called_as_one() -> None:
+    program = program_of(Net(sw.opaque(nn.Linear(4, 4))), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    with pytest.raises(LoweringError, match=r"no call of self\.opaque"):
+        validate(program, text.replace("self.opaque(", "self.experts("))
+
+
+class Keeping(Waves):
+    """What every layer makes is read after the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [x]
+        for layer in self.layers:
+            kept.append(layer(kept[-1]))
+        return torch.stack(kept).sum()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(".append(mul_1)", ".extend(mul_1)"), (".append(mul_1)", ".append(other)"),
+                          ("every_mul.append", "mul.append"), ("every_mul[0]", "every_mul[1]")]
+)  # fmt: skip
+def test_a_list_of_what_layers_make_is_filled_and_read_in_order(before: str, after: str) -> None:
+    program = program_of(Keeping(), (torch.randn(4, 6),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert before in text
+    with pytest.raises(LoweringError, match="would not compute"):
+        validate(program, text.replace(before, after))
+
+
+class Dropping(nn.Module):
+    """Masks that are drawn in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return torch.cond(x.sum() > 0, lambda x: F.dropout(x, 0.5, True) * 1.0, lambda x: self._attend(x), (x,)).sum()
+
+    def _attend(self, x: Tensor) -> Tensor:
+        heads = x.view(1, 2, 2, 4)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).view(4, 4)
+
+
+def test_masks_in_a_branch_are_drawn_by_the_names_of_their_ops() -> None:
+    program = program_of(Dropping(), (torch.randn(4, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert 'self.random.dropout(linear, 0.5, "cond_then: / dropout")' in text
+    assert 'op="cond_else: / scaled_dot_product_attention",' in text
+
+
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return (h[:, ::2] * h[:, 1:4] + h[..., -3:]).sum() + h[:, 2].sum() + h.select(-1, 3).sum()
+
+
+class PaddedWith(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return (F.pad(x, (1, 0), value=0.0) + F.pad(x, (0, 1)) + F.pad(x, (1, 0), value=1.5)).square().sum()
+
+
+def test_a_number_to_pad_with_is_written_where_it_is_not_what_torch_takes() -> None:
+    program = program_of(PaddedWith(4, 4), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert re.findall(r"F\.pad\(.*?\)(.*?)\)", text) == [", value=0.0", "", ", value=1.5"]
+    compare(PaddedWith(4, 4), (torch.randn(6, 4),), "dp=2")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_loss_keeps_its_reduction(reduction: str) -> None:
+    program = program_of(Losses(reduction), (torch.randn(4, 6), torch.randint(0, 5, (4,))), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    assert re.search(rf'F\.cross_entropy\(.*reduction="{reduction}"', text)
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4, 1))
+        self.register_buffer("order", torch.tensor([2, 0, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = F.conv1d(x.unsqueeze(-1), self.weight)
+        return made[:, self.order].sum() + F.conv2d(x[:, :, None, None], self.weight[..., None]).sum()
+
+
+def test_an_index_and_convolutions_by_their_number_of_dims() -> None:
+    program = program_of(Looked(), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    for call in ("F.conv1d(", "F.conv2d(", "[:, self.order]"):
+        assert call in text
+
+
+def test_slices_are_written_as_people_write_them() -> None:
+    program = program_of(Sliced(), (torch.randn(6, 4),), "dp=2")
+    text = emit(program).text
+    validate(program, text)
+    for slice_ in ("[:, :6:2]", "[:, 1:4]", "[:, 3:6]", "[:, 2]", ".select(-1, 3)"):
+        assert slice_ in text
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return centred(self.up(x)).square().sum()
+
+
+def test_a_custom_algorithm_is_called_with_its_label_axes_and_size() -> None:
+    graph = capture(Centred(), (torch.randn(6, 4),), {}).graph
+    program = lower(graph, split_on("centred", "n")(graph, 2))
+    text = emit(program).text
+    validate(program, text)
+    (call,) = re.findall(r'runtime\.own\("call\.[\w.]+\.centred", "n", self\.tp, \w+\)', text)
+    with pytest.raises(LoweringError):
+        validate(program, text.replace(call, call.replace('"n"', '"d"')))
 
 
 # What is written down here again is what torch says of itself.

@@ -119,4 +119,25 @@ LOWER = (
         "True",
         "lower/test_passes.py::test_only_a_product_that_nobody_else_reads_is_summed_in_place",
     ),
+    Fault(
+        "sums are fused that something reads between",
+        TIDY,
+        "if len(users[before.outputs[0]]) > 1 or before.outputs[0] in needed:",
+        "if before.outputs[0] in needed:",
+        "lower/test_passes.py::test_sums_in_a_row_are_one_over_all_their_axes_unless_something_reads_between",
+    ),
+    Fault(
+        "joined products lose their biases",
+        "lower/overlap.py",
+        'biases = tuple(columns["bias"]) if any(columns["bias"]) else None',
+        "biases = None",
+        "lower/test_passes.py::test_joined_products_keep_their_biases_and_each_its_own",
+    ),
+    Fault(
+        "a crossing value is not settled",
+        PLACE,
+        "return settled(made) if wanted is None else wanted",
+        "return made if wanted is None else wanted",
+        "lower/test_pipeline.py::test_partial_sums_are_summed_before_they_go_to_another_mesh",
+    ),
 )

@@ -10,6 +10,7 @@ def drawn(target: str) -> str:
 
 
 PRODUCTS, VIEWS, LOOKUPS, SUMS = "rules/products.py", "rules/views.py", "rules/lookups.py", "rules/reductions.py"
+WRITTEN = "rules/test_written.py"
 
 RULES = (
     Fault(
@@ -126,5 +127,40 @@ RULES = (
         "range(len(call.shape) - 2, len(call.shape)), linear=True",
         "range(len(call.shape) - 1, len(call.shape)), linear=True",
         drawn("tril"),
+    ),
+    Fault(
+        "the index of a gather reads a split dim",
+        LOOKUPS,
+        "name if at != dim and held == size else str(size)",
+        "name if held == size else str(size)",
+        WRITTEN,
+    ),
+    Fault(
+        "x + 1 is linear",
+        "rules/pointwise.py",
+        "return pointwise(call, [1, 1] if both else [None])",
+        "return pointwise(call, [1, 1] if both else [1])",
+        WRITTEN,
+    ),
+    Fault(
+        "padding with a number is linear",
+        VIEWS,
+        'linear=not call.op.argument("value", 0))',
+        "linear=True)",
+        WRITTEN,
+    ),
+    Fault(
+        "a dim before the padded one stays whole",
+        VIEWS,
+        "len(call.shape) - 1 - at // 2 for",
+        "len(call.shape) - 2 - at // 2 for",
+        WRITTEN,
+    ),
+    Fault(
+        "a stack is along another dim",
+        VIEWS,
+        "result = [*names[:dim], str(len(call.inputs)), *names[dim:]]",
+        "result = [*names, str(len(call.inputs))]",
+        WRITTEN,
     ),
 )

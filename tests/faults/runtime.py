@@ -38,8 +38,8 @@ RUNTIME = (
     Fault(
         "a gradient is not scaled",
         COMM,
-        "return gradient * ctx.factor, None",
-        "return gradient, None",
+        "return gradient * (factor().to(gradient.dtype) if callable(factor) else factor)",
+        "return gradient.clone()",
         "runtime/test_comm.py",
     ),
     Fault(
@@ -149,7 +149,7 @@ RUNTIME = (
     ),
     Fault(
         "a share of a gradient is not added to those before",
-        ZERO,
+        "runtime/shares.py",
         "share.to(held.true_dtype) if old is None else old.add_(share))",
         "share.to(held.true_dtype))",
         "runtime/test_zero.py",
@@ -178,8 +178,8 @@ RUNTIME = (
     Fault(
         "the gradient of a loss is of other classes",
         LOSSES,
-        "torch.where(own, -on_target, 0.0).unsqueeze(-1))",
-        "(-on_target).unsqueeze(-1))",
+        "dx.scatter_add_(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))",
+        "dx.scatter_add_(-1, place.unsqueeze(-1), (-on_target).unsqueeze(-1))",
         "runtime/test_losses.py",
     ),
     Fault(

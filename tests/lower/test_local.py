@@ -86,6 +86,26 @@ def test_sections_have_the_sizes_of_their_dim() -> None:
     compare(Sections(), (torch.randn(4, 7),), "dp=2")
 
 
+class Grouped(nn.Module):
+    """Groups of channels that are made of two atoms, of which an axis takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+        self.conv = nn.Conv1d(16, 16, 1, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.up(x).view(-1, 2, 8).tanh()
+        return self.down(self.conv(halves.reshape(-1, 16, 1)).flatten(1)).square().sum()
+
+
+def test_a_rank_has_its_share_of_the_groups_of_a_convolution() -> None:
+    (conv,) = first(program_of(Grouped(), (torch.randn(4, 6),), "tp=2"), "aten.conv1d.default")
+    ((outer, inner),) = conv.argument("groups").sections
+    assert [(factor.size, factor.axes) for factor in (outer, inner)] == [(2, ("tp",)), (2, ())]
+    compare(Grouped(), (torch.randn(4, 6),), "tp=2")
+
+
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,6 +136,12 @@ class Losses(nn.Module):
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_losses_of_split_rows_are_those_of_the_batch(reduction: str, plan: str) -> None:
     compare(Losses(reduction), (torch.randn(4, 6), torch.randint(0, 5, (4,))), plan)
+
+
+@pytest.mark.parametrize(("reduction", "plan"), [("mean", "single"), ("sum", "dp=2"), ("none", "dp=2")])
+def test_a_loss_stays_torchs_own_where_nothing_is_counted_over_ranks(reduction: str, plan: str) -> None:
+    program = program_of(Losses(reduction), (torch.randn(4, 6), torch.randint(0, 5, (4,))), plan)
+    assert len(first(program, "aten.cross_entropy_loss.default")) == 1
 
 
 def test_cuts_that_are_not_one_after_the_other_are_refused_with_a_remedy() -> None:

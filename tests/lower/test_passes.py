@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
-from shardwright.layout import whole
+from shardwright.ir import Op, Value
+from shardwright.layout import FANNED, WHOLE, Block, Cut, make_layout, whole
 from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
-from shardwright.lower.program import sizes_of
+from shardwright.lower.program import flat, sizes_of
+from shardwright.lower.tidy import fuse
 from shardwright.plan import draw, read_request
+from shardwright.rules import analyse
+from shardwright.rules.atoms import Atoms
 from tests.lower.test_collectives import program_of
 from tests.plan.graphs import facts_of, graph_of
 
@@ -121,6 +128,18 @@ def test_views_get_local_sizes_from_atoms():
     assert [str(f.axes) for f in sizes_of(program, view.outputs[0])[2].sections[0]] == ["('tp',)"]
 
 
+def test_a_row_of_sections_is_opened_only_where_a_cut_reaches_into_it():
+    """(q | k), each a product of groups that both share and of heads of its own."""
+    atoms = Atoms()
+    (group,), (many,), (few,) = atoms.fresh(2), atoms.fresh(6), atoms.fresh(3)
+    (row,), (inner,) = atoms.row([(group, many), (group, few)]), atoms.fresh(5)
+    dim = (row, inner)
+
+    assert flat(atoms, dim, {}) == flat(atoms, dim, {inner: ()}) == [(row, inner)]
+    assert flat(atoms, dim, {row: ()}) == [(row, inner)]
+    assert flat(atoms, dim, {group: ()}) == [(group, many, inner), (group, few, inner)]
+
+
 def test_positions_are_made_whole_once_and_cut_where_they_are_used():
     program = program_of("sp=2")
     (arange,) = (op for op in program.constants if "arange" in op.target)
@@ -162,6 +181,150 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
     assert next(held.layout for held in other.holdings if held.key == "wte.weight") == whole(2)
 
 
+def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
+    """A program with a value of 8 elements, cut by the axes of `blocks`, that is gathered over one after the other."""
+    program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
+    left = [Cut(axis=axis, blocks=(block,)) for axis, block in blocks.items()]
+    values, layouts = dict(program.values), dict(program.layouts)
+    body = []
+    for number, axis in enumerate(["", *axes_in_turn]):
+        name = f"v{number}"
+        values[name] = Value(name=name, shape=(8,), dtype="float32")
+        if axis:
+            (cut,) = (held for held in left if held.axis == axis)
+            left.remove(cut)
+            arguments = (("axes", (axis,)), ("dim", 0), ("cut", cut))
+            given = f"v{number - 1}"
+            body.append(Op(name=name, target="comm.gather", inputs=(given,), outputs=(name,), arguments=arguments))
+        layouts[name] = make_layout((tuple(left),), {})
+    return program.with_(body=tuple(body), values=values, layouts=layouts, outputs=(f"v{len(axes_in_turn)}",))
+
+
+def test_gathers_in_a_row_are_one_if_their_cuts_are_one_cut():
+    sizes = dict(passes_of("tp=8"))["prune: ops nobody reads"].mesh.sizes
+    outer, inner = sizes["tp0"], sizes["tp1"]
+    even = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // outer, 1)})
+    apart = gathers(["tp1", "tp0"], {"tp0": Block(2, 4, 1), "tp1": Block(1, 2, 4 // outer)})
+
+    (both,) = fuse(even).body
+
+    assert (both.inputs, both.outputs, both.argument("axes")) == (("v0",), ("v2",), ("tp0", "tp1"))
+    assert both.argument("cut").blocks == (Block(1, 8, 1),) and outer * inner == 8
+    assert fuse(apart).body == apart.body
+
+
+def test_cuts_in_a_row_are_one_cut():
+    program = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // 4, 1)})
+    turned = [
+        dataclasses.replace(op, target="comm.take", inputs=op.outputs, outputs=op.inputs)
+        for op in reversed(program.body)
+    ]
+
+    (both,) = fuse(program.with_(body=tuple(turned), outputs=("v0",))).body
+
+    assert (both.inputs, both.outputs, both.argument("axes")) == (("v2",), ("v0",), ("tp0", "tp1"))
+    assert both.argument("cut").blocks == (Block(1, 8, 1),)
+
+
+# Recomputation.
+
+
+@pytest.mark.parametrize("text", ["tp=2,recompute", "sp=2,recompute"])
+def test_the_ops_of_a_layer_are_in_its_region_and_no_others(text):
+    regions: dict[str, set] = {}
+    for op in program_of(text).body:
+        layer = op.module_path.split(".")[1] if op.module_path.startswith("blocks.") else ""
+        regions.setdefault(layer, set()).add(op.region)
+
+    assert regions == {"": {None}, "0": {"recompute blocks.0"}, "1": {"recompute blocks.1"}}
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Deep(nn.Module):
+    """Layers that begin with a product, which under sp reads what is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(8), nn.ModuleList(Halves() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_what_enters_a_region_is_gathered_before_it_and_not_again_in_backward():
+    graph = capture(Deep(), (torch.randn(4, 6, 8),), {}).graph
+    facts = analyse(graph)
+    program = lower(graph, draw(graph, read_request("sp=2,recompute"), facts), facts)
+
+    gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.gather_sum"}
+    readers = [op.region for op in program.body if gathered.keys() & set(op.inputs)]
+    assert set(gathered.values()) == {None}
+    assert readers == ["recompute layers.0", "recompute layers.1", "recompute layers.2"]
+    assert all(op.region for op in program.body if op.target == "comm.reduce_scatter")
+
+
+# Several axes.
+
+
+def test_sums_in_a_row_are_one_over_all_their_axes_unless_something_reads_between():
+    """4 heads on 8 devices: partial sums over tp1 and then over tp0."""
+    program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
+    made = {name: op for op in program.body for name in op.outputs}
+    inner, outer = next(
+        (made[op.inputs[0]], op)
+        for op in program.body
+        if op.target == "comm.fan_in" and op.inputs[0] in made and made[op.inputs[0]].target == op.target
+    )
+    reader = dataclasses.replace(
+        inner, name="reader", target="aten.relu.default", inputs=inner.outputs, outputs=("read",), arguments=()
+    )
+    at = program.body.index(outer)
+    read_too = program.with_(body=(*program.body[:at], reader, *program.body[at:]))
+    returned = program.with_(outputs=(*program.outputs, inner.outputs[0]))
+
+    (both,) = (op for op in fuse(program).body if op.outputs == outer.outputs)
+    assert both.argument("axes") == ("tp0", "tp1") and both.inputs == inner.inputs
+    for held in (read_too, returned):
+        assert {inner, outer} <= set(fuse(held).body)
+
+
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.up.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)).sum()
+
+
+def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_the_same():
+    graph = capture(HalfFrozen(), (torch.randn(4, 6),), {}).graph
+    facts = analyse(graph)
+    plan = draw(graph, read_request("zero3=2"), facts)
+    program = lower(graph, plan, facts)
+    ((axis, _),) = program.holdings[0].zero
+
+    again = lower(graph, plan, facts, homes={held.key: held.layout for held in program.holdings})
+
+    assert again.holdings == program.holdings
+    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.holdings} == {
+        "up.weight": (((axis, 3),), WHOLE), "up.bias": (((axis, 3),), WHOLE),
+        "down.weight": (((axis, 3),), FANNED), "down.bias": (((axis, 3),), FANNED),
+    }  # fmt: skip
+
+
 # Speed: what may be done in place, and what may be joined.
 
 
@@ -193,6 +356,15 @@ def test_the_products_of_one_value_are_joined_with_its_converter():
     joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.fan_out_linears"]
 
     assert [len(op.outputs) for op in joined if "layers.0" in op.module_path] == [3, 2]
+
+
+def test_joined_products_keep_their_biases_and_each_its_own():
+    joined = [op for op in program_of("tp=2").body if op.target == "runtime.fan_out_linears"]
+    (qkv,) = (op for op in joined if op.module_path == "blocks.0.attn.qkv")
+
+    (weight,), (bias,) = qkv.argument("weights"), qkv.argument("biases")
+    assert "weight" in qkv.inputs[weight.index] and "bias" in qkv.inputs[bias.index]
+    assert {op.argument("biases") for op in program_of("tp=2", "hf_llama").body if op.target == qkv.target} == {None}
 
 
 def test_a_value_that_something_else_reads_too_keeps_its_converter():

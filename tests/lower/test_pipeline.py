@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.errors import PlanError
-from shardwright.layout import FANNED, WHOLE, Block, Cut, Partial, make_layout, piece_of, whole
+from shardwright.layout import FANNED, WHOLE, Axis, Block, Cut, Mesh, Partial, make_layout, piece_of, whole
 from shardwright.lower import Pipelined, lower_pipeline
+from shardwright.lower.pipeline import _with_others
 from shardwright.lower.place import in_time, settled
 from shardwright.plan import read_request
 from shardwright.plan.pipeline import MB, draw_pipeline
@@ -75,6 +78,26 @@ def test_partial_sums_are_summed_before_they_go_on():
         assert FANNED not in placements
 
 
+class PartialAtTheCut(nn.Module):
+    """What goes to the second segment is a product without a bias, under tp a partial sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 24), nn.Linear(24, 6, bias=False), nn.Linear(6, 90)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(x).relu())).square().mean()
+
+
+@pytest.mark.parametrize("text", ["pp=2+1,tp", "pp=2+4,tp"])
+def test_partial_sums_are_summed_before_they_go_to_another_mesh(text):
+    made = lowered_module(PartialAtTheCut(), torch.randn(4, 6), text=text)
+    (passage,) = made.passages
+
+    assert passage.given == passage.taken == whole(2)
+    assert made.programs[0].body[-1].target == "comm.fan_in"
+
+
 def test_a_mask_of_whole_numbers_crosses_without_a_gradient():
     passages = lowered("pp=2", "masked").passages
 
@@ -91,6 +114,15 @@ def test_a_skip_goes_straight_to_where_it_is_read():
         assert passage.value in [output.value for output in programs[passage.giver].graph.outputs]
 
 
+def test_an_op_that_a_segment_runs_beside_its_own_is_split_as_there_on_the_axes_that_it_has():
+    own, other = {"a": {"dp": "b"}}, {"a": {"dp": "x"}, "c": {"dp": "n", "tp": "k", MB: "n"}}
+    meshes = [Mesh(axes=(Axis(name="dp", size=2),)), Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=2)))]
+    segments = [SimpleNamespace(choices=c, mesh=m) for c, m in zip((own, other), meshes, strict=True)]
+    graph = SimpleNamespace(ops=[SimpleNamespace(name="a"), SimpleNamespace(name="c")])
+
+    assert _with_others(segments, 0, graph) == {"a": {"dp": "b"}, "c": {"dp": "n", MB: "n"}}
+
+
 # Who holds what.
 
 
@@ -102,6 +134,13 @@ def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
     assert set().union(*held) == {parameter.key for parameter in made.graph.parameters}
     assert [number for number, keys in enumerate(held) if "wte.weight" in keys] == [0, len(held) - 1]
     assert sum(map(len, held)) == len(set().union(*held)) + 1, "all others by one segment"
+
+
+def test_programs_of_segments_run_by_a_schedule_and_leave_nothing_to_be_awaited():
+    for program in lowered("pp=2,dp=2").programs:
+        assert program.stepped and not program.puts_off
+        assert not any(op.argument("later") for op in program.body)
+    assert all(program.puts_off for program in lowered("pp=2,zb").programs)
 
 
 def test_segments_of_one_device_hold_a_tied_weight_alike():

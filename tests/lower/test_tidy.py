@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwright.lower.tidy import _per_channel
 from tests.lower.test_local import first, program_of
 from tests.parity.threaded import compare
 
@@ -34,6 +35,31 @@ def test_a_bias_goes_into_its_product_unless_the_product_is_read_too(read_twice:
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "single"])
 def test_the_product_without_its_bias_is_what_the_other_reader_gets(plan: str) -> None:
     compare(Biased(True), (torch.randn(4, 8),), plan)
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).square().sum()
+
+
+@pytest.mark.parametrize(("shape", "folded"), [((4, 3, 5, 5), True), ((3, 5, 5), False)])
+def test_a_bias_goes_into_a_convolution_of_a_batch(shape: tuple[int, ...], folded: bool) -> None:
+    program = program_of(Convolved(), (torch.randn(shape),), "single")
+    (conv,) = first(program, "aten.conv2d.default")
+    assert (conv.argument("bias") is not None) == folded
+
+
+@pytest.mark.parametrize(
+    ("bias", "out", "fits"),
+    [((5, 1, 1), (4, 5, 3, 3), True), ((1, 5, 1, 1), (4, 5, 3, 3), True), ((1, 5, 1), (4, 5, 3, 3), False),
+     ((3, 1, 1), (4, 5, 3, 3), False), ((5, 1), (4, 5, 3, 3), False), ((5, 3, 1), (4, 5, 3, 3), False)],
+)  # fmt: skip
+def test_only_what_is_added_to_channels_is_a_bias(bias: tuple[int, ...], out: tuple[int, ...], fits: bool) -> None:
+    assert _per_channel(bias, out) == fits
 
 
 class Row(nn.Module):

@@ -27,7 +27,7 @@ def drawn(package: Path, rooms: Sequence[str], seed: int) -> Iterator[Mutant]:
     draw = random.Random(seed)
     by_room = []
     for room in rooms:
-        files = sorted((package / room).rglob("*.py"))
+        files = [package / room] if room.endswith(".py") else sorted((package / room).rglob("*.py"))
         of_room = [mutant for file in files for mutant in mutants(package, str(file.relative_to(package)))]
         by_room.append(draw.sample(of_room, len(of_room)))
     for turn in itertools.zip_longest(*by_room):

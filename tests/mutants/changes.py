@@ -1,7 +1,7 @@
 """The mutants of a file: one operator, constant, argument or statement of one function changed at a time.
 
-What can't change a result is left alone: messages (strings, and all that `raise` says), asserts, annotations,
-decorators and docstrings.
+What can't change a result is left alone: messages (strings, and all that `raise` says), asserts (`strict` of a `zip`
+is one), annotations, decorators and docstrings.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _within(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
     else:
         children = [*ast.iter_child_nodes(node)]
     for child in children:
-        if isinstance(child, ast.JoinedStr | ast.Assert) or _is_text(child):
+        if isinstance(child, ast.JoinedStr | ast.Assert) or _is_text(child) or _is_strict(child):
             continue
         if isinstance(child, ast.expr | ast.stmt):
             yield child
@@ -98,6 +98,11 @@ def _within(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_strict(node: ast.AST) -> bool:
+    """`zip(..., strict=True)` asserts that lengths agree: where they do, it makes no difference."""
+    return isinstance(node, ast.keyword) and node.arg == "strict"
 
 
 def _short(text: str) -> str:
@@ -151,7 +156,7 @@ def drop_returned(node: ast.AST) -> ast.AST | None:
 
 
 def drop_keyword(node: ast.AST) -> ast.AST | None:
-    if not isinstance(node, ast.Call) or not node.keywords:
+    if not isinstance(node, ast.Call) or not node.keywords or _is_strict(node.keywords[-1]):
         return None
     return ast.Call(func=node.func, args=node.args, keywords=node.keywords[:-1])
 

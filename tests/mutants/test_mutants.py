@@ -1,4 +1,4 @@
-"""The tool finds a mutant that tests notice, one that they do not, and one that hangs, in a package of three lines."""
+"""The tool finds a mutant that tests notice, one that they do not, and one that hangs, in a package of a few lines."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ def total(numbers: list[int]) -> int:
     if found < -100:
         raise ValueError(f"{found + 1} is too little")
     return found
+
+
+def sums(left: list[int], right: list[int]) -> list[int]:
+    return [a + b for a, b in zip(left, right, strict=True)]
 '''
 TESTS = """from toy.room.sums import least, total
 
@@ -64,6 +68,9 @@ def test_every_kind_of_change_is_made_and_messages_are_left_alone(tree: Path) ->
         'remove statement: `if found < -100: raise ValueError(f"{found + 1} is too little")` -> `pass`',
         'remove statement: `raise ValueError(f"{found + 1} is too little")` -> `pass`',
         "drop returned: `return found` -> `return None`",
+        "drop returned: `return [a + b for a, b in zip(left, right, strict=True)]` -> `return None`",
+        "flip arithmetic: `a + b` -> `(a - b)`",
+        "drop argument: `zip(left, right, strict=True)` -> `(zip(left, strict=True))`",
     }
 
 

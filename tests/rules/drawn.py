@@ -27,7 +27,8 @@ assert moe  # it defines an op of its own
 
 FIXED = {
     "aten.soft_margin_loss.default": ("target",), "aten.batch_norm.default": ("running_mean", "running_var"),
-    "aten.stft.default": ("window",), "aten.stft.center": ("window",),
+    "aten.stft.default": ("window",), "aten.stft.center": ("window",), "aten.cross_entropy_loss.default": ("weight",),
+    "aten.multi_margin_loss.default": ("weight",),
 }  # fmt: skip
 """Arguments that torch has no derivative for."""
 
@@ -43,7 +44,7 @@ def one_op(target: str, arguments: Arguments, gradients: bool = True) -> tuple[A
     known, tensors = placed(arguments)
     names = tuple(f"x{at}" for at in range(len(tensors)))
     op = Op(name="/ op", target=target, inputs=names, outputs=(), arguments=known)
-    fixed = {arguments[name] for name in FIXED.get(target, ())}
+    fixed = {arguments[name] for name in FIXED.get(target, ()) if name in arguments}
     given = [
         x.clone().requires_grad_(gradients and (x.is_floating_point() or x.is_complex()) and x not in fixed)
         for x in tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -135,6 +136,52 @@ def test_an_atom_that_one_section_lacks_is_not_splittable_there():
 
     assert own not in set(atoms.splittable(dim))
     assert atoms.blocks(dim, own) is None
+
+
+def test_a_dim_of_size_one_has_no_atoms():
+    atoms = Atoms()
+
+    assert atoms.fresh(1) == ()
+    assert atoms.divide(dim_of(atoms, [6]), [1, 6, 1])[::2] == [(), ()]
+
+
+def test_a_product_or_nothing_is_not_divided_into_sections():
+    atoms = Atoms()
+    dim = dim_of(atoms, [2, 5])
+
+    assert atoms.divide_row(dim, [6, 4]) is None
+    assert atoms.divide_row((), [1, 1]) is None
+    assert atoms.expand(dim) == dim
+
+
+def test_a_row_of_links_is_short_after_it_was_walked_once():
+    atoms = Atoms()
+    chain = [atoms.fresh(6)[0] for _ in range(50)]
+    for one, other in pairwise(chain):
+        atoms.parts[one] = ((other,),)
+
+    assert atoms.expand((chain[0],)) == (chain[-1],)
+    assert all(atoms.parts[held] == ((chain[-1],),) for held in chain[:-1])
+
+
+def test_answers_are_kept_once_the_table_no_longer_changes():
+    atoms = Atoms()
+    dim = dim_of(atoms, [2, 5])
+    assert atoms.blocks(dim, dim[0]) is not atoms.blocks(dim, dim[0])
+
+    atoms.freeze()
+
+    assert atoms.blocks(dim, dim[0]) is atoms.blocks(dim, dim[0])
+
+
+def test_rows_of_which_one_section_clashes_are_not_one():
+    atoms = Atoms()
+    alike, one, other = (dim_of(atoms, held) for held in ([2, 3], [2, 9], [3, 6]))
+    copy = dim_of(atoms, [2, 3])
+
+    assert not atoms.unify(atoms.row([one, alike]), atoms.row([other, copy]))
+    assert atoms.expand(alike) == atoms.expand(copy), "the other section is shared"
+    assert atoms.unify(atoms.row([alike, alike]), atoms.row([copy, copy]))
 
 
 def test_a_row_is_divided_into_sections_once_and_again_only_in_the_same_way():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.errors import InputError
 from shardwright.runtime.frozen import ABSENT, freeze
 from shardwright.runtime.guards import AttributeGuard, why_new
 
@@ -37,6 +38,19 @@ def test_another_value_or_another_type_is_a_change(before, after):
     assert carried == [("", "a", after)]
     module.a = before
     assert guard.state() == ()
+
+
+def test_a_forward_that_is_replaced_later_is_refused_but_for_that_of_the_model():
+    inner, carried = nn.Module(), []
+    vars(inner)["forward"] = len
+    guard = AttributeGuard({"": nn.Module(), "inner": inner}, lambda *change: carried.append(change))
+    guard.watch([("inner", "forward")])
+    inner.forward = max
+    with pytest.raises(InputError, match="the forward of inner was replaced after the model was parallelized"):
+        guard.state()
+    model, guard, carried = guarded(forward=len)
+    model.forward = max
+    assert guard.state() != () and carried == []
 
 
 def test_an_equal_value_is_none():

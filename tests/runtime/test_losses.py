@@ -95,6 +95,30 @@ def assert_parity(case: Case, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
+def penalty(loss: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the squared gradient."""
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    return second
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}], ids=str)
+def test_split_classes_have_the_second_derivative_of_the_whole(options: dict[str, Any]) -> None:
+    case = Case(options, dp=1, tp=2, weighted=True, ignored=(1,))
+
+    def body(rank: int) -> Tensor:
+        tp = Groups(Mesh(axes=(Axis(name="tp", size=2),)))["tp"]
+        logits, target, weight = case.data()
+        mine = blocks.take(logits, 1, blocks.plain(case.classes), 2, tp.index).clone().requires_grad_()
+        loss = losses.cross_entropy(mine, target, classes=tp, size=case.classes, weight=weight, **options)
+        return penalty(loss, mine)
+
+    logits, target, weight = case.data()
+    logits.requires_grad_()
+    wanted = penalty(F.cross_entropy(logits, target, weight, **options), logits)
+    torch.testing.assert_close(torch.cat(run_ranks(2, body), 1), wanted, rtol=0, atol=1e-12)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},

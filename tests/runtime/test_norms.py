@@ -66,6 +66,33 @@ def test_batch_norm_is_the_one_of_the_whole_batch(n: int, shape: tuple[int, ...]
     assert all(issued == (["all_gather", "all_reduce"] if training else []) for _, issued in results)
 
 
+def penalty(y: Tensor, x: Tensor, *others: Tensor) -> list[Tensor]:
+    """What a gradient penalty gives back: the gradients of squared gradients."""
+    first = torch.autograd.grad((y.sin() * y).sum(), [x, *others], create_graph=True)
+    return list(torch.autograd.grad(first[0].square().sum(), [x, *others]))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_gradient_of_its_gradient_is_the_one_of_the_whole_batch(n: int) -> None:
+    x = torch.randn(6, 3, 2, dtype=torch.float64)
+
+    def body(rank: int) -> list[Tensor]:
+        dp = Groups(Mesh(axes=(Axis(name="dp", size=n),)))["dp"] if n > 1 else None
+        mine = x.narrow(0, *share(6, n, rank)).clone().requires_grad_()
+        weight, bias, mean, var = parameters(x.dtype, True)
+        y, _, _ = batch_norm(mine, weight, bias, mean, var, True, 0.3, 1e-5, dp)
+        return penalty(y, mine, weight, bias)
+
+    found = run_ranks(n, body)
+    whole = x.clone().requires_grad_()
+    weight, bias, _, _ = parameters(x.dtype, True)
+    y = torch.nn.functional.batch_norm(whole, None, None, weight, bias, training=True)
+    wanted = penalty(y, whole, weight, bias)
+    close(torch.cat([one[0] for one in found]), wanted[0])
+    for at in (1, 2):
+        close(sum(one[at] for one in found), wanted[at])
+
+
 def close(found: Tensor | int, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 

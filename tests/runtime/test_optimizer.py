@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from shardwright.layout import FANNED, Axis, Mesh, make_layout, plain_cut
+from shardwright.runtime import optimizer as optimizer_module
 from shardwright.runtime.gradients import GradientSync
 from shardwright.runtime.holding import Held, coordinates, gather, scatter, wanted_groups
 from shardwright.runtime.optimizer import adopt, sees
@@ -269,6 +270,20 @@ def test_lbfgs_with_a_closure():
 
     for got in run_ranks(4, body):
         assert_same(got, want, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("group", "wanted"),
+    [({"foreach": None}, True), ({"foreach": False}, False), ({"foreach": None, "fused": True}, None), ({}, "absent")],
+)
+def test_foreach_is_asked_for_where_torch_would_choose_it(monkeypatch, group, wanted):
+    """On a GPU torch takes its fast path for plain parameters only; an optimizer that has none is left alone."""
+    monkeypatch.setattr(optimizer_module, "_device_has_foreach_support", lambda device: device.type == "meta")
+    for device, expected in (("meta", wanted), ("cpu", group.get("foreach", "absent"))):
+        held = dict(group)
+        optimizer_module._keep_foreach(held, [torch.empty(2, device=device)])
+        assert held.get("foreach", "absent") is expected
+    optimizer_module._keep_foreach(held, [])
 
 
 def test_what_an_optimizer_sees():

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from shardwright.errors import InputError
 from shardwright.layout import FANNED, Axis, Block, Mesh, make_cut, make_layout, plain_cut
 from shardwright.runtime.holding import Held, coordinates, cutting_axes, gather, scatter, wanted_groups
-from shardwright.runtime.parameters import ShardParameter, make_parameter, set_raw_gradient
+from shardwright.runtime.parameters import ShardParameter, Untouched, make_parameter, set_raw_gradient
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_processes, run_ranks
 
@@ -225,3 +225,17 @@ def test_clip_on_gloo():
     expected = float(get_total_norm(list(whole_gradients().values())))
     for norm in run_processes(4, _clip_in_a_process, timeout=200):
         assert norm == pytest.approx(expected, rel=1e-12)
+
+
+def test_foreach_ops_give_pieces_and_those_in_place_the_same_memory():
+    def body(rank):
+        made, _ = parameters(0, whole_gradients())
+        with torch.no_grad():
+            changed, fresh = torch._foreach_add_(made, 2.0), torch._foreach_mul(made, 3.0)
+        kind = type(made[0].detach())
+        assert {type(piece) for piece in (*changed[:2], *fresh[:2])} == {kind}, "those that are cut"
+        assert [piece.data_ptr() for piece in changed] == [piece.data_ptr() for piece in made]
+        with Untouched():
+            assert all(bool((piece == 6.0).all()) for piece in fresh)
+
+    run_ranks(4, body)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
 from shardwright.runtime.gradients import GradientSync
+from shardwright.runtime.holding import coordinates, kept_layout, scatter
 from shardwright.runtime.optimizer import adopt
 from shardwright.runtime.state import (
     fill_state,
@@ -20,7 +21,7 @@ from shardwright.runtime.state import (
     state_dict,
     without_unsaved,
 )
-from shardwright.runtime.state_values import PieceTensor
+from shardwright.runtime.state_values import PieceTensor, as_state, piece_of_value
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 from tests.runtime.test_zero import Split
@@ -30,6 +31,23 @@ KEYS = ["embed", "head", "w1", "scale", "gain", "w2", "bias", "idle", "frozen", 
 
 def parts(model):
     return model.helds, model.p, {"count": model.count}, model.groups
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_piece_that_is_cut_as_it_is_wanted_is_taken_as_it_is(level):
+    def body(rank):
+        model, kinds = Pieces(mesh_of(2, 2), level), set()
+        for held in model.helds:
+            layout = kept_layout(held, model.groups.mesh.sizes)
+            local = scatter(whole_values()[held.name], held, model.groups.mesh.sizes, coordinates(model.groups), layout)
+            value = as_state(local, held, layout, model.groups)
+            kinds.add(type(value))
+            if isinstance(value, DTensor | PieceTensor):
+                assert piece_of_value(value, held, layout, model.groups).data_ptr() == local.data_ptr()
+            assert torch.equal(piece_of_value(whole_values()[held.name], held, layout, model.groups), local)
+        return any(issubclass(kind, DTensor) for kind in kinds)
+
+    assert all(run_ranks(4, body))
 
 
 def whole_by_key():

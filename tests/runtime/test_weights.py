@@ -26,6 +26,20 @@ PRODUCTS = {
         (6, 2, 3, 2),
         (6,),
     ),
+    "conv1d by its name": (
+        lambda q, x, w, b: q.conv1d(x, w, b, stride=2, padding=1),
+        lambda x, w, b: F.conv1d(x, w, b, 2, 1),
+        (2, 4, 9),
+        (3, 4, 3),
+        (3,),
+    ),
+    "conv3d by its name": (
+        lambda q, x, w, b: q.conv3d(x, w, b, dilation=(1, 2, 1), groups=2),
+        lambda x, w, b: F.conv3d(x, w, b, 1, 0, (1, 2, 1), 2),
+        (2, 4, 3, 5, 3),
+        (6, 2, 2, 2, 2),
+        (6,),
+    ),
     "conv1d": (
         lambda q, x, w, b: q.convolution(x, w, None, (1,), (1,), (2,), False, (0,), 1),
         lambda x, w, b: F.conv1d(x, w, None, 1, 1, 2),
@@ -61,6 +75,27 @@ def test_put_off_and_paid(name, input_grad):
     before = mine[1].grad.clone()
     queue.run(0)
     assert torch.equal(mine[1].grad, before)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_nothing_is_put_off_while_nothing_is_collected(name):
+    queued, plain, *shapes = PRODUCTS[name]
+    mine, other = [leaf(*shape) for shape in shapes], [leaf(*shape) for shape in shapes]
+    y, z = queued(WeightQueue(), *mine), plain(*other)
+    y.square().sum().backward()
+    z.square().sum().backward()
+    assert torch.equal(y, z) and torch.equal(mine[1].grad, other[1].grad)
+
+
+def test_a_bias_of_several_rows_is_not_put_off():
+    queue = WeightQueue()
+    queue.collects = True
+    x, w = leaf(3, 5), leaf(5, 4)
+    for bias in (leaf(3, 4), leaf(1), leaf(1, 4)):
+        w.grad = None
+        made = queue.addmm(bias, x, w)
+        made.sum().backward()
+        assert torch.equal(made, torch.addmm(bias, x, w)) and w.grad is not None and bias.grad is not None
 
 
 def test_what_is_no_leaf_is_not_put_off():

@@ -36,6 +36,11 @@ def test_a_mesh_larger_than_the_world_is_refused() -> None:
         Groups(mesh(dp=2, tp=2))
 
 
+def test_a_group_of_ranks_that_have_not_met_is_refused() -> None:
+    with pytest.raises(RankError, match=r"not initialised; call shardwright\.runtime\.world\.start\(\) first"):
+        world.group_of((0, 1))
+
+
 def test_importing_starts_nothing() -> None:
     code = (
         "import shardwright, shardwright.runtime.comm, torch.distributed as d, sys, threading;"

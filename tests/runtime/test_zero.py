@@ -12,13 +12,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.errors import LayoutError
 from shardwright.layout import FANNED, Axis, Mesh, make_layout
+from shardwright.runtime import nearby
 from shardwright.runtime import zero as zero_module
 from shardwright.runtime.gradients import GradientSync
 from shardwright.runtime.holding import Held, coordinates, gather, scatter, wanted_groups
 from shardwright.runtime.parameters import make_parameter
 from shardwright.runtime.world import Groups
 from shardwright.runtime.zero import Zero3
-from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients
+from tests.runtime.little import WIDTH as WIDTH_IN
+from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 
 UNITS = {"root": ("embed", "scale", "gain"), "mlp": ("w1", "w2", "bias"), "rest": ("idle", "frozen")}
@@ -82,6 +84,35 @@ def test_accumulation_and_two_forwards_and_retain_graph():
         assert_same(got, single_gradients(single))
 
 
+@pytest.mark.parametrize("wire", [None, torch.float32])
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(monkeypatch, wire):
+    sent = []
+    reduce = nearby.reduce_scatter
+    monkeypatch.setattr(nearby, "reduce_scatter", lambda row, *rest: sent.append(row.dtype) or reduce(row, *rest))
+
+    def body(rank):
+        zero, _, _ = make_chain(2, wire=wire)
+        run_chain(zero, rows_of(rank, 2)[1]).sum().backward()
+
+    run_ranks(2, body)
+    assert set(sent) == {wire or torch.float64}
+
+
+def test_a_saved_parameter_can_be_looked_at_outside_of_backward():
+    """A debugger that prints what autograd saved gets the whole parameter, gathered for it."""
+
+    def body(rank):
+        model = Split(mesh_of(2))
+        with model.zero.saving():
+            x = torch.ones(1, WIDTH_IN, dtype=torch.float64, requires_grad=True)
+            made = x @ model.zero.open("mlp")["w1"].t()
+            model.zero.close("mlp")
+        return made.grad_fn._saved_mat2.clone().t()
+
+    for got in run_ranks(2, body):
+        assert torch.equal(got, whole_values()["w1"])
+
+
 # -- a chain of layers ---------------------------------------------------------------------
 
 LAYERS, WIDTH = 5, 6
@@ -94,7 +125,7 @@ def layer_values():
     return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in zip(names, shapes, strict=True)}
 
 
-def make_chain(n, frozen=()):
+def make_chain(n, frozen=(), wire=None):
     mesh = Mesh(axes=(Axis(name="dp", size=n),))
     full = layer_values()
     helds = [
@@ -113,7 +144,7 @@ def make_chain(n, frozen=()):
         h.name: (h, make_parameter(scatter(full[h.name], h, mesh.sizes, coordinates(groups)), h, groups)) for h in helds
     }
     units = {str(layer): [pairs[f"{layer}.w"], pairs[f"{layer}.b"]] for layer in range(LAYERS)}
-    return Zero3(units, groups, list(units)), pairs, groups
+    return Zero3(units, groups, list(units), wire), pairs, groups
 
 
 def run_chain(zero, x, recompute=False):

@@ -63,6 +63,26 @@ class Entry:
         )
         if held != math.prod(self.spec.shape) or not inside:
             raise ValueError(f"boxes of {held} elements for a tensor of shape {self.spec.shape}")
+        if len(self.chunks) > 1 and _overlap(self.chunks):
+            raise ValueError(f"boxes that overlap for a tensor of shape {self.spec.shape}")
+
+
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two boxes have an element in common: on the grid of all their edges, a cell that both have."""
+    boxes = [
+        [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        for chunk in chunks
+        if math.prod(chunk.sizes)
+    ]
+    edges = [sorted({edge for span in spans for edge in span}) for spans in zip(*boxes, strict=True)]
+    numbers = [{edge: number for number, edge in enumerate(held)} for held in edges]
+    cells = torch.zeros([len(held) for held in edges], dtype=torch.bool)
+    for box in boxes:
+        own = cells[tuple(slice(at[low], at[high]) for at, (low, high) in zip(numbers, box, strict=True))]
+        if own.any():
+            return True
+        own.fill_(True)
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

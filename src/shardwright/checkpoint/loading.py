@@ -91,11 +91,9 @@ def open_checkpoint(path: Path, meeting: Meeting | None = None) -> Opened:
     """Read what a checkpoint has, without its tensors. `meeting` shares the work of checking digests."""
     folder = disk.located(path, MANIFEST) or path
     manifest = read_manifest(folder)
-    mine = list(manifest.files.items())
-    if meeting is not None:
-        mine = mine[meeting.rank :: meeting.size]
+    mine = [] if meeting is None else list(manifest.files.items())[meeting.rank :: meeting.size]
     small = [(name, digest) for name, digest in manifest.files.items() if name.endswith(".json")]
-    faults = faults_of(folder, dict([*(mine if meeting is not None else ()), *small]).items())
+    faults = faults_of(folder, dict([*mine, *small]).items())
     if faults:
         raise CheckpointError(damage(folder, faults))
     return Opened(folder=folder, manifest=manifest, index=read_index(folder), said=_read_said(folder))

@@ -190,15 +190,12 @@ def _split(p: Printing) -> str:
 
 
 def _conv(p: Printing) -> str:
-    stride = p.literal("stride", ())
-    dims = len(stride) if isinstance(stride, tuple) and stride else 2
-    transposed = "transpose" in p.op.target or p.literal("transposed", False)
-    name = f"conv{'_transpose' if transposed else ''}{dims}d"
-    if p.op.target.startswith("aten.conv") and p.op.target.split(".")[1] != "convolution":
-        name = p.op.target.split(".")[1]
+    name = p.op.target.split(".")[1]
+    if name == "convolution":
+        name = f"conv{'_transpose' if p.literal('transposed', False) else ''}{len(p.literal('stride'))}d"
     bias = f", {p['bias']}" if p.has("bias") else ""
     extra = p.options("stride", "padding", "dilation", "groups")
-    if transposed and p.has("output_padding"):
+    if "transpose" in name and p.has("output_padding"):
         extra += p.options("output_padding")
     return f"F.{name}({p['input']}, {p['weight']}{bias}{extra})"
 
@@ -216,7 +213,8 @@ def _index(p: Printing) -> str:
 
 def _pad(p: Printing) -> str:
     value = p.literal("value")
-    return f"F.pad({p.first()}, {p['pad']}{f', value={p.show(value)}' if value else ''})"
+    usual = value is None or (not value and "constant" in p.op.target)  # 0.0 is not what `pad` has by default
+    return f"F.pad({p.first()}, {p['pad']}{'' if usual else f', value={p.show(value)}'})"
 
 
 def _cast(p: Printing) -> str:

@@ -231,7 +231,7 @@ def _exits(graph: Graph, apart: int, programs: Sequence[Program], homes: Sequenc
         layout, shape = program.layouts[name], value.shape
         time, dim, cut = layout.cut_of(MB), 0, None
         how: Literal["sum", "cat", "same", "mean"] = "same"
-        if apart > 1:
+        if apart:
             rows = bool(shape) and shape[0] == graph.batch
             how = "cat" if rows else "mean" if value.floating and not shape else "same"
             shape = (shape[0] * apart, *shape[1:]) if rows else shape

@@ -126,12 +126,8 @@ class Atoms:
         if len(atoms) != 1:
             return None
         sections = self.sections(atoms[0])
-        if sections is None:
-            if self.parts[atoms[0]] is not None:
-                return None
-            sections = tuple(self.fresh(size) for size in sizes)
-            if len(sections) > 1:
-                self.parts[atoms[0]] = sections
+        if sections is None:  # a leaf
+            self.parts[atoms[0]] = sections = tuple(self.fresh(size) for size in sizes)
             return list(sections)
         held = [self.product(section) for section in sections]
         return list(sections) if held == list(sizes) else None

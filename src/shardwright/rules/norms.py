@@ -29,7 +29,7 @@ def group_norm(call: Call) -> Rule:
     names[1] = str(inside) if groups == 1 else "g" if inside == 1 else f"(g {inside})"
     rest = [[names[1]] for _ in call.inputs[1:]]
     rule = write([names, *rest], [names])
-    return rule.with_sizes({"g": groups}).with_local({"num_groups": ("g",)}) if groups > 1 else rule
+    return rule.with_sizes({"g": groups}).with_local({"num_groups": ("g",)})
 
 
 @rule("instance_norm")

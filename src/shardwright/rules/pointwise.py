@@ -71,7 +71,7 @@ def add(call: Call) -> Rule:
 
 @rule("aten.rsub.Tensor")
 def reverse_subtract(call: Call) -> Rule:
-    return pointwise(call, [1] * len(call.inputs) if len(call.inputs) == 2 else [None])
+    return pointwise(call, [1, 1])
 
 
 @rule("aten.mul.Tensor")

@@ -78,8 +78,9 @@ def trace(call: Call) -> Rule:
 
 @rule("cross", "linalg_cross")
 def cross(call: Call) -> Rule | None:
-    """Three numbers at a time."""
-    if any(value.shape != call.shape for value in call.inputs) or call.op.argument("dim", -1) is None:
+    """Three numbers at a time. Without a dim `torch.cross` looks for the first of size three, which has no rule."""
+    sought = call.op.argument("dim") is None and "linalg" not in call.op.target
+    if sought or any(value.shape != call.shape for value in call.inputs):
         return None
     dim, names = call.dim("dim", -1), named(call.shape)
     names[dim] = "3"

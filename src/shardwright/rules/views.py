@@ -81,8 +81,8 @@ def permute(call: Call) -> Rule:
 def transpose(call: Call) -> Rule:
     order = list(range(len(call.shape)))
     if len(order) > 1:
-        one = call.dim("dim0", -2) if call.op.argument("dim0") is not None else len(order) - 2
-        two = call.dim("dim1", -1) if call.op.argument("dim1") is not None else len(order) - 1
+        one = call.dim("dim0", -2)
+        two = call.dim("dim1", -1)
         order[one], order[two] = order[two], order[one]
     return _permuted(named(call.shape), order)
 

@@ -206,7 +206,7 @@ def _read(func: Any, args: tuple[Any, ...], place: Place, dress: Dress) -> Any:
 def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], find: Find, dress: Dress) -> Any:
     """`torch._foreach_mul` and the like, as optimizers and clipping use them: elementwise, tensor by tensor."""
     made = func(*args, **kwargs)
-    if made is None or name.endswith("_"):
+    if made is None:  # in place, in other versions of torch
         return made
     found = []
     for old, new in zip(args[0], made, strict=True):

@@ -60,6 +60,25 @@ def test_on_gloo_all_dtypes_arrive_in_order():
             assert torch.equal(mine, other)
 
 
+def from_two(rank):
+    """The message of rank 2 is there before that of rank 1, which is asked for first."""
+    transport = TorchTransport()
+    transport.connect({(1, 0), (2, 0)})
+    if rank:
+        time.sleep(0.3 * (2 - rank))
+        transport.send(torch.full((2,), float(rank)), 0)
+        transport.flush()
+        return []
+    buffers = [torch.zeros(2), torch.zeros(2)]
+    for arrival in [transport.receive(buffer, source) for source, buffer in enumerate(buffers, 1)]:
+        arrival.wait()
+    return [buffer[0].item() for buffer in buffers]
+
+
+def test_on_gloo_a_message_is_that_of_the_rank_that_is_asked():
+    assert run_processes(3, from_two)[0] == [1.0, 2.0]
+
+
 def kept(rank):
     """A send does not wait for the receiver, a mark does; the tensor lives exactly as long."""
     transport = TorchTransport()
