@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from shardwright.cli import main, with_rows
-from shardwright.cli.watching import Watching
-from shardwright.runtime import comm
+from shardwright.cli import main, resize_batch
+from shardwright.cli.progress import SearchProgress
+from shardwright.runtime.collectives import comm
 
 NET = """
 import torch
@@ -128,12 +128,14 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(net, tmp_path, capsys, monkey
     shown = []
 
     def interrupted(watching, what, best):
-        Watching.__call__(watching, what, best)
+        SearchProgress.__call__(watching, what, best)
         shown.append((what, best))
         if len(shown) == 1:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("shardwright.cli.Watching", type("Interrupted", (Watching,), {"__call__": interrupted}))
+    monkeypatch.setattr(
+        "shardwright.cli.SearchProgress", type("Interrupted", (SearchProgress,), {"__call__": interrupted})
+    )
     before = signal.getsignal(signal.SIGINT)
     assert main(["plan", net, "--cluster", "8xA100-80GB", "--batch", "64", "-o", "plan.json"]) == 0
 
@@ -342,7 +344,8 @@ def test_verify_in_microbatches(net, plan, capsys):
 def test_verify_notices_a_pipeline_that_is_wrong(net, capsys, monkeypatch):
     """Gradients of one microbatch are lost."""
     monkeypatch.setattr(
-        "shardwright.runtime.pipeline.loop.share", lambda out, gradient, count, at: gradient * (at == 0)
+        "shardwright.runtime.pipeline.autograd.microbatch_gradient",
+        lambda out, gradient, count, at: gradient * (at == 0),
     )
 
     assert main(["verify", net, "--plan", "pp=2", "--microbatches", "2", "--steps", "1"]) == 1
@@ -440,15 +443,15 @@ def test_a_plan_for_the_loss_alone_is_a_plan_for_all_outputs(tmp_path, capsys):
 
 def test_rows_are_repeated_or_cut():
     x, y = torch.arange(3), torch.arange(6).view(3, 2)
-    (a,), kwargs = with_rows(((x,), {"y": y, "flag": True}), 5)
+    (a,), kwargs = resize_batch(((x,), {"y": y, "flag": True}), 5)
     assert a.tolist() == [0, 1, 2, 0, 1]
     assert kwargs["y"].shape == (5, 2)
     assert kwargs["flag"] is True
-    assert with_rows(((x,), {}), 2)[0][0].tolist() == [0, 1]
+    assert resize_batch(((x,), {}), 2)[0][0].tolist() == [0, 1]
 
 
 def test_an_input_without_a_batch_dim_is_not_repeated():
-    (x, mask), _ = with_rows(((torch.zeros(3, 2, 4), torch.eye(2)), {}), 5)
+    (x, mask), _ = resize_batch(((torch.zeros(3, 2, 4), torch.eye(2)), {}), 5)
     assert (x.shape, mask.shape) == ((5, 2, 4), (2, 2))
 
 

@@ -13,8 +13,9 @@ from shardwright.capture import capture
 from shardwright.errors import RuleError
 from shardwright.layout import Axis, Mesh
 from shardwright.plan import Plan
-from shardwright.plan.draft import Draft
-from shardwright.runtime import Part, comm
+from shardwright.plan.builder import PlanBuilder
+from shardwright.runtime import SplitDim
+from shardwright.runtime.collectives import comm
 from tests.capture.agreement import agree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile looks at it
@@ -103,7 +104,7 @@ def doubled_(x):
     return x.mul_(2)
 
 
-def rows_of_part(table, ids, part: Part):
+def rows_of_part(table, ids, part: SplitDim):
     """The rows that this rank has, zeros for the others: a partial sum."""
     place = ids - part.start
     own = (place >= 0) & (place < part.length)
@@ -115,7 +116,7 @@ def lookup(table, ids):
     return table[ids]
 
 
-def centred_part(x, part: Part):
+def centred_part(x, part: SplitDim):
     """The mean over rows of all ranks, by a sum that also goes backward."""
     total = comm.fan_out(comm.fan_in(x.sum(0), part.group), part.group)
     return x - total / part.size
@@ -265,7 +266,7 @@ def split_on(name: str, label: str):
     """A policy that splits one op on one label."""
 
     def policy(graph, world: int) -> Plan:
-        draft = Draft(graph, Mesh(axes=(Axis(name="tp", size=world),)))
+        draft = PlanBuilder(graph, Mesh(axes=(Axis(name="tp", size=world),)))
         (op,) = (op for op in graph.ops if op.name.endswith(name))
         (role,) = (role for role in draft.roles(op) if role.label == label)
         draft.split(op, draft.mesh.axis("tp"), role)
@@ -461,7 +462,7 @@ def test_a_wrong_rule_leaves_nothing_behind():
 
 
 def test_a_wrong_algorithm_is_refused():
-    def forgetful(x, part: Part):
+    def forgetful(x, part: SplitDim):
         return x - x.mean(0)
 
     with pytest.raises(RuleError, match="split on n over 2 the result is off by"):

@@ -110,16 +110,16 @@ class Mesh:
         return tuple(found)
 
 
-def share(size: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and length of one part of `size` units, as `torch.chunk` cuts them (the last may be empty)."""
     chunk = -(-size // parts)
     start = min(index * chunk, size)
     return start, min(chunk, size - start)
 
 
-def fills(size: int, parts: int) -> bool:
+def fills_every_chunk(size: int, parts: int) -> bool:
     """Whether every part of `size` units gets something."""
-    return share(size, parts, parts - 1)[1] > 0
+    return chunk_bounds(size, parts, parts - 1)[1] > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,11 @@ class Block:
         return self.outer * self.size * self.inner
 
     def local(self, parts: int, index: int) -> int:
-        return self.outer * share(self.size, parts, index)[1] * self.inner
+        return self.outer * chunk_bounds(self.size, parts, index)[1] * self.inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Shard:
     """One axis cutting one dim: `repeat` times the same row of blocks, one block for each section."""
 
     axis: str
@@ -163,7 +163,7 @@ class Cut:
         at = 0
         for _ in range(self.repeat):
             for block in self.blocks:
-                start, length = share(block.size, parts, index)
+                start, length = chunk_bounds(block.size, parts, index)
                 for _ in range(block.outer):
                     if length:
                         _append_span(found, at + start * block.inner, length * block.inner)
@@ -182,19 +182,19 @@ def _append_span(spans: list[tuple[int, int]], start: int, length: int) -> None:
         spans.append((start, length))
 
 
-def make_cut(axis: Axis, blocks: Sequence[Block], repeat: int = 1) -> Cut:
+def make_shard(axis: Axis, blocks: Sequence[Block], repeat: int = 1) -> Shard:
     """A cut in its one canonical form, so that equal cuts compare equal."""
     normal = tuple(
         Block(b.outer, axis.size, b.size // axis.size * b.inner) if b.size % axis.size == 0 else b for b in blocks
     )
     if len(normal) == 1 and repeat > 1:
         normal, repeat = (Block(normal[0].outer * repeat, normal[0].size, normal[0].inner),), 1
-    return Cut(axis=axis.name, blocks=normal, repeat=repeat)
+    return Shard(axis=axis.name, blocks=normal, repeat=repeat)
 
 
-def plain_cut(axis: Axis, size: int) -> Cut:
+def contiguous_shard(axis: Axis, size: int) -> Shard:
     """The contiguous cut of a dim of `size` elements."""
-    return make_cut(axis, (Block(1, size, 1),))
+    return make_shard(axis, (Block(1, size, 1),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +218,16 @@ class Partial:
 
 
 Placement = Whole | Partial
-WHOLE = Whole()
-FANNED = Whole(partial_gradient=True)
-SUMMED = Partial()
+INVARIANT = Whole()
+REPLICATE = Whole(partial_gradient=True)
+PARTIAL = Partial()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Cuts of every dim, major to minor, and the placement on every other axis (WHOLE if not listed)."""
 
-    cuts: tuple[tuple[Cut, ...], ...]
+    cuts: tuple[tuple[Shard, ...], ...]
     rest: tuple[tuple[str, Placement], ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)  # asked often
 
@@ -237,7 +237,7 @@ class Layout:
         names = [cut.axis for dim in self.cuts for cut in dim] + rest
         if len(names) > 1 and len(set(names)) != len(names):
             raise LayoutError(f"an axis is used twice in one layout: {', '.join(names)}")
-        if rest and (rest != sorted(rest) or any(placement == WHOLE for _, placement in self.rest)):
+        if rest and (rest != sorted(rest) or any(placement == INVARIANT for _, placement in self.rest)):
             raise LayoutError("the rest of a layout is sorted and lists no WHOLE axis; build it with make_layout")
 
     def __hash__(self) -> int:
@@ -250,9 +250,9 @@ class Layout:
         """The placement on an axis, or None where the axis cuts a dim."""
         if self.cut_of(axis) is not None:
             return None
-        return next((held for name, held in self.rest if name == axis), WHOLE)
+        return next((held for name, held in self.rest if name == axis), INVARIANT)
 
-    def cut_of(self, axis: str) -> tuple[int, Cut] | None:
+    def cut_of(self, axis: str) -> tuple[int, Shard] | None:
         """The dim that an axis cuts, with the cut."""
         for dim, cuts in enumerate(self.cuts):
             for cut in cuts:
@@ -267,14 +267,14 @@ class Layout:
 
     def gradient(self) -> Layout:
         """The layout of the gradient that belongs to a value with this layout."""
-        flipped = tuple((name, SUMMED) for name, placement in self.rest if placement == FANNED)
+        flipped = tuple((name, PARTIAL) for name, placement in self.rest if placement == REPLICATE)
         return Layout(cuts=self.cuts, rest=flipped)
 
     def with_placement(self, axis: str, placement: Placement) -> Layout:
         rest = {name: held for name, held in self.rest if name != axis}
         return make_layout(self.cuts, {**rest, axis: placement})
 
-    def with_cut(self, dim: int, cut: Cut) -> Layout:
+    def with_cut(self, dim: int, cut: Shard) -> Layout:
         """This layout with one more cut, minor to those that are there."""
         cuts = tuple((*held, cut) if at == dim else held for at, held in enumerate(self.cuts))
         return make_layout(cuts, {name: held for name, held in self.rest if name != cut.axis})
@@ -300,7 +300,7 @@ class Layout:
         return f"[{', '.join(dims)}]" + (f" ({', '.join(rest)})" if rest else "")
 
 
-def join_cuts(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> Cut | None:
+def join_shards(cuts: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | None:
     """Cuts of a dim, one after the other, as one over the product of their axes; None where no single cut does that.
 
     One does where each goes on cutting the runs that those before it leave, evenly: `(h e)` cut on h by 2 and again by
@@ -316,16 +316,16 @@ def join_cuts(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> Cut | None:
             return None
         parts *= sizes[cut.axis]
         blocks = [Block(b.outer, parts, b.inner // sizes[cut.axis]) for b in blocks]
-    return Cut(axis="_".join(cut.axis for cut in cuts), blocks=tuple(blocks), repeat=first.repeat)
+    return Shard(axis="_".join(cut.axis for cut in cuts), blocks=tuple(blocks), repeat=first.repeat)
 
 
-def make_layout(cuts: Iterable[Iterable[Cut]], rest: Mapping[str, Placement] | None = None) -> Layout:
+def make_layout(cuts: Iterable[Iterable[Shard]], rest: Mapping[str, Placement] | None = None) -> Layout:
     """A layout from loose parts."""
-    kept = sorted((name, held) for name, held in (rest or {}).items() if held != WHOLE)
+    kept = sorted((name, held) for name, held in (rest or {}).items() if held != INVARIANT)
     return Layout(cuts=tuple(tuple(held) for held in cuts), rest=tuple(kept))
 
 
-def whole(rank: int) -> Layout:
+def replicated(rank: int) -> Layout:
     """The layout of a tensor with `rank` dims that every device holds."""
     return Layout(cuts=((),) * rank)
 
@@ -334,7 +334,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class LocalRegion:
     """What one device holds of a tensor: for each dim the runs of indices, in local order."""
 
     shape: tuple[int, ...]
@@ -359,7 +359,7 @@ class Piece:
         )
 
 
-def piece_of(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> Piece:
+def local_region(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> LocalRegion:
     """The piece of a tensor that the device at coordinates `at` holds."""
     spans = []
     for size, cuts in zip(shape, layout.cuts, strict=True):
@@ -367,7 +367,7 @@ def piece_of(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at:
         for cut in cuts:
             runs = _restrict(runs, cut.spans(sizes[cut.axis], at[cut.axis]))
         spans.append(tuple(runs))
-    return Piece(shape=tuple(shape), spans=tuple(spans))
+    return LocalRegion(shape=tuple(shape), spans=tuple(spans))
 
 
 def _restrict(runs: Sequence[Span], kept: Sequence[Span]) -> list[Span]:

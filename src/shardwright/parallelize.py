@@ -18,26 +18,26 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from .capture import Captured, capture, cast, casting, find_opaque
+from .capture import CapturedGraph, capture, cast, casting, find_opaque
 from .cluster import find as find_cluster
 from .cluster import quantity
-from .compile import Compiler, Outputs, skeleton_of, with_unbatched
-from .cost import Training
+from .compile import Compiler, Outputs, copy_to_meta, with_unbatched
+from .compiled_parts import Parts, replace_parts
+from .cost import TrainingSetup
 from .errors import InputError
-from .parts import Parts, replace_parts
 from .plan import Plan
-from .plan.auto import Progress, Wishes
+from .plan.auto import Progress, SearchOptions
 from .plan.constraints import Constraints, ConstraintsLike, read_constraints
-from .planning import Batching, PlanLike, Setting, cluster_for, cluster_here, make_plan, only_scalars, training_of
+from .planning import Batching, PlanLike, PlanningTask, cluster_for, cluster_here, make_plan, only_scalars, training_of
 from .precision import Precision, PrecisionLike, read_precision
 from .probe import probing
 from .rules import analyse
-from .runtime import faults
-from .runtime.inputs import Mode
-from .runtime.model import ParallelModel
-from .runtime.optimizer import Optimizers, several
-from .runtime.pipeline.loop import Backward
-from .runtime.reduction import Kind
+from .runtime.faults import watch
+from .runtime.model.inputs import Mode
+from .runtime.model.parallel_model import ParallelModel
+from .runtime.model.reduction import Kind
+from .runtime.optimizer.adopt import Optimizers, several
+from .runtime.pipeline.autograd import Backward
 from .runtime.world import World, start
 from .wrapping import check_optimizers, unwrapped
 
@@ -98,7 +98,9 @@ def parallelize(
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
     training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
-    setting = _setting(plan, cluster, world, training, Wishes(memory=read_bytes(memory), constraints=asked), inputs)
+    setting = _setting(
+        plan, cluster, world, training, SearchOptions(memory=read_bytes(memory), constraints=asked), inputs
+    )
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
@@ -109,13 +111,13 @@ def parallelize(
 
 
 def _setting(
-    plan: PlanLike, cluster: str | Path, world: World, training: Training, wishes: Wishes, inputs: Mode
-) -> Setting | None:
+    plan: PlanLike, cluster: str | Path, world: World, training: TrainingSetup, wishes: SearchOptions, inputs: Mode
+) -> PlanningTask | None:
     """What a plan is searched for and priced with; None if nobody asks for either."""
     if plan != "auto" and cluster == "auto":
         return None
     known = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-    return Setting(cluster=known, training=training, wishes=wishes, rows=inputs == "rows")
+    return PlanningTask(cluster=known, training=training, wishes=wishes, rows=inputs == "rows")
 
 
 def _made(
@@ -125,7 +127,7 @@ def _made(
     compiler.stated = {"accumulate": accumulate, "reduction": reduction, "opaque": opaque}
     find_opaque(compiler.skeleton, opaque)
     made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
-    with faults.calling():
+    with watch.calling():
         compiler.agree()
     if example is not None:
         made.prepare(*arguments_of(example))
@@ -231,7 +233,7 @@ def planned(
     inputs: Mode, outputs: Outputs, opaque: How, seconds: float | None, progress: Progress | None,
     constraints: ConstraintsLike | None = None, stop: Callable[[], bool] | None = None,
     microbatches: int | None = None, unbatched: Sequence[str] | None = None,
-) -> tuple[Plan, Captured]:  # fmt: skip
+) -> tuple[Plan, CapturedGraph]:  # fmt: skip
     """A plan as `plan` makes it, and the call that it is for.
 
     size    for how many devices of the cluster, if not for all
@@ -243,10 +245,10 @@ def planned(
     if outputs == "scalars":
         captured = replace(captured, graph=only_scalars(captured.graph))
     count = size or (cluster if isinstance(cluster, int) else cluster_size(cluster, plan))
-    setting = Setting(
+    setting = PlanningTask(
         cluster=cluster_for(cluster, count),
         training=training_of(optimizer, accumulate, exact),
-        wishes=Wishes(
+        wishes=SearchOptions(
             memory=read_bytes(memory),
             constraints=read_asked(constraints, model, plan),
             stop=stop,
@@ -263,12 +265,12 @@ def planned(
 def captured_graph(
     model: nn.Module, example: Any, *, entry: str | None = None, opaque: How = "marked",
     precision: PrecisionLike = None,
-) -> Captured:  # fmt: skip
+) -> CapturedGraph:  # fmt: skip
     """What a call of a model computes."""
     exact = read_precision(precision)
     args, kwargs = arguments_of(example)
     model = unwrapped(model)
-    skeleton = find_opaque(cast(skeleton_of(model), exact), opaque)
+    skeleton = find_opaque(cast(copy_to_meta(model), exact), opaque)
     held = entry or ("train" if model.training else "eval")
     with casting(skeleton, exact):
         return capture(skeleton, args, kwargs, entry=held, real=lambda: (model, args, kwargs))
@@ -296,9 +298,9 @@ def cluster_size(cluster: str | Path, plan: PlanLike) -> int:
         return plan.size
     total = find_cluster(cluster).size
     if total == 1 and isinstance(plan, str):
-        from .plan import read_request
+        from .plan import parse_plan_string
 
-        return read_request("single" if plan == "auto" else plan).size if not plan.endswith(".json") else 1
+        return parse_plan_string("single" if plan == "auto" else plan).size if not plan.endswith(".json") else 1
     return total
 
 

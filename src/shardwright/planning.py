@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 
 from .capture import without_collection
-from .cluster import Cluster, Group, Node, find
+from .cluster import Cluster, Node, NodeGroup, find
 from .cluster.catalogue import USUAL, inside, matching, usual_network
-from .cost import STATES, Training
+from .cost import STATES, TrainingSetup
 from .errors import PlanError
 from .ir import Graph, Output
-from .plan import Plan, Request, draw, read_request
-from .plan.auto import Found, Progress, Wishes, extend
+from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
+from .plan.auto import Progress, SearchOptions, SearchResult, extend
 from .plan.file import load as load_plan
-from .plan.joint import Outcome, beside, note_of, predicted
-from .plan.joint import find as find_joint
-from .plan.pipeline import continue_pipeline, draw_pipeline
+from .plan.joint import JointResult, beside, note_of, predicted
+from .plan.joint import find_plan as find_joint
+from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
 from .plan.recompute import faults_of
-from .plan.rows import is_replica, replica_axes
+from .plan.replica_axes import is_replica, replica_axes
 from .precision import Precision, name_of
 from .rules import Analysis
 from .runtime.world import World
@@ -35,12 +35,12 @@ PlanLike = str | Path | Plan | Callable[[Graph, int], Plan]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlanningTask:
     """What a plan is made for. `rows`: every data-parallel group passes its own rows."""
 
     cluster: Cluster
-    training: Training = field(default_factory=Training)
-    wishes: Wishes = field(default_factory=Wishes)
+    training: TrainingSetup = field(default_factory=TrainingSetup)
+    wishes: SearchOptions = field(default_factory=SearchOptions)
     rows: bool = False
     progress: Progress | None = None
 
@@ -58,7 +58,7 @@ def make_plan(
     facts: Analysis,
     wish: PlanLike,
     world: int,
-    setting: Setting | None = None,
+    setting: PlanningTask | None = None,
     batching: Batching | None = None,
 ) -> Plan:
     """The plan that was asked for, for a graph on `world` devices. With a setting it says what it costs."""
@@ -68,11 +68,11 @@ def make_plan(
     elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
         plan = load_plan(wish, graph)
     elif wish == "auto":
-        given = setting or Setting(cluster=cluster_of(world))
+        given = setting or PlanningTask(cluster=cluster_of(world))
         wishes = replace(given.wishes, microbatches=asked.microbatches, local=asked.local)
         return find_plan(facts, world, replace(given, wishes=wishes)).plan
     elif isinstance(wish, str):
-        plan = _drawn(graph, facts, read_request(wish, world), asked, str(setting.cluster) if setting else "")
+        plan = _drawn(graph, facts, parse_plan_string(wish, world), asked, str(setting.cluster) if setting else "")
     else:
         plan = wish(graph, world)
     if not (isinstance(wish, str) and not wish.endswith(".json")):
@@ -97,14 +97,14 @@ def _check_batching(plan: Plan, asked: Batching) -> None:
         )
 
 
-def _drawn(graph: Graph, facts: Analysis, request: Request, asked: Batching, cluster: str) -> Plan:
+def _drawn(graph: Graph, facts: Analysis, request: PolicyRequest, asked: Batching, cluster: str) -> Plan:
     """What a plan string asks for."""
     if request.stages or (asked.microbatches or 1) > 1:
-        return draw_pipeline(graph, request, facts, cluster, asked.microbatches, asked.local)
-    return draw(graph, request, facts, cluster)
+        return build_pipeline(graph, request, facts, cluster, asked.microbatches, asked.local)
+    return build_plan(graph, request, facts, cluster)
 
 
-def find_plan(facts: Analysis, world: int, setting: Setting) -> Outcome:
+def find_plan(facts: Analysis, world: int, setting: PlanningTask) -> JointResult:
     """Search for the best plan, flat or a pipeline, and say in it what it costs."""
     if setting.cluster.size < world:
         raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
@@ -117,7 +117,7 @@ def find_plan(facts: Analysis, world: int, setting: Setting) -> Outcome:
         return replace(found, plan=_told(found, facts, setting))
 
 
-def _told(found: Outcome, facts: Analysis, setting: Setting) -> Plan:
+def _told(found: JointResult, facts: Analysis, setting: PlanningTask) -> Plan:
     """The plan that was found, with what it costs, and how it compares with plans of the other kind."""
     entry, note = facts.graph.entry, note_of(found)
     if found.pipeline is not None:
@@ -129,7 +129,7 @@ def _told(found: Outcome, facts: Analysis, setting: Setting) -> Plan:
     return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 
-def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = None) -> Plan:
+def priced(plan: Plan, facts: Analysis, setting: PlanningTask, found: SearchResult | None = None) -> Plan:
     """A plan with what it is predicted to cost."""
     entry = facts.graph.entry
     rows = replica_axes(plan.mesh) if setting.rows else ()
@@ -141,15 +141,17 @@ def priced(plan: Plan, facts: Analysis, setting: Setting, found: Found | None = 
     return replace(plan, predicted={**plan.predicted, entry: said})
 
 
-def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting: Setting | None = None) -> Plan:
+def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting: PlanningTask | None = None) -> Plan:
     """A plan with one more entry (eval, another batch size): parameters stay as they are held."""
     if plan.is_pipeline:
         return continue_pipeline(plan, facts)
     if plan.policy == "auto":
         cluster = setting.cluster if setting else cluster_of(world)
-        more = extend(plan, facts, cluster, setting.training if setting else Training())
+        more = extend(plan, facts, cluster, setting.training if setting else TrainingSetup())
     else:
-        more = draw(graph, read_request(plan.policy, world).like(plan.mesh), facts, plan.cluster, lenient=True)
+        more = build_plan(
+            graph, parse_plan_string(plan.policy, world).like(plan.mesh), facts, plan.cluster, lenient=True
+        )
     wished = next(iter(plan.entries.values()))[0].recompute
     again = tuple(path for path in wished if not faults_of(graph, path))
     return replace(
@@ -199,12 +201,12 @@ def _gpus(size: int, local: int) -> Cluster:
         inside=inside(USUAL[device.name].inside),
         network=usual_network(device.name, local),
     )
-    return Cluster(name=f"{size // local}x{local}x{device.name}", groups=(Group(node=node, nodes=size // local),))
+    return Cluster(name=f"{size // local}x{local}x{device.name}", groups=(NodeGroup(node=node, nodes=size // local),))
 
 
 def training_of(
     optimizer: torch.optim.Optimizer | str | None, accumulate: int = 1, precision: Precision | None = None
-) -> Training:
+) -> TrainingSetup:
     """How a model is trained, from its optimizer; AdamW if there is none, or one whose state is not known.
 
     What a precision casts is in the graph; the rest of it is said here.
@@ -217,7 +219,9 @@ def training_of(
             name = "momentum"
         name = name if name in STATES else "adamw"
     exact = precision or Precision()
-    return Training(optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, said=name_of(exact))
+    return TrainingSetup(
+        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, said=name_of(exact)
+    )
 
 
 def only_scalars(graph: Graph) -> Graph:
@@ -234,4 +238,4 @@ def only_scalars(graph: Graph) -> Graph:
     return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), given=given)
 
 
-__all__ = ["Found", "PlanLike", "Setting", "continue_plan", "find_plan", "make_plan", "only_scalars"]
+__all__ = ["PlanLike", "PlanningTask", "SearchResult", "continue_plan", "find_plan", "make_plan", "only_scalars"]

@@ -12,7 +12,7 @@ from shardwright.calibrate.collectives import count_per_node, fit, meshes
 from shardwright.calibrate.compute import Series, as_device, is_crowded, measure_ops, slowest
 from shardwright.calibrate.timing import seconds
 from shardwright.cli import main
-from shardwright.cluster import COLLECTIVES, KINDS, Curve, Measured, load
+from shardwright.cluster import COLLECTIVES, KINDS, Curve, MeasuredCollective, load
 from shardwright.errors import ClusterError
 from shardwright.layout import Axis, Mesh
 
@@ -77,7 +77,7 @@ def test_a_measured_device_repeats_what_was_measured():
 
 def test_a_link_is_fitted_to_the_smallest_ring():
     def table(ranks, *points):
-        return Measured(kind="all_gather", ranks=ranks, seconds=Curve(points))
+        return MeasuredCollective(kind="all_gather", ranks=ranks, seconds=Curve(points))
 
     tables = (
         table((4,), (1e3, 9e-4), (1e9, 9.0)),

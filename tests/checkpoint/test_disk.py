@@ -50,12 +50,12 @@ def test_a_draft_gets_its_name_when_it_is_finished(tmp_path):
 @pytest.mark.parametrize("beside", ["x.part", "x.old"])
 def test_what_a_crash_left_beside_its_name_is_found_and_kept(tmp_path, beside):
     folder(tmp_path / beside)
-    assert disk.located(tmp_path / "x", "mark") == tmp_path / beside
+    assert disk.find_folder(tmp_path / "x", "mark") == tmp_path / beside
 
     disk.begin(tmp_path / "x", "mark")
 
     assert (tmp_path / "x" / "data").read_text() == beside
-    assert disk.located(tmp_path / "x", "mark") == tmp_path / "x"
+    assert disk.find_folder(tmp_path / "x", "mark") == tmp_path / "x"
 
 
 def test_an_empty_folder_may_be_taken_and_one_with_something_else_may_not(tmp_path):

@@ -12,10 +12,10 @@ from shardwright.cluster import (
     Curve,
     Device,
     Efficiency,
-    Group,
     Link,
-    Measured,
+    MeasuredCollective,
     Node,
+    NodeGroup,
     find,
     load,
     parse,
@@ -53,9 +53,9 @@ def clusters(draw):
         node = Node(
             device=draw(devices(f"device {place}")), devices=draw(st.integers(1, 9)), inside=own[0], network=own[1]
         )
-        groups.append(Group(node=node, nodes=draw(st.integers(1, 9))))
+        groups.append(NodeGroup(node=node, nodes=draw(st.integers(1, 9))))
     kinds = draw(st.sets(st.sampled_from(COLLECTIVES)))
-    measured = tuple(Measured(kind=kind, ranks=(4, 2), seconds=draw(curves)) for kind in sorted(kinds))
+    measured = tuple(MeasuredCollective(kind=kind, ranks=(4, 2), seconds=draw(curves)) for kind in sorted(kinds))
     between = draw(st.none() | st.just(Link(name="joint", bandwidth=3e9, latency=0.0, pair=1e9)))
     text = st.text(max_size=20)
     return Cluster(name=draw(text), groups=tuple(groups), between=between, measured=measured, about=draw(text))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.compile.files import generate
-from shardwright.compile.seats import find_seats, keys_in_use
+from shardwright.compile.pipeline_ranks import find_pipeline_ranks, keys_in_use
 from shardwright.errors import PlanError
 from shardwright.layout import Mesh
 from shardwright.lower import lower_pipeline
 from shardwright.parallelize import parallelize
-from shardwright.plan import read_request
-from shardwright.plan.pipeline import draw_pipeline
+from shardwright.plan import parse_plan_string
+from shardwright.plan.pipeline import build_pipeline
 from shardwright.verify import verify
 from tests.models.zoo import ZOO
 from tests.plan.graphs import facts_of, graph_of
@@ -25,7 +25,7 @@ from tests.runtime.ranks import run_ranks
 
 def made_of(text: str, folder, name: str = "gpt", batch: int = 12):
     graph, facts = graph_of(name, batch), facts_of(name, batch)
-    plan = draw_pipeline(graph, read_request(text), facts, "", 2)
+    plan = build_pipeline(graph, parse_plan_string(text), facts, "", 2)
     programs = lower_pipeline(graph, plan, facts).programs
     return plan, [generate(program, folder) for program in programs]
 
@@ -42,7 +42,7 @@ def made_of(text: str, folder, name: str = "gpt", batch: int = 12):
 def test_a_seat_has_all_segments_of_its_devices(tmp_path, text, segments):
     plan, made = made_of(text, tmp_path)
 
-    seats = find_seats(plan.segments, made)
+    seats = find_pipeline_ranks(plan.segments, made)
 
     assert [seat.segments for seat in seats] == segments
     assert [seat.mesh for seat in seats] == sorted({s.mesh for s in plan.segments}, key=lambda mesh: mesh.devices)
@@ -54,7 +54,9 @@ def test_a_seat_has_all_segments_of_its_devices(tmp_path, text, segments):
 def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
     plan, made = made_of("pp=2", tmp_path)
 
-    found = [one.keys for seat in find_seats(plan.segments, made) for one in seat.held if one.name == "wte.weight"]
+    found = [
+        one.keys for seat in find_pipeline_ranks(plan.segments, made) for one in seat.held if one.name == "wte.weight"
+    ]
 
     assert found == [("wte.weight", "head.weight")] * 2
 
@@ -62,7 +64,7 @@ def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
 def test_the_first_and_last_segment_of_one_device_hold_it_once(tmp_path):
     plan, made = made_of("pp=2,zbv", tmp_path)
 
-    found = [[one.name for one in seat.held].count("wte.weight") for seat in find_seats(plan.segments, made)]
+    found = [[one.name for one in seat.held].count("wte.weight") for seat in find_pipeline_ranks(plan.segments, made)]
 
     assert found == [1, 0]
 
@@ -70,7 +72,7 @@ def test_the_first_and_last_segment_of_one_device_hold_it_once(tmp_path):
 def test_groups_are_those_that_its_programs_talk_over(tmp_path):
     plan, made = made_of("pp=2,dp=2", tmp_path)
 
-    assert [seat.wanted for seat in find_seats(plan.segments, made)] == [(("dp",),)] * 2
+    assert [seat.wanted for seat in find_pipeline_ranks(plan.segments, made)] == [(("dp",),)] * 2
 
 
 def test_parameters_are_in_the_order_in_which_they_are_read(tmp_path):
@@ -90,11 +92,11 @@ def test_a_device_in_two_meshes_is_refused(tmp_path):
     with pytest.raises(
         PlanError, match="device 0 is in the meshes one device and dp=2; all segments of a device have one"
     ):
-        find_seats((first, other), made)
+        find_pipeline_ranks((first, other), made)
 
 
 def mesh_axes(size: int):
-    return read_request(f"dp={size}").mesh.axes
+    return parse_plan_string(f"dp={size}").mesh.axes
 
 
 # Entries after the first.
@@ -122,7 +124,7 @@ def test_a_call_that_reads_parameters_on_other_devices_says_which_and_where():
 @pytest.mark.parametrize("given", [{"microbatches": 4}, {"microbatch_semantics": "local", "microbatches": 2}])
 def test_a_plan_and_a_wish_that_differ_are_refused(tmp_path, given):
     graph, facts = graph_of("mlp", 4), facts_of("mlp", 4)
-    plan = draw_pipeline(graph, read_request("pp=2"), facts, "", 2)
+    plan = build_pipeline(graph, parse_plan_string("pp=2"), facts, "", 2)
     case = ZOO["mlp"]()
 
     def run(rank: int) -> None:

@@ -9,11 +9,11 @@ from bench.memory import alive
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.compile import skeleton_of
-from shardwright.cost import Training
+from shardwright.compile import copy_to_meta
+from shardwright.cost import TrainingSetup
 from shardwright.cost.fusing import fuse
-from shardwright.cost.peak import Timeline
-from shardwright.cost.rank import steps_of
+from shardwright.cost.memory_timeline import MemoryTimeline
+from shardwright.cost.rank_program import steps_of
 from shardwright.cost.training import ON_CPU
 from shardwright.layout import Mesh
 from shardwright.probe import probing
@@ -23,13 +23,13 @@ from tests.models.zoo import loss_of
 
 
 def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Analysis:
-    found = captured(skeleton_of(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
+    found = captured(copy_to_meta(module), args, kwargs, entry="train", real=lambda: (module, args, kwargs))
     return analyse(found.graph, probing(found.functions))
 
 
 def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     facts, one = analysed(module, args, kwargs), Mesh(axes=())
-    line = Timeline(fuse(steps_of(facts, one, {}, {}, Training())), Training(), ON_CPU)
+    line = MemoryTimeline(fuse(steps_of(facts, one, {}, {}, TrainingSetup())), TrainingSetup(), ON_CPU)
     line.forward()
     return line.heap.total
 

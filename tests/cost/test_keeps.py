@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.cost import Training, call_of
-from shardwright.cost.keeps import kept_bytes
+from shardwright.cost import TrainingSetup, local_call
+from shardwright.cost.saved_for_backward import saved_bytes
 from shardwright.layout import Axis, Mesh
 from tests.models.zoo import ZOO
 
@@ -129,7 +129,7 @@ def test_the_planner_gets_the_same_numbers_of_a_share():
     name = next(op.name for op in facts.graph.ops if "dropout" in op.target)
     signature = facts.signatures[name]
     (role,) = [role for role in signature.roles if role.atom in facts.batch]
-    whole = kept_bytes(call_of(signature, {}, mesh, Training()), signature)
-    half = kept_bytes(call_of(signature, {"dp": role.name}, mesh, Training()), signature)
+    whole = saved_bytes(local_call(signature, {}, mesh, TrainingSetup()), signature)
+    half = saved_bytes(local_call(signature, {"dp": role.name}, mesh, TrainingSetup()), signature)
     assert whole == ((False,), (False,), 4 * 12 * 32)
     assert half == ((False,), (False,), 2 * 12 * 32)

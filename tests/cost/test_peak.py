@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.cost import ON_CPU, ON_GPU, Memory, Training, peak
+from shardwright.cost import ON_CPU, ON_GPU, MemoryPeak, TrainingSetup, simulate_memory
 from shardwright.cost.fusing import fuse
 from shardwright.cost.heap import ACTIVATION
-from shardwright.cost.peak import Timeline
-from shardwright.cost.rank import steps_of
+from shardwright.cost.memory_timeline import MemoryTimeline
+from shardwright.cost.rank_program import steps_of
 from shardwright.planning import make_plan
 from shardwright.rules import Analysis
 from tests.models.zoo import ZOO
@@ -45,10 +45,10 @@ def of_zoo(name: str, batch: int = 4) -> Analysis:
     return analysed(*ZOO[name](batch=batch))
 
 
-def memory(facts: Analysis, plan: str, ranks: int, **options) -> Memory:
+def memory(facts: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
     made = make_plan(facts.graph, facts, plan, ranks)
-    training = options.pop("training", Training())
-    return peak(facts, made.mesh, made.choices("train"), made.storage, training, **options)
+    training = options.pop("training", TrainingSetup())
+    return simulate_memory(facts, made.mesh, made.choices("train"), made.storage, training, **options)
 
 
 def test_what_persists_is_counted_exactly():
@@ -69,13 +69,13 @@ def test_forward_ends_with_one_kept_value_for_each_layer_and_one_product():
 
 
 def test_backward_ends_with_all_gradients():
-    found = memory(chain(), "single", 1, training=Training(optimizer="sgd"))
+    found = memory(chain(), "single", 1, training=TrainingSetup(optimizer="sgd"))
     assert found.update == found.parameters + found.inputs + WEIGHTS
 
 
 def test_an_optimizer_without_state_has_none():
-    assert memory(chain(), "single", 1, training=Training(optimizer="sgd")).optimizer == 0
-    assert memory(chain(), "single", 1, training=Training(optimizer="momentum")).optimizer == WEIGHTS
+    assert memory(chain(), "single", 1, training=TrainingSetup(optimizer="sgd")).optimizer == 0
+    assert memory(chain(), "single", 1, training=TrainingSetup(optimizer="momentum")).optimizer == WEIGHTS
 
 
 @pytest.mark.parametrize(("level", "parameters", "optimizer"), [(1, 1, 1), (2, 1, 1), (3, 0.5, 1)])
@@ -98,12 +98,15 @@ def test_gradients_in_buckets_are_there_in_forward_too():
 
 
 def test_accumulating_gradients_costs_their_memory_in_forward():
-    once, often = memory(chain(), "single", 1), memory(chain(), "single", 1, training=Training(accumulate=2))
+    once, often = memory(chain(), "single", 1), memory(chain(), "single", 1, training=TrainingSetup(accumulate=2))
     assert often.forward == once.forward + WEIGHTS
 
 
 def test_half_precision_halves_what_is_kept():
-    single, half = memory(chain(), "single", 1), memory(chain(), "single", 1, training=Training(compute="bfloat16"))
+    single, half = (
+        memory(chain(), "single", 1),
+        memory(chain(), "single", 1, training=TrainingSetup(compute="bfloat16")),
+    )
     assert half.parameters == single.parameters
     kept = [found.forward - found.parameters - found.optimizer for found in (half, single)]
     assert kept[0] < 0.6 * kept[1]
@@ -113,7 +116,7 @@ def test_on_a_gpu_the_optimizer_has_a_temporary_for_every_parameter():
     cpu, gpu = memory(chain(), "single", 1), memory(chain(), "single", 1, habits=ON_GPU)
     assert cpu.update == 4 * WEIGHTS + VALUE  # a fused kernel has none
     assert gpu.update == 5 * WEIGHTS + VALUE
-    others = memory(chain(), "single", 1, training=Training(optimizer="rmsprop"))
+    others = memory(chain(), "single", 1, training=TrainingSetup(optimizer="rmsprop"))
     assert others.update == 3 * WEIGHTS + VALUE + 2 * WEIGHTS / LAYERS
 
 
@@ -137,8 +140,8 @@ def test_nothing_is_left_over_after_a_step(name, plan):
     """Every storage of an activation is released once, whatever the way through the model."""
     facts = of_zoo(name)
     made = make_plan(facts.graph, facts, plan, 2)
-    program = fuse(steps_of(facts, made.mesh, made.choices("train"), made.storage, Training()))
-    line = Timeline(program, Training(), ON_CPU)
+    program = fuse(steps_of(facts, made.mesh, made.choices("train"), made.storage, TrainingSetup()))
+    line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()
     line.backward()
     inputs = sum(held.bytes for held in program.tensors if held.fixed and held.gradient and held.parameter is None)

@@ -15,7 +15,7 @@ from torch import nn
 from shardwright.capture import capture
 from shardwright.cluster import Curve, Efficiency
 from shardwright.cluster.catalogue import DEVICES
-from shardwright.cost import OpTime, Training, call_of, join_time, op_time, update_time
+from shardwright.cost import OpTime, TrainingSetup, join_time, local_call, op_time, update_time
 from shardwright.ir.graph import Slot
 from shardwright.layout import Axis, Mesh
 from shardwright.rules import analyse
@@ -235,7 +235,7 @@ def test_a_split_op_has_the_time_of_its_part():
         if target == "aten.linear.default"
     )
     mesh = Mesh(axes=(Axis(name="tp", size=2),))
-    parts = {role.name: call_of(held, {"tp": role.name}, mesh, Training()) for role in held.roles}
+    parts = {role.name: local_call(held, {"tp": role.name}, mesh, TrainingSetup()) for role in held.roles}
     assert len(parts) == 3
     for part in parts.values():
         assert part.flops == whole(held).flops / 2

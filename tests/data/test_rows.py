@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data import Rows, share
+from shardwright.data import ReplicaBatchSampler, share_of_samples
 from shardwright.errors import InputError
 
 numbers = st.integers(1, 5)
@@ -25,7 +25,7 @@ def joined(lists):
 
 def batches(*, ranks, epoch=0, start=0, **options):
     """The global batches: what the groups have, joined."""
-    held = [Rows(rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+    held = [ReplicaBatchSampler(rank=rank, ranks=ranks, **options) for rank in range(ranks)]
     for rows in held:
         rows.set_epoch(epoch)
         rows.start = start
@@ -58,7 +58,7 @@ def test_dropped_and_padded_last_batches(held, epoch):
     kept = batches(**held, shuffle=True, epoch=epoch)
     dropped = batches(**held, shuffle=True, epoch=epoch, last="drop")
     assert dropped == [batch for batch in kept if len(batch) == held["batch"]]
-    groups = [Rows(**held, rank=rank, shuffle=True, last="pad") for rank in range(held["ranks"])]
+    groups = [ReplicaBatchSampler(**held, rank=rank, shuffle=True, last="pad") for rank in range(held["ranks"])]
     for rows in groups:
         rows.set_epoch(epoch)
     for whole, *shares in zip(kept, *groups, strict=True):
@@ -70,7 +70,7 @@ def test_dropped_and_padded_last_batches(held, epoch):
 
 @given(shared(), st.sampled_from(["keep", "drop", "pad", "whole"]))
 def test_the_length_is_the_number_of_batches(held, last):
-    rows = Rows(**held, last=last)
+    rows = ReplicaBatchSampler(**held, last=last)
     assert len(rows) == len(list(rows))
 
 
@@ -86,7 +86,9 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_shares_are_cut_as_torch_chunks(total, ranks):
     torch = pytest.importorskip("torch")
     chunks = [held.tolist() for held in torch.arange(total).chunk(ranks)] if total else []
-    assert [list(share(total, rank, ranks)) for rank in range(ranks)] == chunks + [[]] * (ranks - len(chunks))
+    assert [list(share_of_samples(total, rank, ranks)) for rank in range(ranks)] == chunks + [[]] * (
+        ranks - len(chunks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,24 +102,24 @@ def test_shares_are_cut_as_torch_chunks(total, ranks):
 )
 def test_numbers_that_make_no_sense_are_refused(options, words):
     with pytest.raises(InputError, match=words):
-        Rows(10, **options)
+        ReplicaBatchSampler(10, **options)
 
 
 def test_a_place_in_another_order_is_refused():
-    state = Rows(10, 2, shuffle=True, seed=4).state_dict()
+    state = ReplicaBatchSampler(10, 2, shuffle=True, seed=4).state_dict()
     with pytest.raises(InputError, match=r"size=10, and here is size=11"):
-        Rows(11, 2, shuffle=True).load_state_dict(state)
+        ReplicaBatchSampler(11, 2, shuffle=True).load_state_dict(state)
     with pytest.raises(InputError, match=r"shuffle=True, and here is shuffle=False"):
-        Rows(10, 2).load_state_dict(state)
-    other = Rows(10, 2, shuffle=True, seed=5)
+        ReplicaBatchSampler(10, 2).load_state_dict(state)
+    other = ReplicaBatchSampler(10, 2, shuffle=True, seed=5)
     other.load_state_dict(state)
-    assert list(other) == list(Rows(10, 2, shuffle=True, seed=4))
+    assert list(other) == list(ReplicaBatchSampler(10, 2, shuffle=True, seed=4))
 
 
 @given(shared())
 def test_what_can_not_be_shared_evenly_is_given_whole(held):
     kept = batches(**held)
     for rank in range(held["ranks"]):
-        for whole, mine in zip(kept, Rows(**held, rank=rank, last="whole"), strict=True):
+        for whole, mine in zip(kept, ReplicaBatchSampler(**held, rank=rank, last="whole"), strict=True):
             size = len(whole) // held["ranks"]
             assert mine == (whole if len(whole) % held["ranks"] else whole[rank * size : (rank + 1) * size])

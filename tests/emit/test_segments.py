@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.emit.early import counts, known_names
-from shardwright.lower.program import Early
+from shardwright.emit.prologue import counts, known_names
+from shardwright.lower.program import PrologueValue
 from shardwright.planning import Batching
 from shardwright.verify import compile_program, verify
 from tests.emit.emitted import pipeline_texts
@@ -126,9 +126,9 @@ def test_models_may_have_the_names_of_a_stage(net, plan):
 
 def test_a_count_is_said_with_the_axes_it_is_summed_over_and_how_it_is_reduced():
     early = [
-        Early(value="count@loss", source="count@loss@early"),
-        Early(value="count@loss_1", source="a", axes=("dp",)),
-        Early(value="count@loss_2", source="b", axes=("dp", "tp"), how="max"),
+        PrologueValue(value="count@loss", source="count@loss@early"),
+        PrologueValue(value="count@loss_1", source="a", axes=("dp",)),
+        PrologueValue(value="count@loss_2", source="b", axes=("dp", "tp"), how="max"),
     ]
     program = compile_program(
         TwoLosses(), (torch.randn(4, 6), labels(), labels()), {}, "pp=2", 2, batching=Batching(microbatches=2)

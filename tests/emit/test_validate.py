@@ -17,10 +17,10 @@ from shardwright.emit import emit, validate
 from shardwright.emit.calls import FUNCTIONS, LISTS
 from shardwright.emit.parse import FORMS, NAMED_ONLY
 from shardwright.errors import LoweringError
-from shardwright.lower import Program, lower, lower_pipeline
-from shardwright.plan import draw, read_request
-from shardwright.plan.pipeline import draw_pipeline
-from shardwright.runtime import comm
+from shardwright.lower import LoweredProgram, lower, lower_pipeline
+from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.pipeline import build_pipeline
+from shardwright.runtime.collectives import comm
 from tests.emit.mutants import survivors
 from tests.lower.test_local import Losses, program_of
 from tests.lower.test_tidy import Row
@@ -30,11 +30,11 @@ from tests.plan.graphs import facts_of, graph_of
 from tests.test_register import centred, split_on
 
 
-def programs_of(name: str, plan: str) -> tuple[Program, ...]:
-    graph, facts, request = graph_of(name, 4), facts_of(name, 4), read_request(plan)
+def programs_of(name: str, plan: str) -> tuple[LoweredProgram, ...]:
+    graph, facts, request = graph_of(name, 4), facts_of(name, 4), parse_plan_string(plan)
     if "pp" in plan:
-        return lower_pipeline(graph, draw_pipeline(graph, request, facts, "", 2), facts).programs
-    return (lower(graph, draw(graph, request, facts), facts),)
+        return lower_pipeline(graph, build_pipeline(graph, request, facts, "", 2), facts).programs
+    return (lower(graph, build_plan(graph, request, facts), facts),)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_custom_algorithm_is_called_with_its_label_axes_and_size() -> None:
 
 
 def _parameters(callee: str) -> list[str]:
-    home = {"F": F, "torch": torch, "x": Tensor, "runtime": runtime, "comm": comm, "self": runtime.Stage}
+    home = {"F": F, "torch": torch, "x": Tensor, "runtime": runtime, "comm": comm, "self": runtime.Program}
     where, _, name = callee.partition(".")
     if where == "self":  # self.random.dropout
         return [*inspect.signature(runtime.random.Randomness.dropout).parameters][1:]

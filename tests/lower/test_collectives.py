@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout import Block
-from shardwright.lower import Program, converter_of, lower
+from shardwright.lower import LoweredProgram, lower, reshard_kind
 from shardwright.lower.overlap import awaited_later, count_early
 from shardwright.lower.tidy import fold_mean
-from shardwright.plan import draw, read_request
+from shardwright.plan import build_plan, parse_plan_string
 from tests.plan.graphs import facts_of, graph_of
 
 
-def program_of(text: str, name: str = "gpt") -> Program:
+def program_of(text: str, name: str = "gpt") -> LoweredProgram:
     graph, facts = graph_of(name), facts_of(name)
-    return lower(graph, draw(graph, read_request(text), facts), facts)
+    return lower(graph, build_plan(graph, parse_plan_string(text), facts), facts)
 
 
-def converters(program: Program, inside: str = "") -> Counter:
+def converters(program: LoweredProgram, inside: str = "") -> Counter:
     """How many converters of each kind there are in a module and what it holds."""
-    kinds = (converter_of(op) for op in program.body if op.module_path.startswith(inside))
+    kinds = (reshard_kind(op) for op in program.body if op.module_path.startswith(inside))
     return Counter(kind for kind in kinds if kind is not None)
 
 
@@ -52,7 +52,7 @@ def test_an_axis_that_is_two_sums_over_both_at_once_and_no_more_than_one_axis(na
     program = program_of(text, name)
 
     assert converters(program, block) == {"fan_in": 2, "fan_out": 2, **inside}
-    sums = [op.argument("axes") for op in program.body if converter_of(op) in ("fan_in", "fan_out")]
+    sums = [op.argument("axes") for op in program.body if reshard_kind(op) in ("fan_in", "fan_out")]
     assert set(sums) == {("tp0", "tp1")}
 
 
@@ -60,7 +60,7 @@ def test_a_sequence_that_two_axes_cut_is_gathered_and_scattered_over_both_at_onc
     program = program_of("sp=4", "hf_llama")
 
     assert converters(program, "model.layers.1") == {"gather_sum": 2, "reduce_scatter": 2}
-    talks = [op for op in program.body if converter_of(op) is not None]
+    talks = [op for op in program.body if reshard_kind(op) is not None]
     assert {op.argument("axes") for op in talks} == {("tp0", "tp1")}
 
 

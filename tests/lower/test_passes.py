@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from shardwright.capture import capture
 from shardwright.errors import LoweringError, PlanError
 from shardwright.ir import Op, Value
-from shardwright.layout import FANNED, WHOLE, Block, Cut, make_layout, whole
+from shardwright.layout import INVARIANT, REPLICATE, Block, Shard, make_layout, replicated
 from shardwright.lower import PASSES, Size, lower
 from shardwright.lower.check import check
 from shardwright.lower.overlap import in_place, overlap
 from shardwright.lower.place import check_edges
 from shardwright.lower.program import flat, sizes_of
 from shardwright.lower.tidy import fuse
-from shardwright.plan import draw, read_request
+from shardwright.plan import build_plan, parse_plan_string
 from shardwright.rules import analyse
 from shardwright.rules.atoms import Atoms
 from tests.lower.test_collectives import program_of
@@ -28,7 +28,7 @@ from tests.plan.graphs import facts_of, graph_of
 def passes_of(text: str) -> list:
     """(name, program after it) of every pass, the placing first."""
     graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
-    plan = draw(graph, read_request(text), facts)
+    plan = build_plan(graph, parse_plan_string(text), facts)
     lower(graph, plan, facts, show=lambda name, program: shown.append((name, program)))
     return shown
 
@@ -37,7 +37,10 @@ def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
     graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
 
     lower(
-        graph, draw(graph, read_request("tp=2"), facts), facts, show=lambda name, program: shown.append((name, program))
+        graph,
+        build_plan(graph, parse_plan_string("tp=2"), facts),
+        facts,
+        show=lambda name, program: shown.append((name, program)),
     )
 
     assert [name for name, _ in shown[1:]] == [name for name, _ in PASSES]
@@ -45,7 +48,7 @@ def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
 
 
 def test_a_plan_for_another_graph_is_refused_before_anything_is_lowered():
-    plan = draw(graph_of("gpt"), read_request("tp=2"), facts_of("gpt"))
+    plan = build_plan(graph_of("gpt"), parse_plan_string("tp=2"), facts_of("gpt"))
 
     with pytest.raises(PlanError, match="another graph"):
         lower(graph_of("rotary"), plan, facts_of("rotary"))
@@ -92,7 +95,7 @@ def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
     graph, facts = graph_of("gpt"), facts_of("gpt")
     lower(
         graph,
-        draw(graph, read_request("tp=2"), facts),
+        build_plan(graph, parse_plan_string("tp=2"), facts),
         facts,
         show=lambda name, program: shown.setdefault(name, program),
     )
@@ -144,7 +147,7 @@ def test_positions_are_made_whole_once_and_cut_where_they_are_used():
     program = program_of("sp=2")
     (arange,) = (op for op in program.constants if "arange" in op.target)
 
-    assert program.layouts[arange.outputs[0]] == whole(1)
+    assert program.layouts[arange.outputs[0]] == replicated(1)
     assert arange.argument("end") == 12, "all places, not this rank's"
     assert not any("arange" in op.target for op in program.body)
 
@@ -174,17 +177,19 @@ def test_fixed_homes_are_kept_for_the_entries_after_the_first():
     graph, facts = graph_of("gpt"), facts_of("gpt")
     homes = {held.key: held.layout for held in program_of("tp=2").holdings}
 
-    again = lower(graph, draw(graph, read_request("tp=2"), facts), facts, homes=homes)
-    other = lower(graph, draw(graph, read_request("tp=2"), facts), facts, homes={"wte.weight": whole(2)})
+    again = lower(graph, build_plan(graph, parse_plan_string("tp=2"), facts), facts, homes=homes)
+    other = lower(
+        graph, build_plan(graph, parse_plan_string("tp=2"), facts), facts, homes={"wte.weight": replicated(2)}
+    )
 
     assert {held.key: held.layout for held in again.holdings} == homes
-    assert next(held.layout for held in other.holdings if held.key == "wte.weight") == whole(2)
+    assert next(held.layout for held in other.holdings if held.key == "wte.weight") == replicated(2)
 
 
 def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
     """A program with a value of 8 elements, cut by the axes of `blocks`, that is gathered over one after the other."""
     program = dict(passes_of("tp=8"))["prune: ops nobody reads"]
-    left = [Cut(axis=axis, blocks=(block,)) for axis, block in blocks.items()]
+    left = [Shard(axis=axis, blocks=(block,)) for axis, block in blocks.items()]
     values, layouts = dict(program.values), dict(program.layouts)
     body = []
     for number, axis in enumerate(["", *axes_in_turn]):
@@ -265,7 +270,7 @@ class Deep(nn.Module):
 def test_what_enters_a_region_is_gathered_before_it_and_not_again_in_backward():
     graph = capture(Deep(), (torch.randn(4, 6, 8),), {}).graph
     facts = analyse(graph)
-    program = lower(graph, draw(graph, read_request("sp=2,recompute"), facts), facts)
+    program = lower(graph, build_plan(graph, parse_plan_string("sp=2,recompute"), facts), facts)
 
     gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.gather_sum"}
     readers = [op.region for op in program.body if gathered.keys() & set(op.inputs)]
@@ -312,7 +317,7 @@ class HalfFrozen(nn.Module):
 def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_the_same():
     graph = capture(HalfFrozen(), (torch.randn(4, 6),), {}).graph
     facts = analyse(graph)
-    plan = draw(graph, read_request("zero3=2"), facts)
+    plan = build_plan(graph, parse_plan_string("zero3=2"), facts)
     program = lower(graph, plan, facts)
     ((axis, _),) = program.holdings[0].zero
 
@@ -320,8 +325,8 @@ def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_t
 
     assert again.holdings == program.holdings
     assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.holdings} == {
-        "up.weight": (((axis, 3),), WHOLE), "up.bias": (((axis, 3),), WHOLE),
-        "down.weight": (((axis, 3),), FANNED), "down.bias": (((axis, 3),), FANNED),
+        "up.weight": (((axis, 3),), INVARIANT), "up.bias": (((axis, 3),), INVARIANT),
+        "down.weight": (((axis, 3),), REPLICATE), "down.bias": (((axis, 3),), REPLICATE),
     }  # fmt: skip
 
 

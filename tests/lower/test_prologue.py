@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import LoweringError
-from shardwright.lower import Program
+from shardwright.lower import LoweredProgram
 from shardwright.planning import Batching
 from shardwright.verify import compile_program
 
@@ -32,7 +32,9 @@ def x(**options) -> Tensor:
     return torch.randn(ROWS, 6, **options)
 
 
-def programs_of(module: nn.Module, *args: Tensor, plan: str = "single", microbatches: int = 4) -> tuple[Program, ...]:
+def programs_of(
+    module: nn.Module, *args: Tensor, plan: str = "single", microbatches: int = 4
+) -> tuple[LoweredProgram, ...]:
     size = 1 if plan == "single" else 2
     return compile_program(module, args, {}, plan, size, batching=Batching(microbatches=microbatches)).programs
 

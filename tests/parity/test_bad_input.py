@@ -11,7 +11,7 @@ from torch import nn
 from shardwright.errors import InputError, PlanError, RankError
 from shardwright.parallelize import parallelize
 from shardwright.parallelize import plan as make_plan
-from shardwright.plan.draft import Draft
+from shardwright.plan.builder import PlanBuilder
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -71,7 +71,7 @@ def test_an_axis_larger_than_any_dim(axis):
 
 def test_a_policy_that_splits_a_dim_too_far():
     def policy(graph, world):
-        draft = Draft(graph, make_plan(ZOO["mlp"]().module, example=ZOO["mlp"]().args, plan="tp=32").mesh)
+        draft = PlanBuilder(graph, make_plan(ZOO["mlp"]().module, example=ZOO["mlp"]().args, plan="tp=32").mesh)
         op = next(op for op in draft.ops if op.name.startswith("up"))
         draft.split(op, draft.mesh.axes[0], min(draft.roles(op), key=lambda role: role.size))
         return draft.finish("mine")

@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen
 
 import shardwright as sw
 from shardwright.capture import capture
-from shardwright.capture.part import Body, OpaquePart
+from shardwright.capture.user_calls.opaque_call import OpaqueBody, OpaqueModule
 from shardwright.errors import CaptureError
 from shardwright.verify.program import compile_program
 from tests.verified import referred, verified
@@ -113,7 +113,7 @@ def test_weights_that_were_gathered_for_a_call_do_not_outlive_it():
     model = mixtral()
     call = next(iter(capture(model, *example()).opaques.values()))
     layer = model.get_submodule(call.path)
-    part = OpaquePart(call, Body(layer), [held.training for held in layer.modules()])
+    part = OpaqueModule(call, OpaqueBody(layer), [held.training for held in layer.modules()])
     state = {name: held.detach().clone() for name, held in layer.named_parameters()}
     alive = [weakref.ref(held) for held in state.values()]
     tokens, chosen = torch.randn(48, 16), torch.randint(4, (48, 2))

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime import comm
+from shardwright.runtime.collectives import comm
 from tests.models.transformer import Transformer, TransformerConfig
 
 TP, DP = 8, 128

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.parallelize import parallelize
-from shardwright.runtime.state_values import PieceTensor
+from shardwright.runtime.parameters.state_values import ShardTensor
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -180,7 +180,7 @@ def save(rank, plan, directory):
     model(*case.args).backward()
     optimizer.step()
     values = model.state_dict()
-    assert any(isinstance(held, PieceTensor) for held in values.values()) == (plan == "tp=2")
+    assert any(isinstance(held, ShardTensor) for held in values.values()) == (plan == "tp=2")
     dcp.save(values, checkpoint_id=f"{directory}/saved")
     return model.full_state_dict()
 

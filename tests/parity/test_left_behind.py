@@ -245,7 +245,7 @@ def test_a_step_of_elements_still_runs_without_interceptions(tmp_path, monkeypat
         fast.append(True)
         yield
 
-    monkeypatch.setattr("shardwright.runtime.optimizer.fused", fused)
+    monkeypatch.setattr("shardwright.runtime.optimizer.adopt.fused", fused)
     model = two()
     made, optimizer = on_one(model, sgd(model), tmp_path)
     made(X).backward()

@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.parallelize import parallelize, plan
-from shardwright.runtime.model import ParallelModel
-from shardwright.schedule import KINDS, Kind, gpipe
+from shardwright.runtime.model.parallel_model import ParallelModel
+from shardwright.schedule import KINDS, ScheduleKind, gpipe
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
@@ -207,7 +207,7 @@ def trained(model, optimizer, case):
 
 
 def test_an_own_schedule_by_its_name(monkeypatch):
-    kind = Kind(name="reverse", segments=1, make=reverse, holders=KINDS["gpipe"].holders)
+    kind = ScheduleKind(name="reverse", segments=1, make=reverse, holders=KINDS["gpipe"].holders)
     monkeypatch.setitem(KINDS, "reverse", kind)
     both("gpt_ignore", "pp=2,reverse", trained)
 

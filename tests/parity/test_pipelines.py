@@ -9,7 +9,7 @@ import torch
 from shardwright.compile import Compiler
 from shardwright.errors import LoweringError, PlanError
 from shardwright.planning import Batching
-from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.model.parallel_model import ParallelModel
 from shardwright.runtime.world import start
 from tests.models.zoo import loss_of
 

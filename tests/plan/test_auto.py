@@ -12,18 +12,18 @@ from torch.nn import functional as F
 
 from shardwright.capture import capture
 from shardwright.cluster import find
-from shardwright.cost import ON_GPU, Training, habits_of
-from shardwright.cost.peak import peak
+from shardwright.cost import ON_GPU, TrainingSetup, backend_traits
+from shardwright.cost.memory_timeline import simulate_memory
 from shardwright.errors import PlanError
-from shardwright.plan import draw, read_request
-from shardwright.plan.auto import Wishes, search
+from shardwright.plan import build_plan, parse_plan_string
+from shardwright.plan.auto import SearchOptions, search
 from shardwright.plan.price import price
 from shardwright.plan.search import solve
 from shardwright.planning import only_scalars
 from shardwright.probe import probing
 from shardwright.rules import analyse
 
-MIXED = Training(compute="bfloat16")
+MIXED = TrainingSetup(compute="bfloat16")
 
 
 class Block(nn.Module):
@@ -119,11 +119,11 @@ def parameters_of(plan):
 
 
 def peak_of(facts, plan, recompute):
-    return peak(facts, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, habits=ON_GPU)
+    return simulate_memory(facts, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, habits=ON_GPU)
 
 
 def test_a_small_model_on_one_node_is_data_parallel(small):
-    plan = search(small, find("8xA100-80GB"), Training()).plan
+    plan = search(small, find("8xA100-80GB"), TrainingSetup()).plan
     assert plan.mesh.size == 8
     apart = [op.name for op in small.graph.ops if not split_on_batch(small, plan, op.name)]
     assert not [name for name in apart if "blocks" in name], "the layers are split otherwise"
@@ -147,7 +147,7 @@ def test_little_memory_brings_zero_and_recomputation_and_no_more_than_is_needed(
     cluster = find("8xA100-80GB")
     times, amounts = [], []
     for gib in (64, 1.8, 0.8):
-        found = search(deep, cluster, MIXED, Wishes(memory=gib * 2**30))
+        found = search(deep, cluster, MIXED, SearchOptions(memory=gib * 2**30))
         segment = found.plan.entries["train"][0]
         held = peak_of(deep, found.plan, segment.recompute)
         assert held.peak <= gib * 2**30
@@ -182,14 +182,14 @@ def test_what_sums_overstate_is_not_left_unused(room):
     free = search(facts, cluster, MIXED)
     limit = room * free.best.memory.peak
     assert free.best.solution.memory > limit, "the sum is beyond the limit"
-    held = search(facts, cluster, MIXED, Wishes(memory=limit))
+    held = search(facts, cluster, MIXED, SearchOptions(memory=limit))
     assert held.best.memory.peak <= limit
     assert held.best.time == pytest.approx(free.best.time, rel=0.01) and not held.plan.entries["train"][0].recompute
 
 
 def test_what_the_first_plan_would_have_needed_is_not_kept_in_reserve(deep, monkeypatch):
     """The first plan that is walked through is too large, and more comes and goes in it than in those that fit."""
-    wishes = Wishes(memory=0.8 * 2**30)
+    wishes = SearchOptions(memory=0.8 * 2**30)
     found = search(deep, find("8xA100-80GB"), MIXED, wishes)
     monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "REFILLS", 0)
     before = search(deep, find("8xA100-80GB"), MIXED, wishes)
@@ -203,13 +203,13 @@ def test_a_rough_plan_that_fits_is_kept_where_no_better_one_is_found(deep, monke
         return replace(found, states=None, time=math.inf, bound=math.inf) if exact else found
 
     monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "solve", only_rough)
-    found = search(deep, find("8xA100-80GB"), MIXED, Wishes(memory=64 * 2**30, aim=-1.0))
+    found = search(deep, find("8xA100-80GB"), MIXED, SearchOptions(memory=64 * 2**30, aim=-1.0))
     assert found.best.memory.peak <= 64 * 2**30 and math.isfinite(found.best.time)
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_missing(deep):
     with pytest.raises(PlanError, match=r"does not fit: .* needs .* GiB on a device, and there are .* MiB"):
-        search(deep, find("2xA100-80GB"), MIXED, Wishes(memory=0.2 * 2**30))
+        search(deep, find("2xA100-80GB"), MIXED, SearchOptions(memory=0.2 * 2**30))
 
 
 def test_a_huge_vocabulary_is_split_on_its_classes():
@@ -223,7 +223,7 @@ def test_a_huge_vocabulary_is_split_on_its_classes():
 def test_a_conv_net_is_data_parallel_with_its_last_layers_split_where_that_pays():
     shown = (torch.zeros(64, 3, 224, 224, device="meta"), torch.zeros(64, dtype=torch.long, device="meta"))
     facts = facts_of(Pictures, *shown)
-    plan = search(facts, find("8xV100-16GB@pcie-3"), Training()).plan
+    plan = search(facts, find("8xV100-16GB@pcie-3"), TrainingSetup()).plan
     convolutions = [op.name for op in facts.graph.ops if "conv2d" in op.target][:3]
     assert all(split_on_batch(facts, plan, name) for name in convolutions)
     assert not split_on_batch(facts, plan, "first / linear"), "400 MB of gradients over PCIe, or 1 MB of activations"
@@ -233,24 +233,26 @@ def test_a_conv_net_is_data_parallel_with_its_last_layers_split_where_that_pays(
 @pytest.mark.parametrize("model", ["small", "deep"])
 def test_no_fixed_policy_is_better(name, model, request):
     facts, cluster = request.getfixturevalue(model), find(name)
-    found = search(facts, cluster, Training())
-    best = price(facts, cluster, Training(), found.plan).seconds
+    found = search(facts, cluster, TrainingSetup())
+    best = price(facts, cluster, TrainingSetup(), found.plan).seconds
     assert best == pytest.approx(found.best.time, rel=1e-6), "a plan is priced as it was searched"
     assert found.gap < 0.01
     size = cluster.size
     wishes = [f"{policy}={size}" for policy in ("dp", "tp", "sp", "zero1", "zero2", "zero3")]
     wishes += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
     for text in wishes:
-        plan = draw(facts.graph, read_request(text), facts)
-        habits = habits_of(cluster.device(0).name, cluster.nodes)
-        held = peak(facts, plan.mesh, plan.choices("train"), plan.storage, Training(), habits=habits)
-        if held.peak <= cluster.memory * (1 - Training().margin):
-            seconds = price(facts, cluster, Training(), plan).seconds
+        plan = build_plan(facts.graph, parse_plan_string(text), facts)
+        habits = backend_traits(cluster.device(0).name, cluster.nodes)
+        held = simulate_memory(facts, plan.mesh, plan.choices("train"), plan.storage, TrainingSetup(), habits=habits)
+        if held.peak <= cluster.memory * (1 - TrainingSetup().margin):
+            seconds = price(facts, cluster, TrainingSetup(), plan).seconds
             assert best <= seconds * (1 + 1e-9), (text, seconds, best)
 
 
 def test_a_search_that_is_stopped_gives_the_best_so_far_and_says_so(deep):
     seen = []
-    found = search(deep, find("8xA100-80GB"), MIXED, Wishes(seconds=0.0), progress=lambda what, best: seen.append(what))
+    found = search(
+        deep, find("8xA100-80GB"), MIXED, SearchOptions(seconds=0.0), progress=lambda what, best: seen.append(what)
+    )
     assert found.plan.mesh.size == 8 and found.stopped
     assert seen and math.isfinite(found.best.time)

@@ -16,15 +16,23 @@ import shardwright as sw
 from shardwright.capture import capture
 from shardwright.cli import main
 from shardwright.cluster import find
-from shardwright.cost import Training
+from shardwright.cost import TrainingSetup
 from shardwright.errors import InputError, PlanError
-from shardwright.plan.auto import Found, Wishes, search
+from shardwright.plan.auto import SearchOptions, SearchResult, search
 from shardwright.plan.clash import find_clash
-from shardwright.plan.constraints import Constraints, Memory, NamedAxis, Split, Target, Zero, read_constraints
-from shardwright.plan.frame import Frame
-from shardwright.plan.homes import level_of
+from shardwright.plan.constraints import (
+    AxisConstraint,
+    Constraints,
+    MemoryConstraint,
+    SplitConstraint,
+    Target,
+    ZeroConstraint,
+    read_constraints,
+)
+from shardwright.plan.context import SearchContext
 from shardwright.plan.limits import bind
 from shardwright.plan.price import price
+from shardwright.plan.storage_options import zero_level
 from shardwright.rules import analyse
 from tests.models.zoo import ZOO
 from tests.plan.graphs import facts_of
@@ -41,9 +49,11 @@ def classes_of(name):
     return {path: type(module).__name__ for path, module in ZOO[name]().module.named_modules()}
 
 
-def searched(name, entries, cluster=CLUSTER, memory=None) -> Found:
+def searched(name, entries, cluster=CLUSTER, memory=None) -> SearchResult:
     constraints = read_constraints(entries, classes_of(name))
-    return search(facts_of(name), cluster, Training(), Wishes(constraints=constraints, memory=memory, aim=0.05))
+    return search(
+        facts_of(name), cluster, TrainingSetup(), SearchOptions(constraints=constraints, memory=memory, aim=0.05)
+    )
 
 
 def planned(name, entries, **options):
@@ -69,11 +79,11 @@ def test_a_file_is_read_and_on_is_a_word(tmp_path):
         "- {module: [wte, head], zero: 1}\n"
     )
     axis, split, memory, zero = read_constraints(path).items
-    assert isinstance(axis, NamedAxis) and (axis.name, axis.size, axis.inside, axis.data) == ("tp", 2, True, False)
-    assert isinstance(split, Split) and split.target == Target(modules=("blocks.*.up",), ops=("linear",))
+    assert isinstance(axis, AxisConstraint) and (axis.name, axis.size, axis.inside, axis.data) == ("tp", 2, True, False)
+    assert isinstance(split, SplitConstraint) and split.target == Target(modules=("blocks.*.up",), ops=("linear",))
     assert (split.label, split.on) == ("n", "tp")
-    assert isinstance(memory, Memory) and memory.bytes == 70 * 2**30
-    assert isinstance(zero, Zero) and zero.target.modules == ("wte", "head")
+    assert isinstance(memory, MemoryConstraint) and memory.bytes == 70 * 2**30
+    assert isinstance(zero, ZeroConstraint) and zero.target.modules == ("wte", "head")
     assert str(zero.said) == f"{path}, entry 4: {{module: [wte, head], zero: 1}}"
 
 
@@ -231,12 +241,12 @@ class Stack(nn.Module):
 def test_ops_that_read_each_other_can_be_together_and_are_priced_as_they_are():
     facts = analyse(capture(Stack(), (torch.randn(4, 16), torch.randn(4, 16)), {}).graph)
     entries = [{"module": "layers.*", "together": True}, {"module": "layers.2", "split": "k"}]
-    found = search(facts, CLUSTER, Training(), Wishes(constraints=read_constraints(entries)))
+    found = search(facts, CLUSTER, TrainingSetup(), SearchOptions(constraints=read_constraints(entries)))
     picked = [found.plan.choices("train")[f"layers.{at} / linear"] for at in range(4)]
     assert picked == [picked[2]] * 4
     assert "k" in picked[2].values()
     assert found.best.solution is not None
-    assert price(facts, CLUSTER, Training(), found.plan).seconds == pytest.approx(found.best.solution.time)
+    assert price(facts, CLUSTER, TrainingSetup(), found.plan).seconds == pytest.approx(found.best.solution.time)
 
 
 def test_layers_that_are_together_are_recomputed_alike_and_priced_as_they_are():
@@ -244,13 +254,13 @@ def test_layers_that_are_together_are_recomputed_alike_and_priced_as_they_are():
     found = searched("gpt", entries)
     assert found.plan.entries["train"][0].recompute == ("blocks.0.attn", "blocks.1.attn")
     assert found.best.solution is not None
-    seconds = price(facts_of("gpt"), CLUSTER, Training(), found.plan).seconds
+    seconds = price(facts_of("gpt"), CLUSTER, TrainingSetup(), found.plan).seconds
     assert seconds == pytest.approx(found.best.solution.time)
 
 
 def test_memory_is_kept_to():
     free, held = searched("gpt", [DATA], cluster=TWO), searched("gpt", [DATA, {"memory": SHORT}], cluster=TWO)
-    before, after = (price(facts_of("gpt"), TWO, Training(), found.plan) for found in (free, held))
+    before, after = (price(facts_of("gpt"), TWO, TrainingSetup(), found.plan) for found in (free, held))
     assert before.memory.peak > SHORT >= after.memory.peak
     assert before.seconds < after.seconds
 
@@ -274,10 +284,10 @@ def test_what_must_not_be_is_not_recomputed():
 
 def test_a_level_is_not_exceeded():
     free = planned("gpt", [DATA], cluster=TWO, memory=530e3)
-    assert level_of(free.storage["blocks.1.up.weight"]) >= 1
+    assert zero_level(free.storage["blocks.1.up.weight"]) >= 1
     held = planned("gpt", [DATA, {"class": "Block", "op": "linear", "zero": 0}], cluster=TWO, memory=530e3)
-    assert level_of(held.storage["blocks.1.up.weight"]) == 0
-    assert level_of(held.storage["wte.weight"]) >= 1  # others make up for it
+    assert zero_level(held.storage["blocks.1.up.weight"]) == 0
+    assert zero_level(held.storage["wte.weight"]) >= 1  # others make up for it
 
 
 # -- clashes ----------------------------------------------------------------------------
@@ -329,7 +339,9 @@ def test_the_memory_of_a_device_may_be_what_clashes():
 
 
 def frame_of(name):
-    return lambda constraints: Frame(facts_of(name), CLUSTER, Training(), bind(constraints, facts_of(name)))
+    return lambda constraints: SearchContext(
+        facts_of(name), CLUSTER, TrainingSetup(), bind(constraints, facts_of(name))
+    )
 
 
 def test_out_of_time_it_says_that_there_may_be_less():

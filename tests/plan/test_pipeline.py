@@ -12,26 +12,26 @@ from torch import Tensor, nn
 
 from shardwright.capture import capture
 from shardwright.errors import PlanError, ShardwrightError
-from shardwright.plan import Plan, read_request
+from shardwright.plan import Plan, parse_plan_string
 from shardwright.plan.file import load, read
 from shardwright.plan.pipeline import (
     MB,
+    build_pipeline,
     check_microbatches,
     continue_pipeline,
-    draw_pipeline,
     microbatches_of,
     schedule_of,
     timed,
     usual_microbatches,
 )
-from shardwright.plan.segments import Line, cut_graph
+from shardwright.plan.stages import OpSequence, split_graph
 from shardwright.rules import analyse
 from tests.layout.drawn import mesh_of
 from tests.plan.graphs import facts_of, graph_of
 
 
 def plan_of(text: str, name: str = "gpt", microbatches: int | None = 2, batch: int = 12) -> Plan:
-    return draw_pipeline(graph_of(name, batch), read_request(text), facts_of(name, batch), "", microbatches)
+    return build_pipeline(graph_of(name, batch), parse_plan_string(text), facts_of(name, batch), "", microbatches)
 
 
 def devices(plan: Plan) -> list[tuple[int, ...]]:
@@ -186,14 +186,14 @@ def test_ops_that_the_first_entry_lacks_are_with_what_they_read():
         analyse(capture(Modes().train(training), (torch.randn(4, 6),), {}, entry=entry).graph)
         for training, entry in ((True, "train"), (False, "eval"))
     ]
-    plan = draw_pipeline(facts[0].graph, read_request("pp=3"), facts[0], "", 2)
+    plan = build_pipeline(facts[0].graph, parse_plan_string("pp=3"), facts[0], "", 2)
 
     parts = continue_pipeline(plan, facts[1]).entries["eval"]
 
     home = {op: number for number, part in enumerate(parts) for op in part.choices}
     assert home["a / linear"] == 0 and home["/ cos"] == home["c / linear"] == 2
     assert home["/ sin"] == home["/ tanh.1"]
-    cut = cut_graph(Line(facts[1]), [tuple(part.choices) for part in parts])
+    cut = split_graph(OpSequence(facts[1]), [tuple(part.choices) for part in parts])
     assert cut.edges == {(0, 1), (1, 2)}
 
 
@@ -223,7 +223,7 @@ def test_so_is_one_of_a_model_whose_ops_are_mostly_its_own(name):
 
 
 def test_microbatches_alone_are_in_the_file_too():
-    plan = draw_pipeline(graph_of("mlp"), read_request("dp=2"), facts_of("mlp"), "", 2)
+    plan = build_pipeline(graph_of("mlp"), parse_plan_string("dp=2"), facts_of("mlp"), "", 2)
     data = json.loads(plan.to_json())
 
     assert (data["microbatches"], data["schedule"], data["local"]) == (2, "1f1b", False)
@@ -265,7 +265,9 @@ def test_layers_may_be_moved_by_hand():
     moved = read(edited(move), graph_of("gpt_deep", 12))
 
     assert layers_of(moved) == [{0, 1, 2}, set(range(3, 13))]
-    assert cut_graph(Line(facts_of("gpt_deep", 12)), [tuple(s.choices) for s in moved.segments]).edges == {(0, 1)}
+    assert split_graph(OpSequence(facts_of("gpt_deep", 12)), [tuple(s.choices) for s in moved.segments]).edges == {
+        (0, 1)
+    }
 
 
 FAULTS = {

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardwright.errors import PlanError
-from shardwright.plan import Draft, draw, read_request
+from shardwright.plan import PlanBuilder, build_plan, parse_plan_string
 from shardwright.plan.file import load
 from shardwright.plan.folding import fold, unfold
 from tests.layout.drawn import mesh_of
@@ -15,7 +15,7 @@ from tests.plan.graphs import facts_of, graph_of
 
 
 def plan_of(text: str, name: str = "gpt"):
-    return draw(graph_of(name), read_request(text), facts_of(name))
+    return build_plan(graph_of(name), parse_plan_string(text), facts_of(name))
 
 
 @pytest.mark.parametrize("text", ["dp=2", "tp=2", "sp=2", "zero3=2,tp=2"])
@@ -56,7 +56,7 @@ def test_folding_and_unfolding_are_inverse_where_layers_differ():
 def test_a_layer_that_is_left_alone_stays_alone_after_a_round_trip(tmp_path):
     """Only the first block is split: a star would split the second one too."""
     facts = facts_of("gpt")
-    draft = Draft(graph_of("gpt"), mesh_of(tp=2), facts)
+    draft = PlanBuilder(graph_of("gpt"), mesh_of(tp=2), facts)
     op = next(op for op in draft.ops if op.name == "blocks.0.up / linear")
     draft.split(op, draft.mesh.axes[0], next(role for role in draft.roles(op) if role.name == "n"))
     plan = draft.finish("mine")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.capture import Captured, capture, run
+from shardwright.capture import CapturedGraph, capture, run
 from shardwright.cost import flops
 from shardwright.errors import PlanError
-from shardwright.plan.segments import Cut, Line, balanced, cut_graph
+from shardwright.plan.stages import OpSequence, StagedGraph, balanced, split_graph
 from shardwright.rules import analyse
 from tests.models.zoo import ZOO
 from tests.plan.graphs import facts_of
@@ -25,17 +25,17 @@ from tests.plan.graphs import facts_of
 D = 6
 
 
-def line_of(module: nn.Module, *args: Tensor) -> Line:
-    return Line(analyse(capture(module, args, {}).graph))
+def line_of(module: nn.Module, *args: Tensor) -> OpSequence:
+    return OpSequence(analyse(capture(module, args, {}).graph))
 
 
-def place(line: Line, name: str) -> int:
+def place(line: OpSequence, name: str) -> int:
     return line.place[name]
 
 
-def cut_before(line: Line, *names: str) -> Cut:
+def cut_before(line: OpSequence, *names: str) -> StagedGraph:
     """The line cut before the ops of these names."""
-    return cut_graph(line, line.parts([place(line, name) for name in names]))
+    return split_graph(line, line.parts([place(line, name) for name in names]))
 
 
 def names_of(graph) -> set[str]:
@@ -46,7 +46,7 @@ def keys_of(graph) -> set[str]:
     return {parameter.key for parameter in graph.parameters}
 
 
-def crossing(cut: Cut) -> set[tuple[str, int, int]]:
+def crossing(cut: StagedGraph) -> set[tuple[str, int, int]]:
     return {(held.value, held.giver, held.taker) for held in cut.crossings}
 
 
@@ -204,7 +204,7 @@ def test_outputs_leave_from_where_they_are_made():
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5", "masked"])
 def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
-    line = Line(facts_of(name, 12))
+    line = OpSequence(facts_of(name, 12))
 
     for at in range(len(line.ops)):
         before = {value for op in line.ops[:at] for value in op.outputs}
@@ -214,7 +214,7 @@ def test_bytes_that_cross_are_those_of_values_made_before_and_read_after(name):
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "hf_t5"])
 def test_places_are_where_less_crosses_than_around_them_and_never_where_more_does(name):
-    line = Line(facts_of(name, 12))
+    line = OpSequence(facts_of(name, 12))
 
     assert line.places == tuple(sorted(set(line.places)))
     assert all(0 < at < len(line.ops) for at in line.places)
@@ -248,7 +248,7 @@ def test_the_first_op_may_be_a_segment_of_its_own():
 
 
 def test_a_block_of_a_gpt_may_be_cut_from_the_next():
-    line = Line(facts_of("gpt", 12))
+    line = OpSequence(facts_of("gpt", 12))
 
     assert place(line, "blocks.1.ln1 / layer_norm") in line.places
 
@@ -272,7 +272,7 @@ def test_regions_that_the_user_checkpoints_are_not_cut():
 
 
 def test_more_segments_than_places_are_refused_with_the_number():
-    line = Line(facts_of("mlp"))
+    line = OpSequence(facts_of("mlp"))
     most = len(line.places) + 1
 
     assert len(balanced(line, [1.0] * len(line.ops), most)) == most - 1
@@ -298,7 +298,7 @@ def test_a_graph_that_can_not_be_cut_says_so():
 
 @pytest.mark.parametrize("cuts", [(0,), (3, 3), (3, 2), (99,)])
 def test_parts_that_would_be_empty_are_refused(cuts):
-    line = Line(facts_of("mlp"))
+    line = OpSequence(facts_of("mlp"))
 
     with pytest.raises(PlanError, match=rf"a line of {len(line.ops)} ops can't be cut at"):
         line.parts(cuts)
@@ -309,7 +309,7 @@ def test_a_segment_that_reads_from_a_later_one_is_refused_with_both_ops():
     first, second = line.parts([place(line, "c / linear")])
 
     with pytest.raises(PlanError, match=r"/ tanh .*is in segment 0 and reads h, which a / linear .*later segment 1"):
-        cut_graph(line, [[name for name in first if name != "a / linear"], [*second, "a / linear"]])
+        split_graph(line, [[name for name in first if name != "a / linear"], [*second, "a / linear"]])
 
 
 # The pieces together are the whole.
@@ -318,16 +318,16 @@ MODELS = ("gpt", "masked", "unet", "repeated", "regularized", "resnet", "lora", 
 
 
 @lru_cache
-def captured_of(name: str) -> tuple[Captured, Line, dict[str, Tensor], dict[str, Tensor]]:
+def captured_of(name: str) -> tuple[CapturedGraph, OpSequence, dict[str, Tensor], dict[str, Tensor]]:
     case = ZOO[name](dtype=torch.float64)
     held = capture(case.module, case.args, case.kwargs)
     given = dict(zip([i.value for i in held.graph.inputs], held.flatten(case.args, case.kwargs), strict=True))
     state = dict(case.module.named_parameters(remove_duplicate=False))
     state |= dict(case.module.named_buffers(remove_duplicate=False))
-    return held, Line(analyse(held.graph)), given, state
+    return held, OpSequence(analyse(held.graph)), given, state
 
 
-def run_in_pieces(cut: Cut, held: Captured, given: dict[str, Tensor], state: dict[str, Tensor]):
+def run_in_pieces(cut: StagedGraph, held: CapturedGraph, given: dict[str, Tensor], state: dict[str, Tensor]):
     """Segments one after the other, each with nothing but what it takes: outputs in order, and updated buffers."""
     sent: dict[tuple[str, int], Tensor] = {}
     outputs: list[Tensor | None] = [None] * len(cut.outputs)
@@ -362,7 +362,7 @@ def test_segments_one_after_the_other_compute_what_the_graph_computes(name):
 
     for count in (2, 3, 5):
         cuts = sorted(drawn.sample(range(1, len(line.ops)), count - 1))  # anywhere, also where nobody would
-        cut = cut_graph(line, line.parts(cuts))
+        cut = split_graph(line, line.parts(cuts))
         outputs, updates = run_in_pieces(cut, held, given, state)
 
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
@@ -384,7 +384,7 @@ def test_every_op_is_in_one_part_and_all_that_is_needed_is_run(name):
         parts = line.parts(cuts)
 
         assert sorted(op for part in parts for op in part) == sorted(op.name for op in line.graph.ops)
-        cut = cut_graph(line, parts)
+        cut = split_graph(line, parts)
         for part, graph in zip(parts, cut.graphs, strict=True):
             assert {op for op in part if op in line.place} <= names_of(graph)
             assert len(graph.ops) == len(names_of(graph))
@@ -394,7 +394,7 @@ def test_every_op_is_in_one_part_and_all_that_is_needed_is_run(name):
 # The balance.
 
 
-class FakeLine(Line):
+class FakeLine(OpSequence):
     """A line of numbers: what crosses before each place, all of which may be cut."""
 
     def __init__(self, crossing: list[int]) -> None:
@@ -437,7 +437,7 @@ def test_the_heaviest_part_is_as_light_as_can_be_and_then_the_least_is_sent(draw
 
 
 def test_stages_of_a_deep_gpt_have_about_the_same_arithmetic():
-    line = Line(facts_of("gpt_deep", 12))
+    line = OpSequence(facts_of("gpt_deep", 12))
     weights = [flops(line.facts.signatures[op.name]) for op in line.ops]
 
     bounds = [0, *balanced(line, weights, 4), len(weights)]

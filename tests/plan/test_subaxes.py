@@ -12,8 +12,8 @@ from torch import nn
 from shardwright.capture import capture
 from shardwright.errors import PlanError
 from shardwright.ir import Graph
-from shardwright.lower import Program, lower
-from shardwright.plan import Plan, draw, read_request
+from shardwright.lower import LoweredProgram, lower
+from shardwright.plan import Plan, build_plan, parse_plan_string
 from shardwright.rules import FAN, Analysis, analyse
 from tests.layout.drawn import mesh_of
 from tests.models.transformer import Transformer, TransformerConfig
@@ -31,14 +31,14 @@ def gpt(heads: int, groups: int | None = None, vocab: int = 64) -> tuple[Graph, 
 
 
 def plan_of(text: str, held: tuple[Graph, Analysis]) -> Plan:
-    return draw(held[0], read_request(text), held[1])
+    return build_plan(held[0], parse_plan_string(text), held[1])
 
 
-def program_of(text: str, held: tuple[Graph, Analysis]) -> Program:
+def program_of(text: str, held: tuple[Graph, Analysis]) -> LoweredProgram:
     return lower(held[0], plan_of(text, held), held[1])
 
 
-def layouts_of(program: Program) -> dict[str, str]:
+def layouts_of(program: LoweredProgram) -> dict[str, str]:
     return {holding.key: str(holding.layout) for holding in program.holdings}
 
 
@@ -104,11 +104,11 @@ def test_an_axis_that_no_parameter_can_fill_is_refused_as_before():
     graph, facts = graph_of("mlp"), facts_of("mlp")
 
     with pytest.raises(PlanError, match="larger than every dim"):
-        draw(graph, read_request("tp=512"), facts)
+        build_plan(graph, parse_plan_string("tp=512"), facts)
 
 
 def test_another_entry_is_refined_as_the_first_is():
-    request = read_request("dp=2,tp=4")
+    request = parse_plan_string("dp=2,tp=4")
 
     assert str(request.like(mesh_of(dp=2, tp0=2, tp1=2)).mesh) == "dp=2 x tp0=2 x tp1=2"
     assert str(request.like(mesh_of(dp=2, tp=4)).mesh) == "dp=2 x tp=4"
@@ -116,7 +116,7 @@ def test_another_entry_is_refined_as_the_first_is():
 
 
 def test_stages_of_a_pipeline_have_refined_axes_too():
-    request = read_request("pp=2,tp=4").like(mesh_of(tp0=2, tp1=2))
+    request = parse_plan_string("pp=2,tp=4").like(mesh_of(tp0=2, tp1=2))
 
     assert [str(request.mesh_of(size)) for size in request.stages] == ["tp0=2 x tp1=2"] * 2
 

@@ -5,9 +5,11 @@ import torch
 from examples.gpt import GPT, GPTConfig
 
 from shardwright.rehearse import rehearse
-from shardwright.runtime import blocks, buckets, comm, linears, nearby, zero
+from shardwright.runtime.algorithms import linears
+from shardwright.runtime.collectives import blocks, comm, process_group
+from shardwright.runtime.parameters import buckets, zero3
 
-gather_unit, stack_up = zero.Zero3.open, blocks.unstack
+gather_unit, stack_up = zero3.Zero3.open, blocks.unstack
 
 
 def unchanged(x, *rest):
@@ -23,7 +25,7 @@ def first_part(x, dim, group, cut=None):
 
 
 def sums_nothing(tensor, group, *rest):
-    return nearby.DONE
+    return process_group.DONE
 
 
 FAULTS = {
@@ -46,7 +48,7 @@ FAULTS = {
     ),
     "a gathered weight is slightly off": (
         "zero3=8",
-        [(zero.Zero3, "open", lambda self, unit: {k: v * (1 + 1e-6) for k, v in gather_unit(self, unit).items()})],
+        [(zero3.Zero3, "open", lambda self, unit: {k: v * (1 + 1e-6) for k, v in gather_unit(self, unit).items()})],
     ),
 }
 

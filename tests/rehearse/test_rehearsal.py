@@ -16,7 +16,7 @@ from shardwright.parallelize import captured_graph
 from shardwright.rehearse import rehearse
 from shardwright.rehearse.result import differences
 from shardwright.rules import analyse
-from shardwright.runtime import comm
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.pipeline import ties
 
 

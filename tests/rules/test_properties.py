@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shardwright.rules import ROWS, known_targets
-from shardwright.rules.kept import OPAQUE
+from shardwright.rules.user_calls import OPAQUE
 from tests.rules import drawn_families
 from tests.rules.drawn import NO_DERIVATIVE, Dice, one_op, ways
 from tests.rules.oracle import check_split

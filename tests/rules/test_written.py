@@ -10,7 +10,7 @@ import pytest
 
 from shardwright.ir import Op
 from shardwright.ir.graph import Slot
-from shardwright.rules import Call, find_rule
+from shardwright.rules import OpCall, find_rule
 from shardwright.rules.pointwise import full_name
 from tests.probe.calls import value
 from tests.rules.drawn import one_op
@@ -24,7 +24,7 @@ def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_rig
     target, arguments, expected = WRITTEN[name]
     facts, op, given = one_op(full_name(target), arguments)
     values = facts.graph.values
-    call = Call(op, tuple(values[at] for at in op.inputs), tuple(values[at] for at in op.outputs))
+    call = OpCall(op, tuple(values[at] for at in op.inputs), tuple(values[at] for at in op.outputs))
 
     found = find_rule(call)
 
@@ -46,7 +46,7 @@ def test_a_value_times_or_over_itself_is_not_linear(target: str) -> None:
     op = Op(
         name="/ op", target=target, inputs=("x", "x"), outputs=("y",), arguments=(("self", Slot(0)), ("other", Slot(1)))
     )  # fmt: skip
-    found = find_rule(Call(op, (x, x), (y,)))
+    found = find_rule(OpCall(op, (x, x), (y,)))
     assert found is not None and found.text == "a b, a b -> a b"
 
 
@@ -57,4 +57,4 @@ def test_a_cross_product_that_looks_for_its_dim_has_no_rule() -> None:
         name="/ cross", target="aten.cross.default", inputs=("x", "y"), outputs=("z",),
         arguments=(("self", Slot(0)), ("other", Slot(1))),
     )  # fmt: skip
-    assert find_rule(Call(op, tuple(named[:2]), tuple(named[2:]))) is None
+    assert find_rule(OpCall(op, tuple(named[:2]), tuple(named[2:]))) is None

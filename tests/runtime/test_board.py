@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.runtime import board
-from shardwright.runtime.board import Board, Posting
+from shardwright.runtime.collectives import shared_memory
+from shardwright.runtime.collectives.shared_memory import PostedCall, SharedMemoryGroup
 
 RANKS = (3, 5, 7, 11)  # as the world numbers them
 DTYPES = [
@@ -34,21 +34,25 @@ DTYPES = [
 @contextmanager
 def reserved(n: int) -> Iterator[int]:
     file = os.memfd_create("test")
-    os.posix_fallocate(file, 0, board.size_for(n))
+    os.posix_fallocate(file, 0, shared_memory.size_for(n))
     try:
         yield file
     finally:
         os.close(file)
 
 
-def side(file: int, index: int, n: int, limit: float = 60.0) -> Board:
+def side(file: int, index: int, n: int, limit: float = 60.0) -> SharedMemoryGroup:
     own = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
-    return Board(mmap.mmap(own, board.size_for(n)), own, index, RANKS[:n], limit)
+    return SharedMemoryGroup(mmap.mmap(own, shared_memory.size_for(n)), own, index, RANKS[:n], limit)
 
 
-def run(n: int, fn: Callable[[Board], Any], monkeypatch: pytest.MonkeyPatch, limit: float = 60.0) -> list[Any]:
+def run(
+    n: int, fn: Callable[[SharedMemoryGroup], Any], monkeypatch: pytest.MonkeyPatch, limit: float = 60.0
+) -> list[Any]:
     """What `fn` returns on every rank."""
-    monkeypatch.setattr(Board, "_is_gone", lambda self, rank: False)  # a process does not stop itself by its locks
+    monkeypatch.setattr(
+        SharedMemoryGroup, "_is_gone", lambda self, rank: False
+    )  # a process does not stop itself by its locks
     with reserved(n) as file, ThreadPoolExecutor(n) as pool:
         return list(pool.map(fn, [side(file, index, n, limit) for index in range(n)]))
 
@@ -56,9 +60,9 @@ def run(n: int, fn: Callable[[Board], Any], monkeypatch: pytest.MonkeyPatch, lim
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that are full after a few numbers."""
-    monkeypatch.setattr(board, "PIECE", 256)
-    monkeypatch.setattr(board, "RING", 2048)
-    monkeypatch.setattr(board, "SHARED", 128)
+    monkeypatch.setattr(shared_memory, "PIECE", 256)
+    monkeypatch.setattr(shared_memory, "RING", 2048)
+    monkeypatch.setattr(shared_memory, "SHARED", 128)
 
 
 def value(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -78,11 +82,11 @@ def total(values: list[Tensor]) -> Tensor:
     return found.to(values[0].dtype)
 
 
-def all_reduce(at: Board, x: Tensor, op: str = "sum") -> Posting:
+def all_reduce(at: SharedMemoryGroup, x: Tensor, op: str = "sum") -> PostedCall:
     return at.post(x.view(1, -1), x.view(1, -1), op)
 
 
-def every_collective(at: Board, size: int, dtype: torch.dtype) -> list[Tensor]:
+def every_collective(at: SharedMemoryGroup, size: int, dtype: torch.dtype) -> list[Tensor]:
     n = len(at.ranks)
     found = []
     for op in ("sum", "max", "min"):
@@ -119,7 +123,7 @@ def test_every_collective_gives_what_it_should(n: int, small: None, monkeypatch:
 
 
 def test_sizes_as_they_are(monkeypatch: Any) -> None:
-    size = board.RING // 8 + 3  # longer than what is posted at once
+    size = shared_memory.RING // 8 + 3  # longer than what is posted at once
     found = run(2, lambda at: every_collective(at, size, torch.float32), monkeypatch)
     assert torch.equal(found[0][0], total([value(rank, size, torch.float32) for rank in range(2)]))
     assert torch.equal(found[0][0], found[1][0])
@@ -128,7 +132,7 @@ def test_sizes_as_they_are(monkeypatch: Any) -> None:
 def test_calls_may_be_awaited_in_any_order(small: None, monkeypatch: Any) -> None:
     sizes = [1, 70, 40, 300, 2, 90, 60] * 3
 
-    def fn(at: Board) -> list[Tensor]:
+    def fn(at: SharedMemoryGroup) -> list[Tensor]:
         values = [value(at.index, size, torch.float64, seed) for seed, size in enumerate(sizes)]
         begun = [all_reduce(at, x) for x in values]
         for posting in begun if at.index == 0 else reversed(begun):
@@ -142,9 +146,9 @@ def test_calls_may_be_awaited_in_any_order(small: None, monkeypatch: Any) -> Non
 
 
 def test_a_rank_that_never_looks_stops_nobody(small: None, monkeypatch: Any) -> None:
-    calls = 5 * board.CALLS
+    calls = 5 * shared_memory.CALLS
 
-    def fn(at: Board) -> list[float]:
+    def fn(at: SharedMemoryGroup) -> list[float]:
         values = [torch.tensor([float(at.index + call)]) for call in range(calls)]
         begun = [all_reduce(at, x) for x in values]
         if at.index:
@@ -152,7 +156,7 @@ def test_a_rank_that_never_looks_stops_nobody(small: None, monkeypatch: Any) -> 
         else:
             for posting in begun:
                 posting.wait()
-        return [float(x) for x in (values if at.index == 0 else values[: calls - board.CALLS])]
+        return [float(x) for x in (values if at.index == 0 else values[: calls - shared_memory.CALLS])]
 
     first, second = run(2, fn, monkeypatch)
     assert first == [2.0 * call + 1 for call in range(calls)]
@@ -166,7 +170,7 @@ def test_all_ranks_have_the_same_bits(monkeypatch: Any) -> None:
 
 
 def test_values_of_inference_and_leaves_can_be_summed(monkeypatch: Any) -> None:
-    def fn(at: Board) -> tuple[Tensor, int]:
+    def fn(at: SharedMemoryGroup) -> tuple[Tensor, int]:
         with torch.inference_mode():
             x = torch.ones(3)
             posting = all_reduce(at, x)
@@ -189,7 +193,7 @@ def test_who_looks_at_all_ops_does_not_see_those_of_a_collective(monkeypatch: An
 
     seen: list[str] = []
 
-    def fn(at: Board) -> None:
+    def fn(at: SharedMemoryGroup) -> None:
         x = torch.ones(3)
         flat = x.view(1, -1)
         with Looks():
@@ -203,7 +207,7 @@ def test_who_looks_at_all_ops_does_not_see_those_of_a_collective(monkeypatch: An
 
 
 def test_what_is_awaited_is_let_go(monkeypatch: Any) -> None:
-    def fn(at: Board) -> int:
+    def fn(at: SharedMemoryGroup) -> int:
         x = torch.ones(1000)
         posting = all_reduce(at, x)
         posting.wait()
@@ -215,7 +219,7 @@ def test_what_is_awaited_is_let_go(monkeypatch: Any) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: Any) -> None:
-    def fn(at: Board) -> str:
+    def fn(at: SharedMemoryGroup) -> str:
         if at.index == 1:
             return ""
         start = time.monotonic()
@@ -230,7 +234,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: Any) -> None:
 
 
 def test_ranks_that_do_not_do_the_same_are_told(monkeypatch: Any) -> None:
-    def fn(at: Board) -> None:
+    def fn(at: SharedMemoryGroup) -> None:
         with pytest.raises(dist.DistError, match=r"ranks \d and \d don't do the same: one has posted \d+ bytes"):
             all_reduce(at, torch.ones(1 + at.index)).wait()
 
@@ -238,7 +242,7 @@ def test_ranks_that_do_not_do_the_same_are_told(monkeypatch: Any) -> None:
 
 
 def test_other_threads_run_while_a_rank_waits(monkeypatch: Any) -> None:
-    monkeypatch.setattr(board, "SPIN", 60.0)
+    monkeypatch.setattr(shared_memory, "SPIN", 60.0)
     counted = [0]
 
     def count() -> None:
@@ -246,7 +250,7 @@ def test_other_threads_run_while_a_rank_waits(monkeypatch: Any) -> None:
             counted[0] += 1
             time.sleep(1e-4)
 
-    def fn(at: Board) -> None:
+    def fn(at: SharedMemoryGroup) -> None:
         if at.index == 1:
             thread = threading.Thread(target=count)
             thread.start()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import LayoutError
-from shardwright.layout import Axis, Block, Cut, Mesh
-from shardwright.runtime import comm
+from shardwright.layout import Axis, Block, Mesh, Shard
+from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Group, Groups
 from tests.runtime.ranks import run_processes, run_ranks
 
@@ -30,11 +30,11 @@ def group_of(n: int) -> Group:
     return Groups(Mesh(axes=(Axis(name="tp", size=n),)))["tp"]
 
 
-def cut_of(*blocks: Block, repeat: int = 1) -> Cut:
-    return Cut(axis="tp", blocks=blocks, repeat=repeat)
+def cut_of(*blocks: Block, repeat: int = 1) -> Shard:
+    return Shard(axis="tp", blocks=blocks, repeat=repeat)
 
 
-CUTS: dict[str, tuple[int, Cut | None]] = {
+CUTS: dict[str, tuple[int, Shard | None]] = {
     "even": (12, None),
     "plain": (12, cut_of(Block(1, 12, 1))),
     "fused": (72, cut_of(Block(3, 12, 2))),
@@ -53,7 +53,7 @@ def whole(size: int, dim: int, seed: int, others: int = 12) -> Tensor:
     return x.transpose(0, 2).contiguous().transpose(0, 2)  # not contiguous
 
 
-def held(kind: str, x: Tensor, rank: int, n: int, dim: int, cut: Cut | None) -> Tensor:
+def held(kind: str, x: Tensor, rank: int, n: int, dim: int, cut: Shard | None) -> Tensor:
     """What a rank holds of a whole tensor."""
     if kind in "WF":
         return x
@@ -66,7 +66,7 @@ def held(kind: str, x: Tensor, rank: int, n: int, dim: int, cut: Cut | None) -> 
     return x.index_select(dim, torch.tensor(kept, dtype=torch.long))
 
 
-def check(kind: str, found: list[Tensor], x: Tensor, dim: int, cut: Cut | None) -> None:
+def check(kind: str, found: list[Tensor], x: Tensor, dim: int, cut: Shard | None) -> None:
     if kind == "P":
         assert torch.equal(sum(found), x)
         return
@@ -89,7 +89,7 @@ CONVERTERS: dict[str, tuple[str, str, list[str], list[str]]] = {
 }
 
 
-def bind(name: str, dim: int, cut: Cut | None) -> Callable[[Tensor, Group], Tensor]:
+def bind(name: str, dim: int, cut: Shard | None) -> Callable[[Tensor, Group], Tensor]:
     function = getattr(comm, name)
     cutting = name.startswith(("gather", "take", "reduce_scatter", "pad"))
     return partial(function, dim=dim, cut=cut) if cutting else function
@@ -142,7 +142,7 @@ def exchange_all(rank: int, n: int, cases: list[tuple[int, str, int, str]]) -> l
 
 def exchange_case(
     from_dim: int, from_label: str, to_dim: int, to_label: str
-) -> tuple[tuple[Tensor, Tensor], Cut | None, Cut | None]:
+) -> tuple[tuple[Tensor, Tensor], Shard | None, Shard | None]:
     (from_size, from_cut), (to_size, to_cut) = CUTS[from_label], CUTS[to_label]
     shape = [2, 2, 2]
     shape[from_dim], shape[to_dim] = from_size, to_size

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InputError
-from shardwright.runtime.comparison import CallSignature, InputComparison
+from shardwright.runtime.faults.input_comparison import CallSignature, InputComparison
 from tests.runtime.ranks import run_ranks
 
 X, MASK = torch.arange(12.0).view(4, 3), torch.ones(3, 3)

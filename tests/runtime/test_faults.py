@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from shardwright.runtime.faults import GRACE, PATIENCE, Watch
+from shardwright.runtime.faults.watch import GRACE, PATIENCE, Watch
 
 LIMIT, BEAT = 100.0, 1.0
 

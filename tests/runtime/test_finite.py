@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwright as sw
-from shardwright.runtime.finite import agree_finite, explain_nonfinite, find_nonfinite, first_gradient
+from shardwright.runtime.faults.nonfinite import agree_finite, explain_nonfinite, find_nonfinite, first_gradient
 from tests.parity.threaded import world_of
 from tests.runtime.ranks import run_ranks
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardwright.errors import InputError
-from shardwright.layout import FANNED, make_layout
-from shardwright.runtime.gradients import GradientSync
-from shardwright.runtime.holding import Held
-from shardwright.runtime.parameters import Untouched, make_parameter, raw_gradient
+from shardwright.layout import REPLICATE, make_layout
+from shardwright.runtime.parameters.gradient_sync import GradientSync
+from shardwright.runtime.parameters.sharded import Untouched, make_parameter, raw_gradient
+from shardwright.runtime.parameters.spec import ParameterSpec
 from shardwright.runtime.world import Groups
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients
 from tests.runtime.ranks import run_processes, run_ranks
@@ -259,7 +259,9 @@ def test_what_is_not_supported_says_so():
 def test_sparse_gradients_are_summed_as_dense_ones():
     def body(rank):
         groups = Pieces(mesh_of(2)).groups
-        held = Held(keys=("e",), shape=(4, 2), dtype=torch.float64, layout=make_layout([[], []], {"dp": FANNED}))
+        held = ParameterSpec(
+            keys=("e",), shape=(4, 2), dtype=torch.float64, layout=make_layout([[], []], {"dp": REPLICATE})
+        )
         table = make_parameter(torch.zeros(4, 2, dtype=torch.float64), held, groups)
         GradientSync([(held, table)], groups)
         with Untouched():

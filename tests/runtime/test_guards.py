@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.runtime.frozen import ABSENT, freeze
-from shardwright.runtime.guards import AttributeGuard, why_new
+from shardwright.runtime.model.frozen_values import ABSENT, freeze
+from shardwright.runtime.model.guards import AttributeGuard, why_new
 
 
 def guarded(**attributes):

@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwright.runtime import journal as journal_room
-from shardwright.runtime.hang import Inquiry, explain
-from shardwright.runtime.journal import Journal
+from shardwright.runtime.faults import flight_recorder as journal_room
+from shardwright.runtime.faults.flight_recorder import FlightRecorder
+from shardwright.runtime.faults.hang_report import Inquiry, explain
 
 
 def line(number, text="y = comm.fan_in(y, self.tp)"):
@@ -73,7 +73,7 @@ def test_what_is_none_of_ours_is_said_by_places():
 def test_a_rank_that_has_run_ahead_of_its_device_asks_too():
     """As on a GPU: nobody waits in a collective, and one rank has not entered what the other has."""
     store = dist.HashStore()
-    notes = [Journal(), Journal()]
+    notes = [FlightRecorder(), FlightRecorder()]
     for journal, count in zip(notes, (3, 2), strict=True):
         for _ in range(count):
             journal.enter("message", (0, 1), None)

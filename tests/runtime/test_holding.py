@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from shardwright.errors import LayoutError
-from shardwright.layout import FANNED, Axis, Block, Mesh, make_cut, make_layout, plain_cut
-from shardwright.runtime.holding import (
-    Held,
-    Piece,
+from shardwright.layout import REPLICATE, Axis, Block, Mesh, contiguous_shard, make_layout, make_shard
+from shardwright.runtime.parameters.spec import (
+    ParameterEntry,
+    ParameterSpec,
     coordinates,
-    cut,
-    gather,
+    gather_tensor,
     parse,
-    scatter,
+    shard,
+    shard_tensor,
     storage_layout,
     wanted_groups,
     zero_axes,
@@ -27,16 +27,16 @@ MESH = Mesh(axes=(Axis(name="dp", size=2), TP))
 
 
 def held(shape, cuts, sums=(), zero=(), **others):
-    layout = make_layout(cuts, dict.fromkeys(sums, FANNED))
-    return Held(keys=("w",), shape=shape, dtype=torch.float64, layout=layout, zero=zero, **others)
+    layout = make_layout(cuts, dict.fromkeys(sums, REPLICATE))
+    return ParameterSpec(keys=("w",), shape=shape, dtype=torch.float64, layout=layout, zero=zero, **others)
 
 
 CASES = {
-    "fused rows": held((24, 3), [[make_cut(TP, [Block(3, 4, 2)])], []], sums=["dp"], zero=(("dp", 3),)),
-    "uneven columns": held((4, 5), [[], [plain_cut(TP, 5)]], sums=["dp"], zero=(("dp", 3),)),
-    "zero on a dim that tp cuts unevenly": held((5,), [[plain_cut(TP, 5)]], sums=["dp"], zero=(("dp", 3),)),
+    "fused rows": held((24, 3), [[make_shard(TP, [Block(3, 4, 2)])], []], sums=["dp"], zero=(("dp", 3),)),
+    "uneven columns": held((4, 5), [[], [contiguous_shard(TP, 5)]], sums=["dp"], zero=(("dp", 3),)),
+    "zero on a dim that tp cuts unevenly": held((5,), [[contiguous_shard(TP, 5)]], sums=["dp"], zero=(("dp", 3),)),
     "uneven zero": held((3, 2), [[], []], sums=["dp"], zero=(("dp", 3),)),
-    "an empty share": held((1, 3), [[], [plain_cut(Axis(name="dp", size=2), 3)]]),
+    "an empty share": held((1, 3), [[], [contiguous_shard(Axis(name="dp", size=2), 3)]]),
     "a scalar": held((), [], sums=["dp"], zero=(("dp", 3),)),
     "zero over both axes": held((5, 4), [[], []], sums=["dp", "tp"], zero=(("dp", 3), ("tp", 3))),
 }
@@ -49,8 +49,8 @@ def test_gather_undoes_scatter(name):
 
     def body(rank):
         groups = Groups(MESH)
-        piece = scatter(full, it, MESH.sizes, coordinates(groups))
-        return piece.shape, gather(piece, it, groups)
+        piece = shard_tensor(full, it, MESH.sizes, coordinates(groups))
+        return piece.shape, gather_tensor(piece, it, groups)
 
     results = run_ranks(4, body)
     for _, whole in results:
@@ -60,15 +60,15 @@ def test_gather_undoes_scatter(name):
 
 
 def test_rows_of_a_fused_weight_are_three_runs():
-    it = held((12,), [[make_cut(TP, [Block(3, 4, 1)])]])
-    piece = scatter(torch.arange(12.0), it, MESH.sizes, {"dp": 0, "tp": 1})
+    it = held((12,), [[make_shard(TP, [Block(3, 4, 1)])]])
+    piece = shard_tensor(torch.arange(12.0), it, MESH.sizes, {"dp": 0, "tp": 1})
     assert piece.tolist() == [2, 3, 6, 7, 10, 11]
 
 
 def test_zero_cuts_are_minor_to_compute_cuts():
-    it = held((8,), [[plain_cut(TP, 8)]], sums=["dp"], zero=(("dp", 3),))
+    it = held((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero=(("dp", 3),))
     assert [cut.axis for cut in storage_layout(it, MESH.sizes).cuts[0]] == ["tp", "dp"]
-    piece = scatter(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
+    piece = shard_tensor(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
     assert piece.tolist() == [2, 3]
 
 
@@ -95,11 +95,11 @@ def test_groups_that_are_wanted():
 
 def test_parse_reads_the_words_of_a_generated_file():
     pieces = {
-        "wte.weight": Piece(shape=(10, 4), sums=("dp",), tied=("head.weight",)),
-        "blocks.*.qkv.weight": Piece(
-            shape=(24, 4), cuts={0: cut("tp", 3, 4, 2)}, sums=("dp",), zero={"dp": 3}, unit="blocks.*"
+        "wte.weight": ParameterEntry(shape=(10, 4), sums=("dp",), tied=("head.weight",)),
+        "blocks.*.qkv.weight": ParameterEntry(
+            shape=(24, 4), cuts={0: shard("tp", 3, 4, 2)}, sums=("dp",), zero={"dp": 3}, unit="blocks.*"
         ),
-        "blocks.*.proj.weight": Piece(shape=(4, 8), cuts={1: cut("tp")}, frozen=True),
+        "blocks.*.proj.weight": ParameterEntry(shape=(4, 8), cuts={1: shard("tp")}, frozen=True),
     }
     keys = ["wte.weight", "blocks.0.qkv.weight", "blocks.0.proj.weight", "blocks.1.qkv.weight", "head.weight"]
     found = parse(pieces, MESH, keys)
@@ -111,21 +111,21 @@ def test_parse_reads_the_words_of_a_generated_file():
     ]
     assert found[3].unit == "blocks.1"
     assert found[3].zero == (("dp", 3),)
-    assert found[1].layout.cuts[0] == (make_cut(TP, [Block(3, 4, 2)]),)
-    assert found[2].layout.cuts[1] == (plain_cut(TP, 8),)
+    assert found[1].layout.cuts[0] == (make_shard(TP, [Block(3, 4, 2)]),)
+    assert found[2].layout.cuts[1] == (contiguous_shard(TP, 8),)
     assert not found[2].trainable
 
 
 def test_parse_names_every_key_that_is_not_described():
     with pytest.raises(LayoutError, match=r"(?s)b\.weight.*c\.weight"):
-        parse({"a.weight": Piece(shape=(2,))}, MESH, ["a.weight", "b.weight", "c.weight"])
+        parse({"a.weight": ParameterEntry(shape=(2,))}, MESH, ["a.weight", "b.weight", "c.weight"])
 
 
 def test_a_cut_that_does_not_fit_is_refused():
     with pytest.raises(LayoutError, match="covers 24 elements, and 20 are left"):
-        parse({"w": Piece(shape=(20,), cuts={0: cut("tp", 3, 4, 2)})}, MESH, ["w"])
+        parse({"w": ParameterEntry(shape=(20,), cuts={0: shard("tp", 3, 4, 2)})}, MESH, ["w"])
 
 
 def test_scatter_refuses_another_shape():
     with pytest.raises(LayoutError, match="has shape"):
-        scatter(torch.zeros(3), held((4,), [[]]), MESH.sizes, {"dp": 0, "tp": 0})
+        shard_tensor(torch.zeros(3), held((4,), [[]]), MESH.sizes, {"dp": 0, "tp": 0})

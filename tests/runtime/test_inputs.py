@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import InputError
-from shardwright.runtime.inputs import CallInputs, check_dtypes, digest
+from shardwright.runtime.model.inputs import CallInputs, check_dtypes, digest
 from tests.runtime.ranks import run_ranks
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import shardwright as sw
-from shardwright.runtime import journal
+from shardwright.runtime.faults import flight_recorder
 from tests.parity.threaded import world_of
 from tests.runtime.ranks import run_ranks
 
@@ -45,7 +45,9 @@ def test_every_collective_of_a_step_is_entered_once(plan, tmp_path):
         return call
 
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(journal, "enter", noted(entered, journal.enter, "entered")))
+        patched.enter_context(
+            mock.patch.object(flight_recorder, "enter", noted(entered, flight_recorder.enter, "entered"))
+        )
         for name in KINDS:
             patched.enter_context(mock.patch.object(dist, name, noted(issued, getattr(dist, name), name)))
         run_ranks(world_of(plan), rank)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Axis, Mesh
-from shardwright.runtime import fan_in_later
-from shardwright.runtime.later import Later
+from shardwright.runtime import all_reduce_pending
+from shardwright.runtime.collectives.pending import PendingTensor
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_processes, run_ranks
 
@@ -35,7 +35,7 @@ READS: dict[str, Callable[[Tensor], float]] = {
 class Slow:
     """A sum that arrives only when somebody waits."""
 
-    def __init__(self, x: Later) -> None:
+    def __init__(self, x: PendingTensor) -> None:
         self.waited, self.finish = 0, x.finish
 
     def __call__(self) -> Tensor:
@@ -45,8 +45,8 @@ class Slow:
 
 def read(rank: int, how: str) -> tuple[float, int]:
     share = torch.tensor(1.0 + rank, dtype=torch.float64, requires_grad=True)
-    x = fan_in_later(share * 1.0, Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"])
-    assert isinstance(x, Later)
+    x = all_reduce_pending(share * 1.0, Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"])
+    assert isinstance(x, PendingTensor)
     slow = x.finish = Slow(x)
     found = READS[how](x)
     return found, slow.waited
@@ -59,7 +59,7 @@ def test_whoever_reads_it_waits_once_and_has_the_sum(how: str) -> None:
 
 def train(rank: int) -> list[float]:
     share = torch.tensor(1.0 + rank, dtype=torch.float64, requires_grad=True)
-    x = fan_in_later(share * 5.0, Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"])
+    x = all_reduce_pending(share * 5.0, Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"])
     slow = x.finish = Slow(x)
     assert x.requires_grad
     assert x.shape == ()
@@ -80,7 +80,7 @@ def late(rank: int) -> float:
     group = Groups(Mesh(axes=(Axis(name="dp", size=2),)))["dp"]
     if rank:
         time.sleep(0.5)
-    return fan_in_later(torch.tensor(float(rank + 1)), group).item()
+    return all_reduce_pending(torch.tensor(float(rank + 1)), group).item()
 
 
 def test_a_late_rank_is_waited_for() -> None:

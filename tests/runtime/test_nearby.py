@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.runtime import nearby
+from shardwright.runtime.collectives import process_group
 from tests.runtime.ranks import run_processes, run_ranks
 
 DTYPES = (
@@ -29,20 +29,20 @@ def every(group: dist.ProcessGroup, size: int, dtype: torch.dtype, exact: bool =
         return held.double() if exact else held
 
     found = [values(size) for _ in ("sum", "max", "min")]
-    begun = [nearby.all_reduce(x, group, op) for x, op in zip(found, ("sum", "max", "min"), strict=True)]
+    begun = [process_group.all_reduce(x, group, op) for x, op in zip(found, ("sum", "max", "min"), strict=True)]
     one, many = values(size), values(n * size)
     gathered, scattered, sent = many.clone(), one.clone(), many.clone()
-    begun.append(nearby.all_gather(gathered, one, group))
-    begun.append(nearby.reduce_scatter(scattered, many, group))
-    begun.append(nearby.all_to_all(sent, many, group))
+    begun.append(process_group.all_gather(gathered, one, group))
+    begun.append(process_group.reduce_scatter(scattered, many, group))
+    begun.append(process_group.all_to_all(sent, many, group))
     for work in begun:
         work.wait()
     return [*found, gathered, scattered, sent]
 
 
 def has_board(group: dist.ProcessGroup) -> bool:
-    nearby.all_reduce(torch.zeros(1), group).wait()
-    return nearby._boards[group] is not None
+    process_group.all_reduce(torch.zeros(1), group).wait()
+    return process_group._boards[group] is not None
 
 
 def both_ways(rank: int) -> None:
@@ -63,7 +63,7 @@ def both_ways(rank: int) -> None:
                 torch.testing.assert_close(mine, theirs)
     flags = torch.tensor([rank == 1, True])
     out = torch.empty(6, dtype=torch.bool)
-    nearby.all_gather(out, flags, shared).wait()
+    process_group.all_gather(out, flags, shared).wait()
     assert out.tolist() == [False, True, True, True, False, True]
 
 
@@ -81,7 +81,7 @@ def ways(rank: int) -> dict[str, bool]:
         found["one does not want to"] = has_board(dist.new_group())
     with mock.patch.object(os, "posix_fallocate", full):
         found["no room"] = has_board(dist.new_group())
-    with mock.patch.object(nearby, "machine_name", return_value=f"machine {rank}"):
+    with mock.patch.object(process_group, "machine_name", return_value=f"machine {rank}"):
         found["two machines"] = has_board(dist.new_group())
     real = os.open
     with mock.patch.object(os, "open", lambda *given: real("/dev/zero", os.O_RDWR) if rank == 1 else real(*given)):
@@ -122,8 +122,8 @@ def test_nothing_is_left_of_a_group_that_is_destroyed() -> None:
 
 def by_threads(rank: int) -> list[float]:
     x = torch.ones(2)
-    nearby.all_reduce(x, None).wait()
-    assert nearby._boards[dist.group.WORLD] is None
+    process_group.all_reduce(x, None).wait()
+    assert process_group._boards[dist.group.WORLD] is None
     return x.tolist()
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from shardwright.layout import FANNED, Axis, Mesh, make_layout, plain_cut
-from shardwright.runtime import optimizer as optimizer_module
-from shardwright.runtime.gradients import GradientSync
-from shardwright.runtime.holding import Held, coordinates, gather, scatter, wanted_groups
-from shardwright.runtime.optimizer import adopt, sees
-from shardwright.runtime.parameters import make_parameter, set_raw_gradient
+from shardwright.layout import REPLICATE, Axis, Mesh, contiguous_shard, make_layout
+from shardwright.runtime.optimizer import adopt as optimizer_module
+from shardwright.runtime.optimizer.adopt import adopt, parameters_seen_by
+from shardwright.runtime.parameters.gradient_sync import GradientSync
+from shardwright.runtime.parameters.sharded import make_parameter, set_raw_gradient
+from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, gather_tensor, shard_tensor, wanted_groups
 from shardwright.runtime.world import Groups
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of
 from tests.runtime.ranks import run_processes, run_ranks
@@ -71,7 +71,7 @@ def taken_over(maker, dp, tp, level):
     with torch.no_grad():
         at = coordinates(model.groups)
         for held, parameter in model.pairs:
-            parameter.data.copy_(scatter(named[held.name], held, model.groups.mesh.sizes, at))
+            parameter.data.copy_(shard_tensor(named[held.name], held, model.groups.mesh.sizes, at))
     adopt(optimizer, {named[name]: model.p[name] for name in named})
     train(model, optimizer, scheduler, range(BEFORE, BEFORE + 3), model.loss)
     return {name: model.whole(p) for name, p in model.p.items()}, optimizer.param_groups[0]["lr"]
@@ -165,9 +165,11 @@ SHAPES = {"rows": (6, 4), "columns": (4, 6), "whole": (5, 3)}
 def helds(level):
     zero = (("dp", level),) if level else ()
     tp = MESH.axis("tp")
-    cuts = {"rows": [[plain_cut(tp, 6)], []], "columns": [[], [plain_cut(tp, 6)]], "whole": [[], []]}
+    cuts = {"rows": [[contiguous_shard(tp, 6)], []], "columns": [[], [contiguous_shard(tp, 6)]], "whole": [[], []]}
     return [
-        Held(keys=(k,), shape=SHAPES[k], dtype=torch.float64, layout=make_layout(c, {"dp": FANNED}), zero=zero)
+        ParameterSpec(
+            keys=(k,), shape=SHAPES[k], dtype=torch.float64, layout=make_layout(c, {"dp": REPLICATE}), zero=zero
+        )
         for k, c in cuts.items()
     ]
 
@@ -214,19 +216,23 @@ def test_optimizers_that_need_whole_tensors_are_exact(name, level):
         groups = Groups(MESH, wanted_groups(helds(level), MESH))
         at = coordinates(groups)
         full = gradients(99)
-        made = {h.name: make_parameter(scatter(full[h.name], h, MESH.sizes, at), h, groups) for h in helds(level)}
+        made = {h.name: make_parameter(shard_tensor(full[h.name], h, MESH.sizes, at), h, groups) for h in helds(level)}
         optimizer = WHOLE[name](list(made.values()))
         adopt(optimizer, {p: p for p in made.values()})
         for step in range(3):
             for key, gradient in gradients(step).items():
                 leaf = made[key].shard if level == 2 else made[key]
-                set_raw_gradient(leaf, scatter(gradient, made[key].held, MESH.sizes, at, leaf.spread))
+                set_raw_gradient(leaf, shard_tensor(gradient, made[key].held, MESH.sizes, at, leaf.spread))
             optimizer.step()
         assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], made.values(), strict=True)].count(
             False
         ) == (3 if level in (1, 2) else 0)
         kept = [v.numel() for s in optimizer.state.values() for k, v in s.items() if k == "momentum_buffer"]
-        return {k: gather(p.data, p.held, groups) for k, p in made.items()}, sum(kept), getattr(optimizer, "calls", 3)
+        return (
+            {k: gather_tensor(p.data, p.held, groups) for k, p in made.items()},
+            sum(kept),
+            getattr(optimizer, "calls", 3),
+        )
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="shardwright does not know")
@@ -288,9 +294,9 @@ def test_foreach_is_asked_for_where_torch_would_choose_it(monkeypatch, group, wa
 
 def test_what_an_optimizer_sees():
     params = [torch.nn.Parameter(torch.zeros(2, 2))]
-    assert sees(torch.optim.AdamW(params)) == "element"
-    assert sees(torch.optim.Muon(params)) == "tensor"
-    assert sees(torch.optim.LBFGS(params)) == "everything"
+    assert parameters_seen_by(torch.optim.AdamW(params)) == "element"
+    assert parameters_seen_by(torch.optim.Muon(params)) == "tensor"
+    assert parameters_seen_by(torch.optim.LBFGS(params)) == "everything"
 
     class Quiet(torch.optim.Adam):
         """Does not touch step."""
@@ -299,11 +305,11 @@ def test_what_an_optimizer_sees():
         def step(self, closure=None):
             return super().step(closure)
 
-    assert sees(Quiet(params)) == "element"
+    assert parameters_seen_by(Quiet(params)) == "element"
     with pytest.warns(UserWarning, match=r"Loud\.elementwise = True"):
-        assert sees(Loud(params)) == "everything"
+        assert parameters_seen_by(Loud(params)) == "everything"
     Loud.elementwise = True
-    assert sees(Loud(params)) == "element"
+    assert parameters_seen_by(Loud(params)) == "element"
 
 
 def _on_gloo(rank, level):

@@ -10,9 +10,16 @@ import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from shardwright.errors import InputError
-from shardwright.layout import FANNED, Axis, Block, Mesh, make_cut, make_layout, plain_cut
-from shardwright.runtime.holding import Held, coordinates, cutting_axes, gather, scatter, wanted_groups
-from shardwright.runtime.parameters import ShardParameter, Untouched, make_parameter, set_raw_gradient
+from shardwright.layout import REPLICATE, Axis, Block, Mesh, contiguous_shard, make_layout, make_shard
+from shardwright.runtime.parameters.sharded import ShardedParameter, Untouched, make_parameter, set_raw_gradient
+from shardwright.runtime.parameters.spec import (
+    ParameterSpec,
+    coordinates,
+    gather_tensor,
+    shard_tensor,
+    sharding_axes,
+    wanted_groups,
+)
 from shardwright.runtime.world import Groups
 from tests.runtime.ranks import run_processes, run_ranks
 
@@ -21,18 +28,18 @@ MESH = Mesh(axes=(DP, TP))
 
 
 def held(key, shape, cuts, sums=("dp",), zero=(), dtype=torch.float64):
-    layout = make_layout(cuts, dict.fromkeys(sums, FANNED))
-    return Held(keys=(key,), shape=shape, dtype=dtype, layout=layout, zero=zero)
+    layout = make_layout(cuts, dict.fromkeys(sums, REPLICATE))
+    return ParameterSpec(keys=(key,), shape=shape, dtype=dtype, layout=layout, zero=zero)
 
 
 def helds(level, dtype=torch.float64):
     zero = (("dp", level),) if level else ()
-    fused = make_cut(TP, [Block(3, 4, 1)])
+    fused = make_shard(TP, [Block(3, 4, 1)])
     return [
         held("qkv", (12, 3), [[fused], []], zero=zero, dtype=dtype),
-        held("proj", (3, 5), [[], [plain_cut(TP, 5)]], zero=zero, dtype=dtype),
+        held("proj", (3, 5), [[], [contiguous_shard(TP, 5)]], zero=zero, dtype=dtype),
         held("norm", (3,), [[]], sums=("dp", "tp"), zero=zero, dtype=dtype),
-        held("tiny", (1, 1), [[plain_cut(TP, 1)], []], dtype=dtype),  # empty on tp rank 1
+        held("tiny", (1, 1), [[contiguous_shard(TP, 1)], []], dtype=dtype),  # empty on tp rank 1
         held("scale", (), [], sums=("dp", "tp"), zero=zero, dtype=dtype),
     ]
 
@@ -47,10 +54,10 @@ def parameters(level, full, dtype=torch.float64):
     groups = Groups(MESH, wanted_groups(helds(level), MESH))
     made = []
     for it in helds(level, dtype):
-        parameter = make_parameter(scatter(full[it.name] * 0, it, MESH.sizes, coordinates(groups)), it, groups)
-        gradient = scatter(full[it.name], it, MESH.sizes, coordinates(groups))
+        parameter = make_parameter(shard_tensor(full[it.name] * 0, it, MESH.sizes, coordinates(groups)), it, groups)
+        gradient = shard_tensor(full[it.name], it, MESH.sizes, coordinates(groups))
         if level == 2 and parameter.shard is not None:
-            share = scatter(full[it.name], it, MESH.sizes, coordinates(groups), parameter.shard.spread)
+            share = shard_tensor(full[it.name], it, MESH.sizes, coordinates(groups), parameter.shard.spread)
             set_raw_gradient(parameter.shard, share)
         else:
             set_raw_gradient(parameter, gradient)
@@ -74,7 +81,7 @@ def test_clip_grad_norm_is_exact(level, foreach, order):
         grads = []
         for parameter in made:
             owned = parameter.shard if level == 2 and parameter.shard is not None else parameter
-            grads.append(gather(owned.grad, parameter.held, groups, owned.spread))
+            grads.append(gather_tensor(owned.grad, parameter.held, groups, owned.spread))
         return norm, grads
 
     for norm, grads in run_ranks(4, body):
@@ -189,7 +196,7 @@ def test_copies_keep_their_place():
     def body(rank):
         made, groups = parameters(1, whole_gradients())
         copied = copy.deepcopy(made)
-        assert all(type(p) is ShardParameter and p.groups is groups for p in copied)
+        assert all(type(p) is ShardedParameter and p.groups is groups for p in copied)
         copied[0].data.fill_(7)
         assert (copied[0].shard == 7).all()
         assert not (made[0] == 7).any()
@@ -202,7 +209,7 @@ def test_a_piece_is_pickled_if_it_is_whole_here():
         made, _ = parameters(1, whole_gradients())
         for parameter in made:
             file = io.BytesIO()
-            if not cutting_axes(parameter.spread, MESH):
+            if not sharding_axes(parameter.spread, MESH):
                 torch.save(parameter, file)
                 file.seek(0)
                 loaded = torch.load(file)
@@ -211,7 +218,7 @@ def test_a_piece_is_pickled_if_it_is_whole_here():
             else:
                 with pytest.raises(InputError, match="is not whole here"):
                     torch.save(parameter, file)
-        return [not cutting_axes(parameter.spread, MESH) for parameter in made]
+        return [not sharding_axes(parameter.spread, MESH) for parameter in made]
 
     assert {kind for kinds in run_ranks(4, body) for kind in kinds} == {True, False}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import InputError
-from shardwright.runtime.stage_numbers import StageNumber, stage_number
+from shardwright.runtime.parameters.stage_numbers import StageNumber, stage_number
 
 
 def test_what_is_computed_of_a_number_of_a_stage_is_one_too():

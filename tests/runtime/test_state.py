@@ -9,10 +9,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.runtime.gradients import GradientSync
-from shardwright.runtime.holding import coordinates, kept_layout, scatter
-from shardwright.runtime.optimizer import adopt
-from shardwright.runtime.state import (
+from shardwright.runtime.optimizer.adopt import adopt
+from shardwright.runtime.parameters.gradient_sync import GradientSync
+from shardwright.runtime.parameters.spec import coordinates, shard_tensor, stored_layout
+from shardwright.runtime.parameters.state_dicts import (
     fill_state,
     full_state_dict,
     load_optimizer_state_dict,
@@ -21,7 +21,7 @@ from shardwright.runtime.state import (
     state_dict,
     without_unsaved,
 )
-from shardwright.runtime.state_values import PieceTensor, as_state, piece_of_value
+from shardwright.runtime.parameters.state_values import ShardTensor, as_state, region_of_value
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
 from tests.runtime.test_zero import Split
@@ -38,13 +38,15 @@ def test_a_piece_that_is_cut_as_it_is_wanted_is_taken_as_it_is(level):
     def body(rank):
         model, kinds = Pieces(mesh_of(2, 2), level), set()
         for held in model.helds:
-            layout = kept_layout(held, model.groups.mesh.sizes)
-            local = scatter(whole_values()[held.name], held, model.groups.mesh.sizes, coordinates(model.groups), layout)
+            layout = stored_layout(held, model.groups.mesh.sizes)
+            local = shard_tensor(
+                whole_values()[held.name], held, model.groups.mesh.sizes, coordinates(model.groups), layout
+            )
             value = as_state(local, held, layout, model.groups)
             kinds.add(type(value))
-            if isinstance(value, DTensor | PieceTensor):
-                assert piece_of_value(value, held, layout, model.groups).data_ptr() == local.data_ptr()
-            assert torch.equal(piece_of_value(whole_values()[held.name], held, layout, model.groups), local)
+            if isinstance(value, DTensor | ShardTensor):
+                assert region_of_value(value, held, layout, model.groups).data_ptr() == local.data_ptr()
+            assert torch.equal(region_of_value(whole_values()[held.name], held, layout, model.groups), local)
         return any(issubclass(kind, DTensor) for kind in kinds)
 
     assert all(run_ranks(4, body))
@@ -135,7 +137,7 @@ def test_a_piece_does_not_pretend_to_be_the_whole():
     def body(rank):
         model = Pieces(mesh_of(1, 2))
         piece = state_dict(*parts(model))["w1"]
-        assert isinstance(piece, PieceTensor)
+        assert isinstance(piece, ShardTensor)
         assert torch.equal(piece.clone().detach().local, piece.local)
         with pytest.raises(InputError, match="full_tensor"):
             piece + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.runtime.tensor_digest import ROWS, WIDTH, tensor_digest
+from shardwright.runtime.faults.tensor_digest import ROWS, WIDTH, tensor_digest
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
 

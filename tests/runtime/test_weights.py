@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.runtime.weights import WeightQueue
+from shardwright.runtime.algorithms.weight_gradients import WeightGradientQueue
 
 
 def leaf(*shape):
@@ -57,7 +57,7 @@ def test_put_off_and_paid(name, input_grad):
     mine, other = [leaf(*shape) for shape in shapes], [leaf(*shape) for shape in shapes]
     mine[0].requires_grad_(input_grad)
     other[0].requires_grad_(input_grad)
-    queue = WeightQueue()
+    queue = WeightGradientQueue()
     queue.collects = True
     for microbatch in range(2):
         queue.microbatch = microbatch
@@ -81,14 +81,14 @@ def test_put_off_and_paid(name, input_grad):
 def test_nothing_is_put_off_while_nothing_is_collected(name):
     queued, plain, *shapes = PRODUCTS[name]
     mine, other = [leaf(*shape) for shape in shapes], [leaf(*shape) for shape in shapes]
-    y, z = queued(WeightQueue(), *mine), plain(*other)
+    y, z = queued(WeightGradientQueue(), *mine), plain(*other)
     y.square().sum().backward()
     z.square().sum().backward()
     assert torch.equal(y, z) and torch.equal(mine[1].grad, other[1].grad)
 
 
 def test_a_bias_of_several_rows_is_not_put_off():
-    queue = WeightQueue()
+    queue = WeightGradientQueue()
     queue.collects = True
     x, w = leaf(3, 5), leaf(5, 4)
     for bias in (leaf(3, 4), leaf(1), leaf(1, 4)):
@@ -99,7 +99,7 @@ def test_a_bias_of_several_rows_is_not_put_off():
 
 
 def test_what_is_no_leaf_is_not_put_off():
-    queue = WeightQueue()
+    queue = WeightGradientQueue()
     queue.collects = True
     x, w = leaf(3, 5), leaf(4, 5)
     queue.linear(x, w * 2).sum().backward()
@@ -107,7 +107,7 @@ def test_what_is_no_leaf_is_not_put_off():
 
 
 def test_frozen_and_without_gradient_and_not_collecting():
-    queue = WeightQueue()
+    queue = WeightGradientQueue()
     x, w, b = leaf(3, 5), leaf(4, 5), leaf(4)
     assert queue.linear(x, w, b).grad_fn.name() == "AddmmBackward0"
     queue.collects = True

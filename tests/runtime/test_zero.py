@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.errors import LayoutError
-from shardwright.layout import FANNED, Axis, Mesh, make_layout
-from shardwright.runtime import nearby
-from shardwright.runtime import zero as zero_module
-from shardwright.runtime.gradients import GradientSync
-from shardwright.runtime.holding import Held, coordinates, gather, scatter, wanted_groups
-from shardwright.runtime.parameters import make_parameter
+from shardwright.layout import REPLICATE, Axis, Mesh, make_layout
+from shardwright.runtime.collectives import process_group
+from shardwright.runtime.parameters import zero3 as zero_module
+from shardwright.runtime.parameters.gradient_sync import GradientSync
+from shardwright.runtime.parameters.sharded import make_parameter
+from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, gather_tensor, shard_tensor, wanted_groups
+from shardwright.runtime.parameters.zero3 import Zero3
 from shardwright.runtime.world import Groups
-from shardwright.runtime.zero import Zero3
 from tests.runtime.little import WIDTH as WIDTH_IN
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, single_gradients, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
@@ -87,8 +87,10 @@ def test_accumulation_and_two_forwards_and_retain_graph():
 @pytest.mark.parametrize("wire", [None, torch.float32])
 def test_gradients_are_summed_in_the_dtype_that_is_asked_for(monkeypatch, wire):
     sent = []
-    reduce = nearby.reduce_scatter
-    monkeypatch.setattr(nearby, "reduce_scatter", lambda row, *rest: sent.append(row.dtype) or reduce(row, *rest))
+    reduce = process_group.reduce_scatter
+    monkeypatch.setattr(
+        process_group, "reduce_scatter", lambda row, *rest: sent.append(row.dtype) or reduce(row, *rest)
+    )
 
     def body(rank):
         zero, _, _ = make_chain(2, wire=wire)
@@ -129,11 +131,11 @@ def make_chain(n, frozen=(), wire=None):
     mesh = Mesh(axes=(Axis(name="dp", size=n),))
     full = layer_values()
     helds = [
-        Held(
+        ParameterSpec(
             keys=(key,),
             shape=tuple(value.shape),
             dtype=torch.float64,
-            layout=make_layout([[] for _ in value.shape], {} if key in frozen else {"dp": FANNED}),
+            layout=make_layout([[] for _ in value.shape], {} if key in frozen else {"dp": REPLICATE}),
             zero=(("dp", 3),),
             trainable=key not in frozen,
         )
@@ -141,7 +143,8 @@ def make_chain(n, frozen=(), wire=None):
     ]
     groups = Groups(mesh, wanted_groups(helds, mesh))
     pairs = {
-        h.name: (h, make_parameter(scatter(full[h.name], h, mesh.sizes, coordinates(groups)), h, groups)) for h in helds
+        h.name: (h, make_parameter(shard_tensor(full[h.name], h, mesh.sizes, coordinates(groups)), h, groups))
+        for h in helds
     }
     units = {str(layer): [pairs[f"{layer}.w"], pairs[f"{layer}.b"]] for layer in range(LAYERS)}
     return Zero3(units, groups, list(units), wire), pairs, groups
@@ -184,7 +187,7 @@ def test_a_chain_of_units(n, frozen, recompute):
         zero, pairs, groups = make_chain(n, frozen)
         run_chain(zero, rows_of(rank, n)[1], recompute).sum().backward()
         grads = {k: p.grad for k, (_, p) in pairs.items()}
-        return {k: None if g is None else gather(g, pairs[k][0], groups) for k, g in grads.items()}
+        return {k: None if g is None else gather_tensor(g, pairs[k][0], groups) for k, g in grads.items()}
 
     want = single_chain(rows_of(0, n)[0], frozen)
     for got in run_ranks(n, body):
@@ -194,7 +197,7 @@ def test_a_chain_of_units(n, frozen, recompute):
 def watch(monkeypatch):
     """Weak references to the memory of everything that was gathered, by rank."""
     seen = []
-    real = zero_module.Gathered.wait
+    real = zero_module.GatheredUnit.wait
 
     def wait(self):
         fresh = self.flat is None
@@ -203,7 +206,7 @@ def watch(monkeypatch):
             seen.append((dist.get_rank(), StorageWeakRef(flat.untyped_storage())))
         return flat
 
-    monkeypatch.setattr(zero_module.Gathered, "wait", wait)
+    monkeypatch.setattr(zero_module.GatheredUnit, "wait", wait)
     return seen
 
 
@@ -311,7 +314,7 @@ def test_a_backward_that_raised_leaves_no_trace():
         for _, parameter in pairs.values():
             parameter.grad = None
         run_chain(zero, x).sum().backward()
-        return {k: gather(p.grad, h, groups) for k, (h, p) in pairs.items()}
+        return {k: gather_tensor(p.grad, h, groups) for k, (h, p) in pairs.items()}
 
     want = single_chain(rows_of(0, 2)[0])
     for got in run_ranks(2, body):

@@ -5,8 +5,8 @@ import pytest
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
     UNIT,
-    Kept,
-    Times,
+    MicrobatchMemory,
+    StageTimes,
     check,
     greedy,
     in_flight,
@@ -31,7 +31,7 @@ def test_it_makes_schedules_that_run_for_any_graph_on_any_devices(seed):
         edges = graph(random, segments := random.randint(1, 6))
         devices = random.randint(1, 4)
         holders = [tuple(sorted(random.sample(range(devices), random.randint(1, devices)))) for _ in range(segments)]
-        times = [Times(*(random.random() for _ in range(3))) for _ in range(segments)]
+        times = [StageTimes(*(random.random() for _ in range(3))) for _ in range(segments)]
         kinds = random.choice(["F", "FB", "FBW"])
 
         schedule = greedy(holders, random.randint(1, 5), times, edges, kinds=kinds)
@@ -50,7 +50,7 @@ def test_it_is_as_fast_as_1f1b_in_the_same_memory(p, m):
 
 
 def test_with_more_memory_unequal_stages_wait_for_the_slowest_only():
-    times = [Times(each, each, each) for each in (1.6, 1.4, 1.2, 1.0)]
+    times = [StageTimes(each, each, each) for each in (1.6, 1.4, 1.2, 1.0)]
     schedule = greedy(seats(4), 12, times, chain(4), limit=7)
 
     total = simulate(schedule, times, chain(4)).total
@@ -61,7 +61,7 @@ def test_with_more_memory_unequal_stages_wait_for_the_slowest_only():
 
 
 def test_a_limit_in_bytes_is_kept():
-    sizes = [Kept(3000, 1000), Kept(2000, 500)]
+    sizes = [MicrobatchMemory(3000, 1000), MicrobatchMemory(2000, 500)]
     schedule = greedy(seats(2), 8, [UNIT] * 2, chain(2), limit=7000, sizes=sizes)
 
     check(schedule, chain(2), limit=7000, sizes=sizes)

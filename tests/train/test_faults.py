@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import DriftError, InputError, NonFiniteError
-from shardwright.runtime import signals
+from shardwright.runtime.faults import signals
 from shardwright.train import Callback, CheckReplicas, NonFinite, StopOnSignal
 
 from .runs import by_hand, close, losses, parameters, rows, trainer

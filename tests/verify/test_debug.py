@@ -7,7 +7,8 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.rules import parse, registry
-from shardwright.runtime import comm, linears
+from shardwright.runtime.algorithms import linears
+from shardwright.runtime.collectives import comm
 from shardwright.verify import first_difference, trace
 from tests.models.zoo import ZOO
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from shardwright.errors import InputError, ParityError, PlanError
 from shardwright.parallelize import plan as make_plan
-from shardwright.runtime import comm, linears
+from shardwright.runtime.algorithms import linears
+from shardwright.runtime.collectives import comm
 from shardwright.verify import verify
 from tests.models.nets import RATE, SIGNS, Exact
 from tests.models.zoo import ZOO
@@ -190,7 +191,7 @@ def test_a_sum_that_is_forgotten_shows_in_the_output(monkeypatch):
 
 
 def test_an_update_of_a_buffer_that_is_lost_shows(monkeypatch):
-    from shardwright.runtime.model import ParallelModel
+    from shardwright.runtime.model.parallel_model import ParallelModel
 
     monkeypatch.setattr(ParallelModel, "_write_updates", lambda self, stage, holding: stage.updates.clear())
 

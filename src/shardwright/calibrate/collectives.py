@@ -12,10 +12,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ..cluster import COLLECTIVES, Collective, Curve, Link, Measured
+from ..cluster import COLLECTIVES, Collective, Curve, Link, MeasuredCollective
 from ..errors import ClusterError
 from ..layout import Axis, Mesh
-from ..runtime import nearby
+from ..runtime.collectives import process_group
 from ..runtime.world import Group, Groups, World
 from .timing import Effort, once, seconds
 
@@ -24,14 +24,14 @@ SMALLEST = 1024  # bytes
 
 def measure_collectives(
     world: World, ranks_per_node: int, effort: Effort, advance: Callable[[str], None]
-) -> tuple[Measured, ...]:
+) -> tuple[MeasuredCollective, ...]:
     found = []
     for ranks, mesh in meshes(world.size, ranks_per_node):
         group = Groups(mesh)["group"]
         for kind in kinds_in(ranks):
             advance(f"{kind} {' + '.join(map(str, ranks))}")
             points = _points(kind, group, world, effort)
-            found.append(Measured(kind=kind, ranks=ranks, seconds=Curve(points)))
+            found.append(MeasuredCollective(kind=kind, ranks=ranks, seconds=Curve(points)))
     return tuple(found)
 
 
@@ -92,10 +92,10 @@ def call(kind: Collective, size: int, group: Group, device: torch.device) -> tup
     other = torch.zeros_like(whole)
     talk = group.process_group
     calls: dict[Collective, Callable[[], object]] = {
-        "all_reduce": lambda: nearby.all_reduce(whole, talk).wait(),
-        "all_gather": lambda: nearby.all_gather(whole, part, talk).wait(),
-        "reduce_scatter": lambda: nearby.reduce_scatter(part, whole, talk).wait(),
-        "all_to_all": lambda: nearby.all_to_all(other, whole, talk).wait(),
+        "all_reduce": lambda: process_group.all_reduce(whole, talk).wait(),
+        "all_gather": lambda: process_group.all_gather(whole, part, talk).wait(),
+        "reduce_scatter": lambda: process_group.reduce_scatter(part, whole, talk).wait(),
+        "all_to_all": lambda: process_group.all_to_all(other, whole, talk).wait(),
         "broadcast": lambda: dist.broadcast(whole, group.ranks[0], group=talk),
         "send": lambda: _send(whole, group),
     }
@@ -120,7 +120,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
         message = torch.zeros(size, device=world.device)
 
         def run() -> None:
-            nearby.all_reduce(message, group.process_group).wait()
+            process_group.all_reduce(message, group.process_group).wait()
 
         run()
         return min(_all_agree(once(run, world.device), world) for _ in range(3)), message
@@ -132,7 +132,7 @@ def measure_overlap(world: World, effort: Effort) -> float:
         talking, message = talk(2 * len(message))
 
     def both() -> None:
-        work = nearby.all_reduce(message, group.process_group)
+        work = process_group.all_reduce(message, group.process_group)
         compute()
         work.wait()
 
@@ -152,7 +152,7 @@ def measure_meeting(world: World, effort: Effort) -> float:
     compute = _products(384, 0.004, world)
 
     def talk() -> None:
-        nearby.all_reduce(message, group.process_group).wait()
+        process_group.all_reduce(message, group.process_group).wait()
 
     def both() -> None:
         compute()
@@ -186,7 +186,7 @@ def _all_agree(value: float, world: World) -> float:
     return float(held)
 
 
-def fit(name: str, measured: tuple[Measured, ...], across: bool) -> Link | None:
+def fit(name: str, measured: tuple[MeasuredCollective, ...], across: bool) -> Link | None:
     """A link for groups that were not measured, from the all_gathers of the smallest group that was.
 
     A ring of n passes S (n - 1) / n bytes in n - 1 hops.

@@ -13,25 +13,25 @@ from torch.utils import _pytree as pytree
 from ..batch_dim import find_batch_dim
 from ..errors import CaptureError
 from ..ir import Buffer, Graph, Input, Op, Output, Parameter, check
-from ..rules.kept import OPAQUE
-from .aliases import Handle
-from .auto import named, notes_of, widen
-from .branches import Branches
-from .branches import functions as run_branches
-from .captured import Captured, Function, InputLeaf
-from .convert import Conversion, Modes
+from ..rules.user_calls import OPAQUE
+from .building.aliases import TensorHandle
+from .building.call_paths import input_paths, output_paths
+from .building.control_flow import BranchGraphs
+from .building.control_flow import functions as run_branches
+from .building.convert import GraphConversion, Modes
+from .building.finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
+from .building.graph_builder import GraphBuilder
+from .building.leaves import Leaves
+from .captured import CapturedGraph, ImportedFunction, InputLeaf
 from .copies import copy_module
-from .draft import Draft
-from .finish import drop_dead, join_repeats, ops_of, promote_floats, value_names, values_of
 from .interpret import run_plain
-from .leaves import Leaves
-from .numbers import Number
-from .part import Body, Opaque, runner
-from .reads import Reads, everything
-from .real import Real
-from .registration import nothing_registered
-from .signature import input_paths, output_paths
-from .trace import Trace, trace, without_collection
+from .tracing.attribute_reads import Reads, everything
+from .tracing.export import Trace, trace, without_collection
+from .tracing.python_numbers import Number
+from .tracing.registration import nothing_registered
+from .user_calls.find_opaque import name_submodule, notes_of, widen
+from .user_calls.opaque_call import OpaqueBody, OpaqueCall, runner
+from .user_calls.real_run import Real
 
 Made = TypeVar("Made")
 
@@ -46,7 +46,7 @@ def capture(
     promote: bool = False,
     name: str | None = None,
     real: Real | None = None,
-) -> Captured:
+) -> CapturedGraph:
     """The graph of one call of a module, at the shapes of the example arguments.
 
     Parameters and inputs may be real, fake or on meta; nothing is run or allocated, and the
@@ -56,7 +56,7 @@ def capture(
     """
     module, args, kwargs = getattr(module, "_orig_mod", module), tuple(args), dict(kwargs or {})
 
-    def make() -> Captured:
+    def make() -> CapturedGraph:
         traced = trace(module, args, kwargs, real or (lambda: (module, args, kwargs)))
         return _assembled(traced, module, args, kwargs, entry, promote, name)
 
@@ -68,11 +68,11 @@ def capture(
 def capture_pair(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, entry: str, real: Real,
     promote: Callable[[Graph], bool],
-) -> tuple[Captured, Captured | None]:  # fmt: skip
+) -> tuple[CapturedGraph, CapturedGraph | None]:  # fmt: skip
     """What `capture` gives without `promote` and, if that is wanted for this graph, with it: of one trace."""
     module = getattr(module, "_orig_mod", module)
 
-    def make() -> tuple[Captured, Captured | None]:
+    def make() -> tuple[CapturedGraph, CapturedGraph | None]:
         traced = trace(module, args, kwargs, real)
         plain = _assembled(traced, module, args, kwargs, entry, False, None)
         wanted = promote(plain.graph)
@@ -89,18 +89,18 @@ def _widened(module: nn.Module, make: Callable[[], Made]) -> Made:
             return make()
         except CaptureError as error:
             if not widen(module, error):
-                raise named(error) from error.__cause__
+                raise name_submodule(error) from error.__cause__
 
 
 def _assembled(
     traced: Trace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str, promote: bool,
     name: str | None,
-) -> Captured:  # fmt: skip
-    leaves = Leaves(module, traced, Draft())
+) -> CapturedGraph:  # fmt: skip
+    leaves = Leaves(module, traced, GraphBuilder())
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
-    branches = Branches(promote)
-    conversion = Conversion(leaves.draft, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
+    branches = BranchGraphs(promote)
+    conversion = GraphConversion(leaves.draft, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
     results = list(conversion.run(traced.program.graph_module, handles, Modes()))
     leaves.check_writes()
     leaves.draft.notes += [*notes_of(module), *traced.notes]
@@ -108,7 +108,7 @@ def _assembled(
     opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
     functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}
     functions |= run_branches(lambda branch, given: run_plain(graph.branches[branch], given, functions))
-    return Captured(
+    return CapturedGraph(
         graph=graph,
         in_spec=pytree.tree_structure((args, kwargs)),
         out_spec=_out_spec(traced),
@@ -127,7 +127,7 @@ def _assembled(
     )
 
 
-def _reads(traced: Trace, module: nn.Module, opaques: Mapping[str, Opaque], branches: bool) -> Reads:
+def _reads(traced: Trace, module: nn.Module, opaques: Mapping[str, OpaqueCall], branches: bool) -> Reads:
     """The attributes that are constants: all, where dynamo has captured branches or a part runs as it is."""
     paths = [""] if branches else [call.path for call in opaques.values()]
     return traced.reads.union(*(everything(module, path) for path in paths))
@@ -137,29 +137,30 @@ def _all_ops(graph: Graph) -> list[Op]:
     return [op for held in (graph, *graph.branches.values()) for op in held.ops]
 
 
-def _opaque(traced: Trace, op: Op, promote: bool) -> Opaque:
+def _opaque(traced: Trace, op: Op, promote: bool) -> OpaqueCall:
     """How an opaque submodule is called. Where floats are promoted, what it returns has to follow."""
     call = traced.kept.calls[op.argument("op_key")]
-    assert isinstance(call, Opaque)
+    assert isinstance(call, OpaqueCall)
     wide = tuple(replace(made, dtype=torch.float64) if made.dtype.is_floating_point else made for made in call.made)
     return replace(call, made=wide) if promote else call
 
 
-def _runs_opaque(calls: Mapping[str, Opaque], module: nn.Module) -> Function:
+def _runs_opaque(calls: Mapping[str, OpaqueCall], module: nn.Module) -> ImportedFunction:
     """Runs them op by op, on copies, so that the module is left as it is."""
     parts = {call.path: module.get_submodule(call.path) for call in calls.values()}
-    bodies = {path: Body(copy_module(part)) for path, part in parts.items()}
-    return Function(call=runner(calls, module, bodies), module="shardwright", qualname="opaque")
+    bodies = {path: OpaqueBody(copy_module(part)) for path, part in parts.items()}
+    return ImportedFunction(call=runner(calls, module, bodies), module="shardwright", qualname="opaque")
 
 
 def _finish(
-    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str, branches: Branches
+    traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str, branches: BranchGraphs
 ) -> tuple[Graph, dict[str, str]]:
     """Clean the draft up and give everything its name; the graph, and the names by draft name."""
     draft = leaves.draft
     updates = {key: handle.read() for key, handle in leaves.buffers.items()}
     ends = [
-        held.read() if isinstance(held, Handle) else held.name if isinstance(held, Number) else None for held in results
+        held.read() if isinstance(held, TensorHandle) else held.name if isinstance(held, Number) else None
+        for held in results
     ]
     if promoted:
         promote_floats(draft)
@@ -222,7 +223,7 @@ def _buffers(leaves: Leaves, updates: Mapping[str, str], names: Mapping[str, str
     return tuple(found.values())
 
 
-def _renamed(leaf: InputLeaf, names: Mapping[str, str], draft: Draft) -> InputLeaf:
+def _renamed(leaf: InputLeaf, names: Mapping[str, str], draft: GraphBuilder) -> InputLeaf:
     if leaf.value is None:
         return leaf
     return replace(leaf, value=names[leaf.value], dtype=draft.facts[leaf.value].dtype)

@@ -13,24 +13,24 @@ import torch
 
 from ..errors import GraphError, InputError
 from ..ir import Dtype, Graph, Op, Slot
-from .captured import Captured, Function
+from .captured import CapturedGraph, ImportedFunction
 
 Callback = Callable[[Op, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], None]
 
 
 def run(
-    captured: Captured | Graph,
+    captured: CapturedGraph | Graph,
     inputs: Sequence[torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-    functions: Mapping[str, Function] | None = None,
+    functions: Mapping[str, ImportedFunction] | None = None,
     *,
     callback: Callback | None = None,
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(one entry per output, None for a literal; new values of buffers by key; every value by name)."""
-    graph = captured.graph if isinstance(captured, Captured) else captured
-    constants = captured.constants if isinstance(captured, Captured) else {}
-    known = {**(captured.functions if isinstance(captured, Captured) else {}), **(functions or {})}
+    graph = captured.graph if isinstance(captured, CapturedGraph) else captured
+    constants = captured.constants if isinstance(captured, CapturedGraph) else {}
+    known = {**(captured.functions if isinstance(captured, CapturedGraph) else {}), **(functions or {})}
     values = _start(graph, inputs, parameters, buffers, constants)
     for op in graph.ops:
         given = tuple(values[name] for name in op.inputs)
@@ -45,7 +45,9 @@ def run(
     return outputs, updates, values
 
 
-def run_plain(graph: Graph, inputs: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> list[torch.Tensor]:
+def run_plain(
+    graph: Graph, inputs: Sequence[torch.Tensor], functions: Mapping[str, ImportedFunction]
+) -> list[torch.Tensor]:
     """What a graph without parameters and buffers makes of its inputs: a branch, or the turn of a loop."""
     outputs, _, _ = run(graph, inputs, {}, {}, functions)
     return [tensor for tensor in outputs if tensor is not None]
@@ -75,7 +77,9 @@ def _first(keys: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> torch.Te
     raise InputError(f"no tensor was given for {keys[0]}")
 
 
-def run_op(op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, Function]) -> tuple[torch.Tensor, ...]:
+def run_op(
+    op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, ImportedFunction]
+) -> tuple[torch.Tensor, ...]:
     arguments = {name: filled(value, given) for name, value in op.arguments}
     with ExitStack() as stack:
         if op.no_grad:

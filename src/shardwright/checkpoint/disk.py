@@ -31,7 +31,7 @@ class Digest:
     blake2b: str
 
 
-class Writing:
+class AtomicFile:
     """A new file that is digested as it is written. It is on the disk when the context ends."""
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Writing:
     def digest(self) -> Digest:
         return Digest(size=self.size, blake2b=self._hash.hexdigest())
 
-    def __enter__(self) -> Writing:
+    def __enter__(self) -> AtomicFile:
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class Writing:
 
 def write_text(path: Path, text: str) -> Digest:
     """Write a small file that nothing reads yet."""
-    with Writing(path) as file:
+    with AtomicFile(path) as file:
         file.write(text.encode())
     return file.digest
 
@@ -114,7 +114,7 @@ def remove(path: Path) -> None:
 # -- a folder that gets its name when it is whole ---------------------------------------------
 
 
-def located(path: Path, mark: str) -> Path | None:
+def find_folder(path: Path, mark: str) -> Path | None:
     """The whole folder that a name stands for: a crash between two moves may have left it beside its name.
 
     A folder is whole if it has the file `mark`.
@@ -128,7 +128,7 @@ def begin(path: Path, mark: str) -> Path:
     draft = path.with_name(path.name + PART)
     if path.exists() and not (path / mark).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint; take another name, or remove it")
-    whole = located(path, mark)
+    whole = find_folder(path, mark)
     if whole is not None and whole != path:
         if path.exists():
             path.rmdir()  # it is empty, see above

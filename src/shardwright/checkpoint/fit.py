@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import CheckpointError, raise_all
-from .census import Census
 from .index import Index
+from .key_owners import KeyOwners
 
 
 def fit(
-    census: Census, index: Index, tied: Mapping[str, str], prefix: str, strict: bool, what: str, under: str = ""
+    census: KeyOwners, index: Index, tied: Mapping[str, str], prefix: str, strict: bool, what: str, under: str = ""
 ) -> dict[str, str]:  # fmt: skip
     """For each tensor of the model its key in the index, both with `prefix`. All faults are raised at once.
 

@@ -21,14 +21,14 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import CheckpointError, InputError
-from ..runtime.optimizer import Optimizers
+from ..runtime.optimizer.adopt import Optimizers
 from ..runtime.world import here
 from . import disk
 from .loading import Loaded, load
 from .manifest import MANIFEST, Manifest, read_manifest
-from .meeting import meet
-from .saving import Saving, begin
-from .training import Schedulers, training
+from .ranks import checkpoint_ranks
+from .saving import PendingSave, begin
+from .training import Schedulers, training_state
 
 LATEST = "latest"
 
@@ -57,9 +57,9 @@ class CheckpointFolder:
         self, step: int, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
         data: Any = None, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None,
         background: bool = False,
-    ) -> Saving:  # fmt: skip
+    ) -> PendingSave:  # fmt: skip
         """Save as step-000100, point at it, and remove what is not to be kept. See `sw.save`."""
-        held = training(model, optimizer, schedulers, extra)
+        held = training_state(model, optimizer, schedulers, extra)
         path = self.path / f"step-{step:06d}"
 
         def after() -> None:
@@ -74,7 +74,7 @@ class CheckpointFolder:
         schedulers: Schedulers = None, extra: Mapping[str, Any] | None = None, rng: bool = True,
     ) -> Loaded | None:  # fmt: skip
         """Go on from the "latest", the "best" or that of a step. None if the folder has none. See `sw.load`."""
-        meeting = meet()
+        meeting = checkpoint_ranks()
         meeting.settle()
         chosen = meeting.together(lambda: self.find(which) if meeting.first else None)
         name = meeting.deal([chosen.name if chosen is not None else None] * meeting.size)
@@ -84,7 +84,7 @@ class CheckpointFolder:
 
     def wait(self) -> None:
         """Wait for the save that is still being written, and raise what went wrong with it."""
-        meet().settle()
+        checkpoint_ranks().settle()
 
     def find(self, which: str | int = "latest") -> Path | None:
         """The checkpoint of that name or step; None if the folder has none at all."""
@@ -149,7 +149,7 @@ def tidy(folder: Path) -> None:
     """Remove what a crash has left half written or half removed, and give back the name of what was whole."""
     for left in [*folder.glob(f"step-*{disk.PART}"), *folder.glob(f"step-*{disk.OLD}")]:
         name = left.with_suffix("")
-        if left.is_dir() and disk.located(name, MANIFEST) == left:
+        if left.is_dir() and disk.find_folder(name, MANIFEST) == left:
             disk.move(left, name)
         elif left.is_dir():
             shutil.rmtree(left)

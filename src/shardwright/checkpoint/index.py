@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from .tensorfile import DTYPES, NAMES, Mapped, Place, Spec, read_header
+from .tensorfile import DTYPES, NAMES, MappedFiles, Spec, TensorOffset, read_header
 
 INDEX = "index.json"
 HF_INDEX = "model.safetensors.index.json"
@@ -48,7 +48,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class IndexEntry:
     """A tensor and its boxes."""
 
     spec: Spec
@@ -90,7 +90,7 @@ class Index:
     """The tensors in a folder of files."""
 
     folder: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, IndexEntry]
 
     def to_json(self) -> str:
         held = {
@@ -103,7 +103,7 @@ class Index:
         }
         return json.dumps({"tensors": held}, separators=(",", ":"))
 
-    def whole(self, key: str, mapped: Mapped) -> Tensor:
+    def whole(self, key: str, mapped: MappedFiles) -> Tensor:
         """A tensor, put together."""
         entry = self.entries[key]
         found = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
@@ -114,8 +114,10 @@ class Index:
             target.copy_(self.box(entry, chunk, [0] * len(chunk.sizes), chunk.sizes, mapped))
         return found
 
-    def box(self, entry: Entry, chunk: Chunk, at: Sequence[int], sizes: Sequence[int], mapped: Mapped) -> Tensor:
-        place = Place(spec=Spec(dtype=entry.spec.dtype, shape=chunk.sizes), start=chunk.start)
+    def box(
+        self, entry: IndexEntry, chunk: Chunk, at: Sequence[int], sizes: Sequence[int], mapped: MappedFiles
+    ) -> Tensor:
+        place = TensorOffset(spec=Spec(dtype=entry.spec.dtype, shape=chunk.sizes), start=chunk.start)
         return mapped.box(self.folder / chunk.file, place, at, sizes)
 
     def check_sizes(self) -> None:
@@ -146,11 +148,11 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def _entry(held: Mapping[str, Any]) -> Entry:
+def _entry(held: Mapping[str, Any]) -> IndexEntry:
     chunks = tuple(
         Chunk(tuple(offsets), tuple(sizes), str(file), int(start)) for offsets, sizes, file, start in held["chunks"]
     )
-    return Entry(spec=Spec(dtype=DTYPES[held["dtype"]], shape=tuple(held["shape"])), chunks=chunks)
+    return IndexEntry(spec=Spec(dtype=DTYPES[held["dtype"]], shape=tuple(held["shape"])), chunks=chunks)
 
 
 # -- ordinary weights --------------------------------------------------------------------------
@@ -182,14 +184,14 @@ def index_of_weights(path: Path) -> tuple[Index, dict[str, str]]:
         raise CheckpointError(
             f"{path} has no weights: neither {HF_SINGLE} nor {HF_INDEX}; pass a safetensors file, or a folder with one"
         )
-    entries: dict[str, Entry] = {}
+    entries: dict[str, IndexEntry] = {}
     tied: dict[str, str] = {}
     for file in files:
         places, metadata = read_header(file)
         for key, place in places.items():
             shape = place.spec.shape
             chunk = Chunk((0,) * len(shape), shape, file.name, place.start)
-            entries[key] = Entry(spec=place.spec, chunks=(chunk,))
+            entries[key] = IndexEntry(spec=place.spec, chunks=(chunk,))
         tied |= {key: kept for key, kept in metadata.items() if kept in places and key not in places}
     return Index(folder=files[0].parent, entries=entries), tied
 
@@ -197,7 +199,7 @@ def index_of_weights(path: Path) -> tuple[Index, dict[str, str]]:
 # -- reading what a rank holds -----------------------------------------------------------------
 
 
-class Reader(StorageReader):
+class IndexReader(StorageReader):
     """An index as DCP's planner reads it. `names` says under which key to look for another."""
 
     def __init__(self, index: Index, names: Mapping[str, str] | None = None) -> None:
@@ -208,7 +210,7 @@ class Reader(StorageReader):
         return Metadata({key: _metadata(self.index.entries[found]) for key, found in wanted.items()})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        mapped = Mapped()
+        mapped = MappedFiles()
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
@@ -240,7 +242,7 @@ class Reader(StorageReader):
         return (Path(checkpoint_id) / INDEX).is_file()
 
 
-def _metadata(entry: Entry) -> TensorStorageMetadata:
+def _metadata(entry: IndexEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=entry.spec.dtype),
         size=torch.Size(entry.spec.shape),
@@ -251,7 +253,7 @@ def _metadata(entry: Entry) -> TensorStorageMetadata:
 @torch.no_grad()
 def read_into(targets: Mapping[str, Tensor], index: Index, names: Mapping[str, str] | None = None) -> None:
     """Fill tensors, DTensors and pieces with what the index has for their keys. No rank has to wait for another."""
-    reader = Reader(index, names)
+    reader = IndexReader(index, names)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), reader.read_metadata())
     reader.read_data(planner.create_local_plan(), planner)
@@ -262,9 +264,9 @@ __all__ = [
     "HF_SINGLE",
     "INDEX",
     "Chunk",
-    "Entry",
     "Index",
-    "Reader",
+    "IndexEntry",
+    "IndexReader",
     "find_weights",
     "index_of_weights",
     "read_index",

@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError
-from ..runtime.optimizer import Optimizers
+from ..runtime.optimizer.adopt import Optimizers
 from . import disk
-from .census import Census
 from .index import Index, read_index
+from .key_owners import KeyOwners
 from .manifest import MANIFEST, Manifest, damage, faults_of, read_manifest
-from .meeting import Meeting, meet
+from .ranks import CheckpointRanks, checkpoint_ranks
 from .saving import STATE
-from .training import Said, Schedulers, read_values, training
+from .training import Said, Schedulers, read_values, training_state
 
 PARTS = ("optimizers", "schedulers", "extra", "data", "tied", "random", "plans", "versions")
 
@@ -66,11 +66,11 @@ def load(
 
     Returns the step, the data's position, and all else that was saved.
     """
-    meeting = meet()
+    meeting = checkpoint_ranks()
     meeting.settle()
-    held = training(model, optimizer, schedulers, extra)
+    held = training_state(model, optimizer, schedulers, extra)
     opened = meeting.together(lambda: open_checkpoint(Path(path), meeting if check else None))
-    census = Census(model)
+    census = KeyOwners(model)
     world = opened.manifest.world
     meeting.together(lambda: held.restore(opened.said, opened.index, census, world, strict=strict, rng=rng))
     census.renew()
@@ -87,9 +87,9 @@ def load(
     )
 
 
-def open_checkpoint(path: Path, meeting: Meeting | None = None) -> Opened:
+def open_checkpoint(path: Path, meeting: CheckpointRanks | None = None) -> Opened:
     """Read what a checkpoint has, without its tensors. `meeting` shares the work of checking digests."""
-    folder = disk.located(path, MANIFEST) or path
+    folder = disk.find_folder(path, MANIFEST) or path
     manifest = read_manifest(folder)
     mine = [] if meeting is None else list(manifest.files.items())[meeting.rank :: meeting.size]
     small = [(name, digest) for name, digest in manifest.files.items() if name.endswith(".json")]

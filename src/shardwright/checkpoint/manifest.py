@@ -98,12 +98,12 @@ def verify(folder: str | Path) -> Manifest:
 def damage(folder: Path, faults: Iterable[str]) -> str:
     """What to say about a damaged checkpoint: all its faults, and which one beside it is whole."""
     lines = [f"the checkpoint {folder} is damaged:", *(f"  - {fault}" for fault in faults)]
-    other = next((held for held in others(folder) if _is_whole(held)), None)
+    other = next((held for held in unlisted_files(folder) if _is_whole(held)), None)
     lines.append(f"{other} is whole: load that one" if other is not None else "no other checkpoint beside it is whole")
     return "\n".join(lines)
 
 
-def others(folder: Path) -> list[Path]:
+def unlisted_files(folder: Path) -> list[Path]:
     """The checkpoints beside one, the newest first."""
     beside = [held.parent for held in folder.absolute().parent.glob(f"*/{MANIFEST}")]
     found = [held for held in beside if held.name != folder.name]

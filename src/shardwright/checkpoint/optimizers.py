@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, raise_all
-from ..runtime.parameters import ShardParameter, Untouched
-from ..runtime.state import state_value
-from ..runtime.state_values import as_state
-from .census import Census
+from ..runtime.parameters.sharded import ShardedParameter, Untouched
+from ..runtime.parameters.state_dicts import state_value
+from ..runtime.parameters.state_values import as_state
 from .encoding import decode, encode, keys_of
 from .index import Index
+from .key_owners import KeyOwners
 
 
-def collect(optimizer: Optimizer, path: str, census: Census, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def collect(optimizer: Optimizer, path: str, census: KeyOwners, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """What this rank can say of an optimizer, as JSON; pieces go to `tensors`."""
     groups = []
     state: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def collect(optimizer: Optimizer, path: str, census: Census, tensors: dict[str, 
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
 
 
-def joined(said: Sequence[Mapping[str, Any]], census: Census) -> dict[str, Any]:
+def merge_optimizers(said: Sequence[Mapping[str, Any]], census: KeyOwners) -> dict[str, Any]:
     """One optimizer of what several stages said of theirs."""
     found = {**said[0], "groups": [dict(group) for group in said[0]["groups"]], "state": dict(said[0]["state"])}
     for other in said[1:]:
@@ -61,7 +61,7 @@ def joined(said: Sequence[Mapping[str, Any]], census: Census) -> dict[str, Any]:
 class Restored:
     """A saved optimizer on its way into one that is here: first check, then read, then set."""
 
-    def __init__(self, optimizer: Optimizer, saved: Mapping[str, Any], census: Census, index: Index) -> None:
+    def __init__(self, optimizer: Optimizer, saved: Mapping[str, Any], census: KeyOwners, index: Index) -> None:
         self._optimizer, self._saved, self._index = optimizer, saved, index
         self._names = {leaf: census.name_of(leaf) for group in optimizer.param_groups for leaf in group["params"]}
         self._on_device = {
@@ -106,7 +106,7 @@ class Restored:
         for part, held in self._saved["state"][name].items():
             for key in keys_of(held):
                 spec = self._index.entries[key].spec
-                shaped = isinstance(leaf, ShardParameter) and spec.shape == leaf.held.shape and spec.shape != ()
+                shaped = isinstance(leaf, ShardedParameter) and spec.shape == leaf.held.shape and spec.shape != ()
                 dtype = self._dtype(leaf, name, part, spec.dtype)
                 if shaped and _is_direct(held):
                     assert leaf.groups is not None
@@ -118,7 +118,7 @@ class Restored:
                     local = torch.empty(spec.shape, dtype=dtype, device=self._device(leaf, part))
                     self.targets[key] = local
                 self._local[key] = local
-        if isinstance(leaf, ShardParameter) and leaf.held.shape:
+        if isinstance(leaf, ShardedParameter) and leaf.held.shape:
             self._cut[leaf] = frozenset(cut)
 
     def _dtype(self, leaf: Any, name: str, part: str, saved: torch.dtype) -> torch.dtype:

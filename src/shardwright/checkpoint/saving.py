@@ -28,20 +28,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..errors import CheckpointError
-from ..runtime.optimizer import Optimizers
+from ..runtime.optimizer.adopt import Optimizers
 from . import disk
-from .census import Census
 from .disk import Digest
-from .index import INDEX, Chunk, Entry, Index
+from .index import INDEX, Chunk, Index, IndexEntry
+from .key_owners import KeyOwners
 from .manifest import MANIFEST, Manifest
-from .meeting import Meeting, meet
+from .ranks import CheckpointRanks, checkpoint_ranks
 from .tensorfile import Spec, TensorWriter, in_order
-from .training import Said, Schedulers, joined, training
+from .training import Said, Schedulers, merge_stages, training_state
 
 STATE = "state.json"
 
 
-class Saving:
+class PendingSave:
     """A save, which may still be written."""
 
     def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
@@ -80,7 +80,7 @@ def save(
     path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, schedulers: Schedulers = None,
     data: Any = None, extra: Mapping[str, Any] | None = None, step: int | None = None,
     metrics: Mapping[str, float] | None = None, background: bool = False,
-) -> Saving:  # fmt: skip
+) -> PendingSave:  # fmt: skip
     """Write a checkpoint that a run under any plan, on any number of ranks, can go on from. All ranks call it.
 
     optimizer   one, or a list
@@ -95,18 +95,18 @@ def save(
     Random generators, the plan and versions are saved too. What was there under the same name is replaced when the
     new one is whole.
     """
-    held = training(model, optimizer, schedulers, extra)
+    held = training_state(model, optimizer, schedulers, extra)
     return begin(Path(path), held, data=data, step=step, metrics=metrics, background=background)
 
 
 def begin(
     path: Path, held: Any, *, data: Any, step: int | None, metrics: Mapping[str, float] | None, background: bool,
     after: Callable[[], None] | None = None,
-) -> Saving:  # fmt: skip
+) -> PendingSave:  # fmt: skip
     """Save; `after` is called on the first rank when the folder has its name."""
-    meeting = meet()
+    meeting = checkpoint_ranks()
     meeting.settle()
-    census = Census(held.model)
+    census = KeyOwners(held.model)
     census.check_ready()
     tensors, said = meeting.together(lambda: held.collect(census, data))
     writing = _plan(path, meeting, census, tensors, said)
@@ -114,7 +114,7 @@ def begin(
         files={}, world=meeting.size, when=datetime.now(UTC).isoformat(timespec="seconds"), step=step,
         metrics={name: float(value) for name, value in (metrics or {}).items()},
     )  # fmt: skip
-    saving = Saving(path)
+    saving = PendingSave(path)
     if background:
         snapshot = meeting.together(writing.snapshot)
         saving.write_beside(lambda: snapshot.write(meeting, manifest, after))
@@ -124,7 +124,9 @@ def begin(
     return saving
 
 
-def _plan(path: Path, meeting: Meeting, census: Census, tensors: dict[str, Tensor], said: Said | None) -> _Writing:
+def _plan(
+    path: Path, meeting: CheckpointRanks, census: KeyOwners, tensors: dict[str, Tensor], said: Said | None
+) -> _RankWriter:
     """Which rank writes what: each piece once."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, is_coordinator=meeting.first)
@@ -135,7 +137,7 @@ def _plan(path: Path, meeting: Meeting, census: Census, tensors: dict[str, Tenso
         nonlocal metadata, whole, plans
         if meeting.first:
             plans, metadata = planner.create_global_plan([plan for plan, _ in every])
-            whole = joined([held for _, held in every], census)
+            whole = merge_stages([held for _, held in every], census)
             disk.begin(path, MANIFEST)
 
     meeting.together(settle)
@@ -143,7 +145,7 @@ def _plan(path: Path, meeting: Meeting, census: Census, tensors: dict[str, Tenso
     draft = path.with_name(path.name + disk.PART)
     meeting.together(lambda: _check_shared(draft))
     items = [item for item in mine.items if math.prod(_spec(item).shape) or not math.prod(_data(item).size)]
-    return _Writing(
+    return _RankWriter(
         path=path,
         rank=meeting.rank,
         items=items,
@@ -172,7 +174,7 @@ def _spec(item: WriteItem) -> Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Writing:
+class _RankWriter:
     """What one rank writes, and on the first rank what the whole is."""
 
     path: Path
@@ -182,15 +184,15 @@ class _Writing:
     metadata: Metadata | None
     said: Said | None
 
-    def snapshot(self) -> _Writing:
+    def snapshot(self) -> _RankWriter:
         """The same with copies of the tensors, in the memory of the CPU."""
         copied = [torch.empty(held.shape, dtype=held.dtype).copy_(held) for held in (get() for get in self.tensors)]
         kept: list[Callable[[], Tensor]] = [lambda held=held: held for held in copied]  # type: ignore[misc]
-        return _Writing(
+        return _RankWriter(
             path=self.path, rank=self.rank, items=self.items, tensors=kept, metadata=self.metadata, said=self.said
         )
 
-    def write(self, meeting: Meeting, manifest: Manifest, after: Callable[[], None] | None) -> None:
+    def write(self, meeting: CheckpointRanks, manifest: Manifest, after: Callable[[], None] | None) -> None:
         """Write the own file; the first rank then makes the checkpoint of all. An error is one on all ranks."""
         draft = self.path.with_name(self.path.name + disk.PART)
         try:
@@ -255,8 +257,8 @@ def _index(folder: Path, metadata: Metadata, starts: Mapping[str, tuple[str, int
             if name in starts:
                 chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *starts[name]))
         spec = Spec(dtype=held.properties.dtype, shape=tuple(held.size))
-        entries[key] = Entry(spec=spec, chunks=tuple(chunks))
+        entries[key] = IndexEntry(spec=spec, chunks=tuple(chunks))
     return Index(folder=folder, entries=entries)
 
 
-__all__ = ["STATE", "Saving", "begin", "save"]
+__all__ = ["STATE", "PendingSave", "begin", "save"]

@@ -24,15 +24,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, InputError, raise_all
-from ..runtime.model import ParallelModel
-from ..runtime.optimizer import Optimizers, several
-from ..runtime.random import Randomness
-from ..runtime.state_values import PieceTensor, piece_like
+from ..runtime.algorithms.random import Randomness
+from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.optimizer.adopt import Optimizers, several
+from ..runtime.parameters.state_values import ShardTensor, shard_like
 from . import optimizers
-from .census import Census
 from .encoding import decode, encode, keys_of
 from .fit import fit
 from .index import Index, read_into
+from .key_owners import KeyOwners
 from .randomness import generators, set_generators
 
 Schedulers = Any  # a scheduler, several, or None: torch has no type for all of them
@@ -42,7 +42,7 @@ Said = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingState:
     """What is saved and loaded together."""
 
     model: nn.Module
@@ -50,7 +50,7 @@ class Training:
     schedulers: Sequence[Any]
     extra: Mapping[str, Any]
 
-    def collect(self, census: Census, data: Any) -> tuple[dict[str, Tensor], Said | None]:
+    def collect(self, census: KeyOwners, data: Any) -> tuple[dict[str, Tensor], Said | None]:
         """What this rank holds and, if it speaks for others, what it has to say."""
         tensors = {f"model/{key}": held for key, held in census.tensors().items() if census.writes(key)}
         tensors[f"rng/{census.rank}"] = generators()
@@ -71,7 +71,7 @@ class Training:
         }
         return tensors, said if census.speaks else None
 
-    def restore(self, said: Said, index: Index, census: Census, world: int, *, strict: bool, rng: bool) -> None:
+    def restore(self, said: Said, index: Index, census: KeyOwners, world: int, *, strict: bool, rng: bool) -> None:
         """Put a saved state in its places. Nothing is changed before everything is known to fit."""
         wanted = census.tensors()
         names = fit(census, index, said["tied"], "model/", strict, "the checkpoint")
@@ -121,9 +121,9 @@ class Training:
         return act
 
 
-def training(
+def training_state(
     model: nn.Module, optimizer: Optimizers, schedulers: Schedulers, extra: Mapping[str, Any] | None
-) -> Training:
+) -> TrainingState:
     """What is to be saved or loaded, checked."""
     if schedulers is None:
         held: list[Any] = []
@@ -132,15 +132,15 @@ def training(
     wrong = [type(one).__name__ for one in held if not hasattr(one, "state_dict")]
     if wrong:
         raise InputError(f"schedulers={', '.join(wrong)}: a scheduler has a state_dict()")
-    return Training(model=model, optimizers=several(optimizer), schedulers=held, extra=dict(extra or {}))
+    return TrainingState(model=model, optimizers=several(optimizer), schedulers=held, extra=dict(extra or {}))
 
 
-def joined(said: Sequence[Said | None], census: Census) -> Said:
+def merge_stages(said: Sequence[Said | None], census: KeyOwners) -> Said:
     """What the first rank of each stage said, as one."""
     speaking = [held for held in said if held is not None]
     found = dict(speaking[0])
     found["optimizers"] = [
-        optimizers.joined([held["optimizers"][number] for held in speaking], census)
+        optimizers.merge_optimizers([held["optimizers"][number] for held in speaking], census)
         for number in range(len(found["optimizers"]))
     ]
     for other in speaking[1:]:
@@ -191,7 +191,7 @@ class _Loose:
         for key in keys_of(saved):
             like = pieces.get(key.partition("/")[2].partition("/")[2])
             if like is not None and tuple(like.shape) == self._index.entries[key].spec.shape:
-                self.places[key] = piece_like(like)
+                self.places[key] = shard_like(like)
             else:
                 self.place(key)
 
@@ -200,7 +200,7 @@ def _pieces(state: Any) -> dict[str, Tensor]:
     """The pieces in a state dict, by their path in it."""
     found: dict[str, Tensor] = {}
     encode(state, "", found)
-    return {path.removeprefix("/"): held for path, held in found.items() if isinstance(held, DTensor | PieceTensor)}
+    return {path.removeprefix("/"): held for path, held in found.items() if isinstance(held, DTensor | ShardTensor)}
 
 
 def read_values(saved: Any, index: Index) -> Any:

@@ -43,11 +43,11 @@ from ..report import diff, explain, read_plan
 from ..verify import compile_program, first_difference, verify
 from ..verify.parity import ranks_of
 from .checkpoint import add_checkpoint, run_checkpoint
-from .models import MODEL, load_model, with_rows
+from .models import MODEL, load_model, resize_batch
+from .progress import SearchProgress
 from .rehearse import rehearse_parser, run_rehearse
 from .simulate import run_simulate, simulate_parser
 from .train import run_train
-from .watching import Watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,7 +182,7 @@ def run_plan(asked: Namespace, console: Console) -> int:
     if asked.accumulate < 1:
         raise InputError(f"--accumulate {asked.accumulate} makes no sense; 1 is an update after every backward")
     size = _devices(asked)
-    with Watching() as watching:
+    with SearchProgress() as watching:
         made, found = planned(
             module, example=example, plan=asked.plan, cluster=asked.cluster or size, size=size, memory=asked.memory,
             optimizer=asked.optimizer, precision=asked.precision, accumulate=asked.accumulate, inputs=asked.inputs,
@@ -317,4 +317,4 @@ def _devices(asked: Namespace) -> int:
     return asked.devices or (cluster_size(named, "auto") if named is not None else 1)
 
 
-__all__ = ["load_model", "main", "with_rows"]
+__all__ = ["load_model", "main", "resize_batch"]

@@ -37,7 +37,7 @@ def load_model(text: str, batch: int | None, seq: int, *, meta: bool = False) ->
         raise InputError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
     made = make()
     found, example = _parts(made, text)
-    return found, example if batch is None else with_rows(example, batch)
+    return found, example if batch is None else resize_batch(example, batch)
 
 
 def _import_file(path: Path) -> Any:
@@ -80,7 +80,7 @@ def _parts(made: Any, text: str) -> tuple[nn.Module, Example]:
     return made[0], arguments_of(made[1] if len(made) == 2 else (tuple(made[1]), dict(made[2])))
 
 
-def with_rows(example: Example, batch: int) -> Example:
+def resize_batch(example: Example, batch: int) -> Example:
     """The example with another number of rows: its own, over and over."""
     leaves, spec = pytree.tree_flatten(example)
     found = find_batch_dim([("", tuple(leaf.shape) if isinstance(leaf, Tensor) else ()) for leaf in leaves])

@@ -64,10 +64,10 @@ def _run(argv: Sequence[str]) -> int:
         asked = parser.parse_args([*(f"--config={file}" for file in files), *given])
     except ArgumentError as error:
         raise InputError(explained(str(error), configs, known, given)) from error
-    return run_asked(asked, parser)
+    return run_compile_only(asked, parser)
 
 
-def run_asked(asked: Namespace, parser: ArgumentParser) -> int:
+def run_compile_only(asked: Namespace, parser: ArgumentParser) -> int:
     mode = asked.pop("mode")
     asked.pop("config", None)
     text = parser.dump(asked, skip_unset=False)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import ClusterError
 from ..layout import Mesh
-from .collective import Collective, Measured, Span, collective_time
+from .collective import Collective, MeasuredCollective, Span, collective_time
 from .device import Device
 from .link import Link, slowest
 
@@ -44,7 +44,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class NodeGroup:
     """A number of equal nodes."""
 
     node: Node
@@ -71,9 +71,9 @@ class Cluster:
     """
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
     between: Link | None = None
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
     overlap: float = USUAL_OVERLAP
     meeting: float = 0.0
     about: str = ""

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..errors import ClusterError
 from .catalogue import USUAL, device, inside, is_network, network, usual_network
-from .cluster import Cluster, Group, Node
+from .cluster import Cluster, Node, NodeGroup
 
 EXAMPLES = "8xA100-80GB, 4x8xH100, 2x8xA100-40GB@ethernet-100, 8xH100+8xA100-80GB, cpu:4"
 
@@ -29,7 +29,7 @@ def parse(text: str) -> Cluster:
     return Cluster(name=name, groups=tuple(_group(part.strip(), name) for part in name.split("+")))
 
 
-def _group(text: str, name: str) -> Group:
+def _group(text: str, name: str) -> NodeGroup:
     counted, *links = text.split("@")
     if counted.lower().startswith("cpu:") and counted[4:].isdigit():
         counted = f"{counted[4:]}xcpu"
@@ -49,7 +49,7 @@ def _group(text: str, name: str) -> Group:
     for link in links:
         between = is_network(link)
         node = replace(node, network=network(link, devices)) if between else replace(node, inside=inside(link))
-    return Group(node=node, nodes=nodes)
+    return NodeGroup(node=node, nodes=nodes)
 
 
 def _numbers(text: str, name: str) -> tuple[list[int], str]:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from ..errors import ClusterError
 from . import catalogue, quantity
 from .catalogue import DEVICES, LINKS, USUAL, unknown
-from .cluster import USUAL_OVERLAP, Cluster, Group, Node
-from .collective import COLLECTIVES, Measured
+from .cluster import USUAL_OVERLAP, Cluster, Node, NodeGroup
+from .collective import COLLECTIVES, MeasuredCollective
 from .curve import Curve
 from .device import ITEM, KINDS, Device, Efficiency
 from .link import Link
@@ -34,16 +34,16 @@ TABLE_KEYS = ("kind", "ranks", "seconds")
 # What stands for what could not be read.
 A_DEVICE, A_LINK, A_CURVE = DEVICES["cpu"], LINKS["loopback"], Curve(((1.0, 1.0),))
 A_NODE = Node(device=A_DEVICE, devices=1, inside=A_LINK, network=A_LINK)
-A_GROUP = Group(node=A_NODE, nodes=1)
+A_GROUP = NodeGroup(node=A_NODE, nodes=1)
 A_CLUSTER = Cluster(name="cpu", groups=(A_GROUP,))
 
 
-def largest_node(groups: Iterable[Group]) -> int:
+def largest_node(groups: Iterable[NodeGroup]) -> int:
     """What joins groups is an adapter in each node too: its devices share it, at worst those of the largest."""
     return max((group.node.devices for group in groups), default=1)
 
 
-class Reader:
+class ClusterReader:
     """Reads one file. `faults` says what is wrong, each with the key where it is."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Reader:
         numbers = {key: self.number(value, LINK_KEYS[key], f"{at}.{key}") for key, value in data.items()}
         return self.made(at, before, A_LINK, lambda: Link(name=name, **numbers))
 
-    def group(self, data: Any, at: str) -> Group:
+    def group(self, data: Any, at: str) -> NodeGroup:
         before = len(self.faults)
         if not self.has_keys(data, at, GROUP_KEYS, ("device", "devices")):
             return A_GROUP
@@ -134,21 +134,21 @@ class Reader:
             network = self.network(data["network"], devices, f"{at}.network")
         else:
             network = catalogue.usual_network(device.name, devices)
-        return Group(node=Node(device=device, devices=devices, inside=inside, network=network), nodes=nodes)
+        return NodeGroup(node=Node(device=device, devices=devices, inside=inside, network=network), nodes=nodes)
 
     def network(self, name: Any, devices: int, at: str) -> Link:
         return self.named(name, at, self.links, lambda text: catalogue.network(text, devices), A_LINK)
 
-    def table(self, data: Any, at: str) -> Measured:
+    def table(self, data: Any, at: str) -> MeasuredCollective:
         before = len(self.faults)
-        instead = Measured(kind="send", ranks=(2,), seconds=A_CURVE)
+        instead = MeasuredCollective(kind="send", ranks=(2,), seconds=A_CURVE)
         if not self.has_keys(data, at, TABLE_KEYS, TABLE_KEYS):
             return instead
         if data["kind"] not in COLLECTIVES:
             self.fault(f"{at}.kind", str(unknown("collective", str(data["kind"]), COLLECTIVES)))
         ranks = tuple(self.count(item, f"{at}.ranks") for item in self.rows(data["ranks"], f"{at}.ranks"))
         curve = self.curve(data["seconds"], f"{at}.seconds", "seconds")
-        return self.made(at, before, instead, lambda: Measured(kind=data["kind"], ranks=ranks, seconds=curve))
+        return self.made(at, before, instead, lambda: MeasuredCollective(kind=data["kind"], ranks=ranks, seconds=curve))
 
     def curve(self, data: Any, at: str, measure: Measure = "number") -> Curve:
         """Values by size, or one value for all sizes."""

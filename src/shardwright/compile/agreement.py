@@ -19,9 +19,10 @@ import torch
 from ..ir import Graph
 from ..plan import Plan
 from ..planning import PlanLike
-from ..runtime import roll_call, world
-from ..runtime.inputs import PLAIN
-from ..runtime.optimizer import several
+from ..runtime import world
+from ..runtime.collectives import objects
+from ..runtime.model.inputs import PLAIN
+from ..runtime.optimizer.adopt import several
 from .files import Generated
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def check_settings(compiler: Compiler) -> None:
     if compiler.world.size == 1:
         return
     remedy = "install the same packages everywhere, and pass the same arguments to parallelize on every rank"
-    roll_call.check_equal(versions() | settings_of(compiler), "versions and settings", remedy)
+    objects.check_equal(versions() | settings_of(compiler), "versions and settings", remedy)
 
 
 def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[Generated]) -> None:
@@ -49,7 +50,7 @@ def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[
         "waits for the others: run it on all ranks and print on one), build the same model everywhere, from the same "
         "files, and pass the same plan"
     )
-    roll_call.check_equal(facts, "programs", remedy)
+    objects.check_equal(facts, "programs", remedy)
 
 
 def versions() -> dict[str, str]:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..batch_dim import BatchDim, find_batch_dim, said_by
-from ..capture import Captured
-from ..runtime.comparison import CallSignature
-from ..runtime.inputs import PLAIN, Mode
+from ..batch_dim import BatchDim, declared_by, find_batch_dim
+from ..capture import CapturedGraph
+from ..runtime.faults.input_comparison import CallSignature
+from ..runtime.model.inputs import PLAIN, Mode
 
 
-def signature_of(captured: Captured, mode: Mode) -> CallSignature:
+def signature_of(captured: CapturedGraph, mode: Mode) -> CallSignature:
     """What calls of a program are compared by between ranks."""
     graph, arguments = captured.graph, dict[str, str]()
     for leaf in captured.input_leaves:
@@ -31,7 +31,7 @@ def signature_of(captured: Captured, mode: Mode) -> CallSignature:
     )
 
 
-def with_batch(captured: Captured, batch: BatchDim, size: int | None) -> Captured:
+def with_batch(captured: CapturedGraph, batch: BatchDim, size: int | None) -> CapturedGraph:
     """A captured call with a batch of `size` in the inputs that are batched, whatever its own sizes tell."""
     graph = captured.graph
     named = {leaf.value: has for leaf, has in zip(captured.input_leaves, batch.batched, strict=True)}
@@ -41,10 +41,10 @@ def with_batch(captured: Captured, batch: BatchDim, size: int | None) -> Capture
     return replace(captured, graph=replace(graph, inputs=inputs, batch=size))
 
 
-def with_unbatched(captured: Captured, unbatched: Sequence[str] | None) -> Captured:
+def with_unbatched(captured: CapturedGraph, unbatched: Sequence[str] | None) -> CapturedGraph:
     """A captured call in which people say which inputs have no batch dim."""
     inputs = [(leaf.path, leaf.shape) for leaf in captured.input_leaves]
-    batch = find_batch_dim(inputs, said_by(unbatched, [path for path, _ in inputs]))
+    batch = find_batch_dim(inputs, declared_by(unbatched, [path for path, _ in inputs]))
     return with_batch(captured, batch, batch.size)
 
 

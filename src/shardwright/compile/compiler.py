@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from ..capture import (
     AUTO,
-    Body,
-    Captured,
+    CapturedGraph,
     NoValues,
-    Opaque,
-    OpaquePart,
+    OpaqueBody,
+    OpaqueCall,
+    OpaqueModule,
     Real,
     called_with_gradients,
     capture,
@@ -42,34 +42,34 @@ from ..cost import training_flops
 from ..errors import InputError, PlanError, ShardwrightError
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import Pipelined, Program, lower, lower_pipeline
+from ..lower import LoweredProgram, PipelinePrograms, lower, lower_pipeline
 from ..plan import Plan
 from ..plan.file import read as read_plan
-from ..planning import Batching, PlanLike, Setting, continue_plan, make_plan, only_scalars
+from ..planning import Batching, PlanLike, PlanningTask, continue_plan, make_plan, only_scalars
 from ..precision import Precision
 from ..probe import check_splits, probing
 from ..rules import Analysis, analyse
-from ..runtime.inputs import CallInputs, Mode
-from ..runtime.model import Entry, ParallelModel
-from ..runtime.optimizer import Optimizers, adopt, several
-from ..runtime.pipeline import Loop, Running
-from ..runtime.pipeline.loop import Backward
-from ..runtime.random import Randomness
-from ..runtime.replaced import mark_replaced
-from ..runtime.scalars import NotAnInput
-from ..runtime.stage import Stage, stage_class
-from ..runtime.unadopted import watch_optimizers
+from ..runtime.algorithms.random import Randomness
+from ..runtime.model.float_inputs import NotAnInput
+from ..runtime.model.inputs import CallInputs, Mode
+from ..runtime.model.parallel_model import ParallelModel, Specialization
+from ..runtime.model.program import Program, program_class
+from ..runtime.optimizer.adopt import Optimizers, adopt, several
+from ..runtime.optimizer.unadopted import watch_optimizers
+from ..runtime.parameters.replaced import mark_replaced
+from ..runtime.pipeline import PipelineLoop, RunningPipeline
+from ..runtime.pipeline.autograd import Backward
 from ..runtime.world import Groups, Moment, World
 from .agreement import check_programs, check_settings
 from .batched import stand_in, with_batch
+from .call_mapping import ways_of
 from .files import Generated, generate
-from .holding import Holder
+from .meta_copy import calling, carry, check_effects, copy_to_meta, signature, thaw
+from .parameters import ParameterSharder
 from .pipeline import assemble
+from .pipeline_ranks import PipelineRank, check_held, find_pipeline_ranks, with_masters
 from .replicas import count_replicas
 from .scalars import check_floats
-from .seats import Seat, check_held, find_seats, with_masters
-from .skeleton import calling, carry, check_effects, signature, skeleton_of, thaw
-from .ways import ways_of
 
 Outputs = Literal["all", "scalars"]
 
@@ -98,7 +98,7 @@ class Compiler:
         promote: bool = False,
         exact_random: bool = False,
         prefix: str = "",
-        setting: Setting | None = None,
+        setting: PlanningTask | None = None,
         outputs: Outputs = "all",
         batching: Batching | None = None,
         backward: Backward = "inside",
@@ -107,7 +107,7 @@ class Compiler:
     ) -> None:
         self.module: nn.Module | None = module
         self.precision = precision or Precision()
-        self.skeleton = cast(skeleton_of(module), self.precision)
+        self.skeleton = cast(copy_to_meta(module), self.precision)
         self._alive: dict[int, Any] = {}
         self._signature = signature(module, self._alive)
         self._trainable = thaw(self.skeleton, module, set())
@@ -118,10 +118,10 @@ class Compiler:
         self.stated: dict[str, object] = {}  # options that others act on, which ranks must have in common too
         self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched, computed=bool(prefix))
         self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
-        self.programs: list[Program] = []
-        self.bodies: dict[str, Body] = {}
+        self.programs: list[LoweredProgram] = []
+        self.bodies: dict[str, OpaqueBody] = {}
         self.looked = False  # whether an opaque part had to be seen running
-        self.loop: Loop | None = None
+        self.loop: PipelineLoop | None = None
         self._agreed = False
         self.method = ""  # which is compiled, other than forward
         self.floats: Mapping[int, float] = {}
@@ -139,7 +139,7 @@ class Compiler:
         now = signature(self.module, self._alive)
         if now != self._signature:
             marks = {AUTO: True} if AUTO in vars(self.skeleton) else {}
-            self.skeleton, self._signature = cast(skeleton_of(self.module), self.precision), now
+            self.skeleton, self._signature = cast(copy_to_meta(self.module), self.precision), now
             vars(self.skeleton).update(marks)
             model.remake(self.skeleton, self.module)
         thaw(self.skeleton, self.module, self._trainable)
@@ -154,7 +154,7 @@ class Compiler:
     def __call__(
         self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "",
         floats: Mapping[int, float] | None = None,
-    ) -> Entry:  # fmt: skip
+    ) -> Specialization:  # fmt: skip
         """The program of a call; `floats` are those of its leaves that are given as tensors."""
         self.agree()
         self.method, self.floats = method, floats or {}
@@ -164,7 +164,7 @@ class Compiler:
             return self._compile(model, args, kwargs)  # not with the hooks of a checkpoint that this call is in
 
     @torch.inference_mode(False)  # what is made for inference can't train later
-    def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
@@ -183,7 +183,7 @@ class Compiler:
             made = [generate(program, self.directory) for program in programs]
         check_programs(self, graph, plan, made)
         self.programs.append(programs[0])
-        seats = find_seats(plan.entries[graph.entry], made)
+        seats = find_pipeline_ranks(plan.entries[graph.entry], made)
         if self.precision.master and self.optimizer is not None:
             seats = with_masters(seats)
         groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
@@ -205,7 +205,7 @@ class Compiler:
                 stacklevel=2,
             )
 
-    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         entry = "train" if model.training else "eval"
         scale = count_replicas(self.wish, self.world) if model.passing == "rows" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
@@ -235,7 +235,7 @@ class Compiler:
         if self.precision.casts:
             raise NotAnInput("a precision casts what is computed with a number")
 
-        def trace(call: list[Any]) -> Captured:
+        def trace(call: list[Any]) -> CapturedGraph:
             args, kwargs = pytree.tree_unflatten(call, spec)
             return capture(called, args, kwargs, entry="floats", promote=self.promote, real=real)
 
@@ -293,10 +293,14 @@ class Compiler:
         return read_plan(said[0], graph)
 
     def _hold(
-        self, model: ParallelModel, made: Sequence[Generated], seats: Sequence[Seat], groups: Mapping[Mesh, Groups]
+        self,
+        model: ParallelModel,
+        made: Sequence[Generated],
+        seats: Sequence[PipelineRank],
+        groups: Mapping[Mesh, Groups],
     ) -> None:
         assert self.module is not None
-        holder = Holder(
+        holder = ParameterSharder(
             module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix,
             dtypes={key: held.dtype for key, held in self.skeleton.named_buffers(remove_duplicate=False)},
             wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
@@ -313,9 +317,9 @@ class Compiler:
         self.module = None  # from here on the pieces are the truth
         self._alive, self._signature = {}, []
 
-    def _load(self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups) -> Entry:
+    def _load(self, model: ParallelModel, captured: CapturedGraph, made: Generated, groups: Groups) -> Specialization:
         program = made.program
-        return Entry(
+        return Specialization(
             stage=self._stage(model, captured, made, groups),
             path=made.path,
             rows=tuple(
@@ -328,16 +332,16 @@ class Compiler:
     def _load_pipeline(
         self,
         model: ParallelModel,
-        captured: Captured,
-        lowered: Pipelined,
+        captured: CapturedGraph,
+        lowered: PipelinePrograms,
         made: Sequence[Generated],
         groups: Mapping[Mesh, Groups],
-    ) -> Entry:
+    ) -> Specialization:
         holding = model._ready()
         if self.loop is None:
-            self.loop = Loop(holding.sync, self.backward)
+            self.loop = PipelineLoop(holding.sync, self.backward)
 
-        def make(one: Generated, moment: Moment) -> Stage:
+        def make(one: Generated, moment: Moment) -> Program:
             return self._stage(model, captured, one, groups[holding.groups.mesh], moment)
 
         pipeline = assemble(lowered, made, captured, holding, self.world, make)
@@ -349,18 +353,23 @@ class Compiler:
                 'outputs="scalars", or pass inputs="same"'
             )
         here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
-        return Entry(
-            running=Running(pipeline, self.loop),
+        return Specialization(
+            running=RunningPipeline(pipeline, self.loop),
             path=here.path,
             rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
             **ways_of(captured, model.passing),
         )
 
     def _stage(
-        self, model: ParallelModel, captured: Captured, made: Generated, groups: Groups, moment: Moment | None = None
-    ) -> Stage:
+        self,
+        model: ParallelModel,
+        captured: CapturedGraph,
+        made: Generated,
+        groups: Groups,
+        moment: Moment | None = None,
+    ) -> Program:
         holding, module = model._ready(), made.module
-        stage = stage_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
+        stage = program_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
         stage.zero = holding.zero
         read = {one.key for one in made.program.holdings}  # a loop over layers must find those of its segment
         for one in holding.held:
@@ -374,9 +383,9 @@ class Compiler:
         stage.renew()
         return stage
 
-    def _part(self, call: Opaque) -> OpaquePart:
+    def _part(self, call: OpaqueCall) -> OpaqueModule:
         """A submodule that stays as it is. All entries share one copy of it, so that what it remembers is one."""
         like = self.skeleton.get_submodule(call.path)
         if call.path not in self.bodies:
-            self.bodies[call.path] = Body(copy_module(like))
-        return OpaquePart(call, self.bodies[call.path], [held.training for held in like.modules()])
+            self.bodies[call.path] = OpaqueBody(copy_module(like))
+        return OpaqueModule(call, self.bodies[call.path], [held.training for held in like.modules()])

@@ -6,28 +6,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..capture import Captured
+from ..capture import CapturedGraph
 from ..ir import Graph
-from ..lower import Exit, Passage, Pipelined
+from ..lower import ModelOutput, PipelinePrograms, StageTransfer
 from ..plan.pipeline import schedule_of
-from ..runtime.model import Holding
-from ..runtime.pipeline import Crossing, Leaving, Pipeline, Placed
-from ..runtime.stage import Stage
+from ..runtime.model.parallel_model import RankState
+from ..runtime.model.program import Program
+from ..runtime.pipeline import PipelineOutput, PipelineSpec, PlacedStage, StageCrossing
 from ..runtime.world import Moment, World
 from ..schedule import check, with_prologue
 from .files import Generated
 
-MakeStage = Callable[[Generated, Moment], Stage]
+MakeStage = Callable[[Generated, Moment], Program]
 
 
 def assemble(
-    lowered: Pipelined,
+    lowered: PipelinePrograms,
     made: Sequence[Generated],
-    captured: Captured,
-    holding: Holding,
+    captured: CapturedGraph,
+    holding: RankState,
     world: World,
     make_stage: MakeStage,
-) -> Pipeline:
+) -> PipelineSpec:
     """What a rank runs of a pipeline. `make_stage` gives the stage of a segment that this rank is in."""
     plan = lowered.plan
     moment = Moment(lowered.microbatches)
@@ -43,7 +43,7 @@ def assemble(
         check(schedule, lowered.edges)
     leaving = tuple(_leaving(held) for held in lowered.exits)
     behind = [_behind(captured.graph, out.value) for out in leaving]
-    return Pipeline(
+    return PipelineSpec(
         placed=placed,
         crossings=tuple(_crossing(held, behind) for held in lowered.passages),
         leaving=leaving,
@@ -56,7 +56,7 @@ def assemble(
     )
 
 
-def _rows(captured: Captured) -> tuple[bool, ...]:
+def _rows(captured: CapturedGraph) -> tuple[bool, ...]:
     """Which inputs have the rows of the batch."""
     graph = captured.graph
     return tuple(graph.is_batched(held) for held in graph.inputs)
@@ -64,20 +64,20 @@ def _rows(captured: Captured) -> tuple[bool, ...]:
 
 def _placed(
     number: int,
-    lowered: Pipelined,
+    lowered: PipelinePrograms,
     one: Generated,
     numbers: Mapping[str, int],
-    holding: Holding,
+    holding: RankState,
     world: World,
-    make: Callable[[], Stage],
-) -> Placed:
+    make: Callable[[], Program],
+) -> PlacedStage:
     program, mesh = one.program, lowered.plan.entries[lowered.graph.entry][number].mesh
     here = world.rank in mesh.devices
     names = {held.value: held.keys for held in program.holdings}
     # What nobody reads in this call may lie on another device: the first call decided that.
     own = [keys for keys in names.values() if here and keys[0] in holding.parameters]
     parameters = {key: holding.parameters[keys[0]] for keys in own for key in keys}
-    return Placed(
+    return PlacedStage(
         number=number,
         mesh=mesh,
         takes=tuple(numbers.get(held.value, held.value) for held in program.graph.inputs),
@@ -102,8 +102,8 @@ def _behind(graph: Graph, value: str) -> set[str]:
     return found
 
 
-def _crossing(held: Passage, behind: Sequence[set[str]]) -> Crossing:
-    return Crossing(
+def _crossing(held: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
+    return StageCrossing(
         value=held.value,
         giver=held.giver,
         taker=held.taker,
@@ -116,8 +116,8 @@ def _crossing(held: Passage, behind: Sequence[set[str]]) -> Crossing:
     )
 
 
-def _leaving(held: Exit) -> Leaving:
-    return Leaving(
+def _leaving(held: ModelOutput) -> PipelineOutput:
+    return PipelineOutput(
         value=held.value,
         segment=held.segment,
         how=held.how,

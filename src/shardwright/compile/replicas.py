@@ -6,8 +6,8 @@ import math
 
 from ..errors import InputError
 from ..layout import Mesh
-from ..plan import Plan, read_request
-from ..plan.rows import replica_axes
+from ..plan import Plan, parse_plan_string
+from ..plan.replica_axes import replica_axes
 from ..plan.strings import REPLICAS
 from ..planning import PlanLike
 from ..runtime.world import World
@@ -22,7 +22,7 @@ def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
             'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
         )
     text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
-    request = read_request(text, world.size)
+    request = parse_plan_string(text, world.size)
     return request.mesh, tuple(axis.name for policy, axis in request.parts if policy in REPLICAS)
 
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..ir import Op
-from ..layout import Layout, Mesh, share
+from ..layout import Layout, Mesh, chunk_bounds
 from ..rules import FAN, ROWS, Signature
-from .training import Training
+from .training import TrainingSetup
 from .work import flops
 
 TURNS = ("aten.transpose.int", "aten.permute.default", "aten.t.default")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class LocalTensor:
     """What a device has of a tensor of an op: that of the first device, which has the most."""
 
     elements: float
@@ -31,7 +31,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LocalCall:
     """One call of an op on a device.
 
     flops     those of the forward pass
@@ -40,8 +40,8 @@ class Call:
 
     op: Op
     flops: float
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[LocalTensor, ...]
+    outputs: tuple[LocalTensor, ...]
     copies: bool = False
 
     @property
@@ -50,18 +50,18 @@ class Call:
         return not self.op.no_grad and any(held.gradient for held in self.outputs)
 
 
-def call_of(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: Training) -> Call:
+def local_call(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: TrainingSetup) -> LocalCall:
     """The call that a choice makes of an op."""
     inputs, outputs = signature.layouts(choice, mesh)
-    return Call(
+    return LocalCall(
         op=signature.op,
         flops=flops(signature) / work_parts(signature, choice, mesh),
         inputs=tuple(
-            tensor_of(signature, name, layout, mesh, training)
+            local_tensor(signature, name, layout, mesh, training)
             for name, layout in zip(signature.op.inputs, inputs, strict=True)
         ),
         outputs=tuple(
-            tensor_of(signature, name, layout, mesh, training)
+            local_tensor(signature, name, layout, mesh, training)
             for name, layout in zip(signature.op.outputs, outputs, strict=True)
         ),
         copies=copies(signature),
@@ -85,10 +85,10 @@ def copies(signature: Signature) -> bool:
     return source is None or "attention" not in source.target
 
 
-def tensor_of(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: Training) -> Tensor:
+def local_tensor(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: TrainingSetup) -> LocalTensor:
     graph = signature.facts.graph
     value = graph.values[name]
-    return Tensor(
+    return LocalTensor(
         elements=local_elements(value.shape, layout, mesh),
         item=training.item(value),
         dtype=training.dtype(value),
@@ -113,5 +113,5 @@ def work_parts(signature: Signature, choice: Mapping[str, str], mesh: Mesh) -> f
         picked = choice.get(axis.name)
         if picked is not None and picked != FAN and not picked.startswith(ROWS):
             role = signature.role(picked)
-            parts *= role.size / share(role.size, axis.size, 0)[1]
+            parts *= role.size / chunk_bounds(role.size, axis.size, 0)[1]
     return parts

@@ -6,8 +6,8 @@ place, and products joined with the converter before them.
 
 from __future__ import annotations
 
-from .flow import Back
-from .rank import Local, RankProgram, Step
+from .flow import GradientFlow
+from .rank_program import RankProgram, RankStep, RankTensor
 
 PRODUCTS = frozenset("linear mm conv1d conv2d conv3d convolution".split())
 SUMMED_IN_PLACE = frozenset("linear mm addmm bmm matmul embedding".split())
@@ -21,8 +21,8 @@ def fuse(program: RankProgram) -> RankProgram:
     return program
 
 
-def _readers(program: RankProgram) -> dict[int, list[Step]]:
-    found: dict[int, list[Step]] = {}
+def _readers(program: RankProgram) -> dict[int, list[RankStep]]:
+    found: dict[int, list[RankStep]] = {}
     for step in program.steps:
         for number in dict.fromkeys(step.inputs):
             found.setdefault(number, []).append(step)
@@ -31,7 +31,7 @@ def _readers(program: RankProgram) -> dict[int, list[Step]]:
     return found
 
 
-_OUTSIDE = Step("", "", [], [], [], [])
+_OUTSIDE = RankStep("", "", [], [], [], [])
 
 
 def _fold_biases(program: RankProgram) -> None:
@@ -74,7 +74,7 @@ def _sum_in_place(program: RankProgram) -> None:
 def _join_products(program: RankProgram) -> None:
     """A value whose gradient is to be summed, and the products that alone read it, are one call."""
     readers = _readers(program)
-    joined: dict[int, Step] = {}
+    joined: dict[int, RankStep] = {}
     gone: set[int] = set()
     tensors = program.tensors
     for step in program.steps:
@@ -89,14 +89,14 @@ def _join_products(program: RankProgram) -> None:
         weights = [number for layer in layers for number in layer.inputs[1:]]
         back = [how for layer in layers for how in layer.back[1:]]
         gathers = step.kind == "gather_sum"
-        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is Back.FRESH)
+        of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is GradientFlow.FRESH)
         whole_bytes = max(large + step.backward_work - of_weights, large) if gathers else 0.0
-        joined[id(layers[0])] = Step(
+        joined[id(layers[0])] = RankStep(
             name=layers[0].name,
             kind="linear",
             inputs=[step.inputs[0], *weights],
             outputs=[number for layer in layers for number in layer.outputs],
-            back=[Back.FRESH, *back],
+            back=[GradientFlow.FRESH, *back],
             kept=[*([] if gathers else [step.inputs[0]]), *weights],
             extra=large if gathers else 0.0,
             work=step.work if gathers else 0.0,
@@ -108,7 +108,7 @@ def _join_products(program: RankProgram) -> None:
     program.steps = [joined.get(id(step), step) for step in program.steps if id(step) not in gone]
 
 
-def _is_layer(step: Step, x: int, tensors: list[Local]) -> bool:
+def _is_layer(step: RankStep, x: int, tensors: list[RankTensor]) -> bool:
     if step.kind != "linear" or not step.gradient or step.inputs[0] != x:
         return False
     return all(tensors[number].parameter is not None for number in step.inputs[1:])

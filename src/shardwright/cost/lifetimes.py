@@ -7,7 +7,7 @@ return x                  at most until the method of the layer returns
 
 from __future__ import annotations
 
-from .rank import RankProgram
+from .rank_program import RankProgram
 
 
 def deaths(program: RankProgram) -> list[list[int]]:

@@ -18,21 +18,21 @@ from dataclasses import dataclass, replace
 
 from ..layout import Layout, Mesh
 from ..rules import Analysis
-from ..schedule import Kept, Schedule, in_flight
+from ..schedule import MicrobatchMemory, Schedule, in_flight
 from .fusing import fuse
 from .heap import ACTIVATION
-from .peak import Memory, Timeline
-from .rank import Choices, Held, Storage, steps_of
-from .training import Habits, Training
+from .memory_timeline import MemoryPeak, MemoryTimeline
+from .rank_program import Choices, ParameterMemory, Storage, steps_of
+from .training import BackendTraits, TrainingSetup
 
-NOTHING = Kept(0.0, 0.0)
+NOTHING = MicrobatchMemory(0.0, 0.0)
 
 TIED = 2.0
 """Copies of the gradient of a parameter that ranks of several stages hold: what is sent, and what is received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
+class StageMemory:
     """What a segment needs on a rank, in bytes.
 
     held        its parameters, as the rank holds them
@@ -43,7 +43,7 @@ class Walked:
     update      what the update needs beside all that stays
     """
 
-    held: tuple[Held, ...]
+    held: tuple[ParameterMemory, ...]
     inputs: float
     kept: float
     received: float
@@ -53,19 +53,19 @@ class Walked:
     at: tuple[str, str]
 
 
-def walk_segment(
+def simulate_stage_memory(
     facts: Analysis,
     mesh: Mesh,
     choices: Choices,
     storage: Storage,
-    training: Training,
+    training: TrainingSetup,
     recompute: Sequence[str],
     borders: Mapping[str, Layout],
     *,
     time: str,
-    habits: Habits,
+    habits: BackendTraits,
     queued: float = 0.0,
-) -> Walked:
+) -> StageMemory:
     """One microbatch of a segment.
 
     mesh       with the axis in time
@@ -75,7 +75,7 @@ def walk_segment(
     program = fuse(steps_of(facts, mesh, choices, storage, training, recompute, habits, borders))
     held = [replace(one, level=1) if one.level == 2 else one for one in program.held]
     program.held[:] = [replace(one, sums=(time,)) if one.level < 3 and one.trainable else one for one in held]
-    line = Timeline(program, training, habits)
+    line = MemoryTimeline(program, training, habits)
     heap = line.heap
     start = heap.total
     line.forward()
@@ -84,7 +84,7 @@ def walk_segment(
     at = heap.where
     line.update()
     received = sum(program.tensors[number].bytes for number in _received(facts, borders))
-    return Walked(
+    return StageMemory(
         held=tuple(replace(one, sums=tuple(axis for axis in one.sums if axis != time)) for one in held),
         inputs=program.inputs + program.constants,
         kept=kept,
@@ -102,11 +102,13 @@ def _received(facts: Analysis, borders: Mapping[str, Layout]) -> list[int]:
     return [number for number, name in enumerate(names) if name in borders]
 
 
-def rank_memory(schedule: Schedule, device: int, walked: Sequence[Walked], training: Training) -> Memory:
+def rank_memory(schedule: Schedule, device: int, walked: Sequence[StageMemory], training: TrainingSetup) -> MemoryPeak:
     """The peak of a device under a schedule, given what all segments need."""
     own = [number for number, devices in enumerate(schedule.holders) if device in devices]
     segments = [walked[number] for number in own]
-    sizes = [Kept(one.kept + one.received, one.queued) if at in own else NOTHING for at, one in enumerate(walked)]
+    sizes = [
+        MicrobatchMemory(one.kept + one.received, one.queued) if at in own else NOTHING for at, one in enumerate(walked)
+    ]
     flying = in_flight(schedule, sizes)[device]
     held = {one.key: one for segment in segments for one in segment.held}  # what two segments share is there once
     elsewhere = {one.key for at, segment in enumerate(walked) if at not in own for one in segment.held}
@@ -122,7 +124,7 @@ def rank_memory(schedule: Schedule, device: int, walked: Sequence[Walked], train
     running = base + flying + most.over + received
     update = base + max(one.update for one in segments)
     during = running >= update
-    return Memory(
+    return MemoryPeak(
         parameters=parameters,
         gradients=aside + summed,
         optimizer=optimizer,

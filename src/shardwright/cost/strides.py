@@ -28,7 +28,7 @@ ELEMENTWISE = frozenset(
 """Ops whose result lies in memory in the order of what they read."""
 
 
-def kind_of(target: str) -> str:
+def op_kind(target: str) -> str:
     """The name of an op without its room and overload: "linear" for "aten.linear.default"."""
     room, _, rest = target.partition(".")
     return rest.partition(".")[0] if room == "aten" else target
@@ -50,7 +50,7 @@ class Strides:
         return self._flat[value]
 
 
-def shares(op: Op, strides: Strides) -> bool:
+def is_view(op: Op, strides: Strides) -> bool:
     """Whether the results of an op are views on its first input."""
     return op.name in strides.views
 
@@ -74,7 +74,7 @@ def _worked_out(graph: Graph) -> Strides:
         if name not in made_here:
             found[name] = contiguous(value.shape)
     for op in graph.ops:
-        kind = kind_of(op.target)
+        kind = op_kind(op.target)
         if kind in VIEWS and op.inputs:
             shape, held = graph.values[op.inputs[0]].shape, found[op.inputs[0]]
             made = [_view(kind, op, shape, held, graph.values[name].shape) for name in op.outputs]

@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..cluster import Device, Kind
-from ..rules.kept import OPAQUE
-from .call import Call, Tensor
+from ..rules.user_calls import OPAQUE
+from .call import LocalCall, LocalTensor
 from .work import PRODUCTS
 
 
@@ -107,7 +107,7 @@ MASKED = 1.6
 """With a mask there is no flash attention; the kernel that takes one is slower by this."""
 
 
-def op_time(call: Call, device: Device) -> OpTime:
+def op_time(call: LocalCall, device: Device) -> OpTime:
     """Seconds that a device needs for a call, forward and backward (0 if there is none)."""
     kind, is_product = _known(call.op.target)
     special = _SPECIAL.get(kind)
@@ -131,12 +131,12 @@ def _known(target: str) -> tuple[str, bool | None]:
     return kind, any(word in kind for word in PRODUCTS) if target.startswith("aten.") else None
 
 
-def _does_much(call: Call) -> bool:
+def _does_much(call: LocalCall) -> bool:
     """An own op, experts or an opaque submodule that has more arithmetic than elements."""
     return call.flops > 2 * sum(held.elements for held in call.outputs)
 
 
-def _bytes(call: Call) -> float:
+def _bytes(call: LocalCall) -> float:
     return sum(held.bytes for held in call.inputs) + sum(held.bytes for held in call.outputs)
 
 
@@ -148,7 +148,7 @@ def _moved(bytes: float, device: Device, kernels: int = 1, kind: Kind = "pointwi
 # -- products
 
 
-def _product(call: Call, device: Device) -> OpTime:
+def _product(call: LocalCall, device: Device) -> OpTime:
     kind: Kind = "convolution" if "conv" in call.op.target else "matmul"
     forward = _product_time(call, device, kind, call.flops / device.side_part(_smallest_side(call)))
     if not call.gradient:
@@ -157,7 +157,7 @@ def _product(call: Call, device: Device) -> OpTime:
     return OpTime(forward, wanted * forward)
 
 
-def _operands(call: Call) -> tuple[Tensor, ...]:
+def _operands(call: LocalCall) -> tuple[LocalTensor, ...]:
     """What is multiplied: not what is added to it."""
     kind, _ = _known(call.op.target)
     if kind == "einsum":
@@ -165,7 +165,7 @@ def _operands(call: Call) -> tuple[Tensor, ...]:
     return call.inputs[1:3] if kind in ("addmm", "baddbmm", "addbmm", "addmv") else call.inputs[:2]
 
 
-def _product_time(call: Call, device: Device, kind: Kind, flops: float) -> float:
+def _product_time(call: LocalCall, device: Device, kind: Kind, flops: float) -> float:
     dtype = next((held.dtype for held in call.inputs if _floating(held.dtype)), "float32")
     return device.op_time(flops, _bytes(call), kind, units(device, dtype))
 
@@ -186,7 +186,7 @@ def _floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _smallest_side(call: Call) -> float:
+def _smallest_side(call: LocalCall) -> float:
     """Of a product of b matrices m x k and k x n the smallest of m, n and k.
 
     With A = b m k, B = b k n and C = b m n elements and F = 2 b m n k flops, b = A B C / (F / 2)^2, and the
@@ -202,7 +202,7 @@ def _smallest_side(call: Call) -> float:
     return math.sqrt(min(a * b / c, a * c / b, b * c / a) / batch)
 
 
-def _attention(call: Call, device: Device) -> OpTime:
+def _attention(call: LocalCall, device: Device) -> OpTime:
     """Fused. A causal one skips the blocks above the diagonal."""
     flops, extra = call.flops, 1.0
     if call.op.argument("is_causal"):
@@ -217,7 +217,7 @@ def _attention(call: Call, device: Device) -> OpTime:
 # -- what goes over memory
 
 
-def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
+def _pointwise(call: LocalCall, device: Device, passes: Passes) -> OpTime:
     made = sum(held.bytes for held in call.outputs)
     is_bias = call.op.name.endswith("/ bias")  # folded into the product before it
     forward = 0.0 if is_bias else passes.inputs * sum(held.bytes for held in call.inputs) + passes.outputs * made
@@ -241,14 +241,14 @@ def _pointwise(call: Call, device: Device, passes: Passes) -> OpTime:
     return OpTime(_moved(forward, device, 1, first), _moved(backward, device, kernels, kind))
 
 
-def _view(call: Call, device: Device) -> OpTime:
+def _view(call: LocalCall, device: Device) -> OpTime:
     """Free. Only a reshape that can't be a view copies, and what was stretched is summed backward."""
     forward = _moved(_bytes(call), device) if call.copies else 0.0
     stretched = call.gradient and call.inputs and call.inputs[0].elements < 0.6 * call.outputs[0].elements
     return OpTime(forward, _moved(_bytes(call), device) if stretched else 0.0)
 
 
-def _part(call: Call, device: Device) -> OpTime:
+def _part(call: LocalCall, device: Device) -> OpTime:
     """Parts of a tensor are views. Backward puts their gradients together, a single part among zeros."""
     if not call.gradient or not call.inputs:
         return FREE
@@ -258,12 +258,12 @@ def _part(call: Call, device: Device) -> OpTime:
     return OpTime(0.0, _moved(zeros + 2.0 * parts, device))
 
 
-def _joined(call: Call, device: Device) -> OpTime:
+def _joined(call: LocalCall, device: Device) -> OpTime:
     """Tensors put together. Backward the parts of the gradient are views."""
     return OpTime(_moved(_bytes(call), device), 0.0)
 
 
-def _lookup(call: Call, device: Device) -> OpTime:
+def _lookup(call: LocalCall, device: Device) -> OpTime:
     """Rows are read where they are wanted. Backward fills the whole table's gradient with zeros and adds rows to it.
 
     On CUDA the ids are sorted first, so that rows are added in one order.
@@ -277,18 +277,18 @@ def _lookup(call: Call, device: Device) -> OpTime:
     return OpTime(forward, _moved(table, device) + _moved(8.0 * ids, device) + _moved(3.0 * rows, device))
 
 
-def _cross_entropy(call: Call, device: Device) -> OpTime:
+def _cross_entropy(call: LocalCall, device: Device) -> OpTime:
     """log_softmax, then the loss of each row. Backward fills zeros, puts ones, and then the log_softmax's."""
     scores = call.inputs[0].bytes
     forward = _moved(2.0 * scores, device, 1, "function")
     return OpTime(forward, _moved(4.0 * scores, device, 2, "function") if call.gradient else 0.0)
 
 
-def _made(call: Call, device: Device) -> OpTime:
+def _made(call: LocalCall, device: Device) -> OpTime:
     return OpTime(_moved(sum(held.bytes for held in call.outputs), device), 0.0)
 
 
-_SPECIAL: dict[str, Callable[[Call, Device], OpTime]] = {
+_SPECIAL: dict[str, Callable[[LocalCall, Device], OpTime]] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(PARTS, _part),
     **dict.fromkeys(LOOKUPS, _lookup),

@@ -14,7 +14,7 @@ MASTER = 4  # bytes of float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
+class BackendTraits:
     """What the libraries of a device do with memory.
 
     copies     gathering and scattering work on a copy of the whole (gloo, between machines)
@@ -30,13 +30,13 @@ class Habits:
         return not self.foreach and optimizer in ("adam", "adamw")
 
 
-ON_CPU = Habits(copies=False, foreach=False)
-ON_CPUS_APART = Habits(copies=True, foreach=False)
-ON_GPU = Habits(copies=False, foreach=True)
+ON_CPU = BackendTraits(copies=False, foreach=False)
+ON_CPUS_APART = BackendTraits(copies=True, foreach=False)
+ON_GPU = BackendTraits(copies=False, foreach=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingSetup:
     """The optimizer, the precision, and how often gradients are made before they are used.
 
     optimizer     a key of STATES
@@ -96,7 +96,7 @@ class Training:
         return STATES[self.optimizer]
 
 
-def habits_of(device: str, nodes: int) -> Habits:
+def backend_traits(device: str, nodes: int) -> BackendTraits:
     """The habits of a device by its name, in a cluster of so many nodes."""
     if device != "cpu":
         return ON_GPU

@@ -6,12 +6,12 @@ import math
 from functools import cache
 
 from ..rules import Analysis, Signature
-from ..rules.kept import OPAQUE
+from ..rules.user_calls import OPAQUE
 
 PRODUCTS = ("linear", "mm", "bmm", "matmul", "einsum", "convolution", "conv", "addmm", "baddbmm", "mv", "attention")
 
 
-def is_product(signature: Signature) -> bool:
+def is_matmul(signature: Signature) -> bool:
     if not signature.op.target.startswith("aten."):  # an own op that sums something is taken for a product
         return is_experts(signature) or bool(signature.rule and signature.rule.sums)
     return _is_product(signature.op.target)
@@ -33,7 +33,7 @@ def flops(signature: Signature) -> float:
     size = max((values[name].elements for name in signature.op.outputs), default=0)
     if signature.op.target == OPAQUE and not is_experts(signature):
         return max(float(size), _inside(signature))
-    if not is_product(signature):
+    if not is_matmul(signature):
         return float(size)
     if is_experts(signature):  # each token meets k of the experts
         shapes = [values[name].shape for name in signature.op.inputs]
@@ -56,7 +56,7 @@ def training_flops(facts: Analysis) -> float:
     """
     total, values = 0.0, facts.graph.values
     for signature in facts.signatures.values():
-        if is_product(signature) or signature.op.target == OPAQUE:
+        if is_matmul(signature) or signature.op.target == OPAQUE:
             operands = [values[name] for name in signature.op.inputs if len(values[name].shape) > 1]
             total += flops(signature) * (1 + min(2, sum(held.gradient for held in operands)))
     return total

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from .stream import Share
+from .stream import StreamShare
 
 Collate = Callable[[list[Any]], Any]
 Ignore = Mapping[str | int, float]
@@ -17,7 +17,7 @@ Ignore = Mapping[str | int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsCollate:
+class SampleCollate:
     """For rows of a map-style dataset. A group without rows takes a look at the first of the dataset."""
 
     collate: Collate
@@ -33,7 +33,7 @@ class ShareCollate:
 
     collate: Collate
 
-    def __call__(self, share: Share) -> tuple[Any, Share]:
+    def __call__(self, share: StreamShare) -> tuple[Any, StreamShare]:
         batch = self.collate(share.rows) if share.rows else emptied(self.collate([share.like]))
         return batch, replace(share, rows=[], like=None)
 

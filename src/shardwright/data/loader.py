@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from ..errors import InputError
-from ..runtime.model import ParallelModel
+from ..runtime.model.parallel_model import ParallelModel
 from ..runtime.world import here
-from .collate import Collate, Ignore, RowsCollate, ShareCollate, fill
-from .drawn import DrawnByRow
-from .rows import Last, Rows, Sampled, seed_of
-from .stream import Share, Stream, is_stream
+from .collate import Collate, Ignore, SampleCollate, ShareCollate, fill
+from .per_sample_seed import SeededPerSample
+from .samples import Last, ReplicaBatchSampler, SampledBatches, combine_seeds
+from .stream import Stream, StreamShare, is_stream
 
 
 class Loader:
@@ -47,7 +47,7 @@ class Loader:
         self.total = 0  # rows of the global batch that the loop has
         self.whole = False  # whether every group has all of them
         sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
-        self._rows = sampler if isinstance(sampler, Rows) else None
+        self._rows = sampler if isinstance(sampler, ReplicaBatchSampler) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
         self._state: Any = None  # of a stream that has one
         if self._rows is not None:
@@ -61,7 +61,7 @@ class Loader:
             )
         if self._stream is not None and getattr(data, "persistent_workers", False):
             raise InputError("persistent_workers=True: workers that stay are not told of another place in a stream")
-        self._drawn_by_row = dataset if isinstance(dataset, DrawnByRow) else None
+        self._drawn_by_row = dataset if isinstance(dataset, SeededPerSample) else None
         if self._drawn_by_row is not None and getattr(data, "persistent_workers", False):
             raise InputError("persistent_workers=True: workers that stay are not told of another epoch to draw by")
         self._draw_apart()
@@ -76,7 +76,7 @@ class Loader:
                     held.generator = self._drawn
 
     def __iter__(self) -> Iterator[Any]:
-        self._drawn.manual_seed(seed_of(self.seed, self.epoch))
+        self._drawn.manual_seed(combine_seeds(self.seed, self.epoch))
         if self._rows is not None:
             yield from self._of_rows(self._rows)
         elif self._stream is not None:
@@ -92,7 +92,7 @@ class Loader:
         if self._model is not None:
             self._model.pass_whole(self.whole)
 
-    def _of_rows(self, rows: Rows) -> Iterator[Any]:
+    def _of_rows(self, rows: ReplicaBatchSampler) -> Iterator[Any]:
         rows.epoch, rows.start = self.epoch, self.row
         if self._drawn_by_row is not None:
             self._drawn_by_row.epoch, self._drawn_by_row.seed = self.epoch, self.seed
@@ -105,7 +105,7 @@ class Loader:
 
     def _of_stream(self, stream: Stream) -> Iterator[Any]:
         stream.epoch, stream.skip, stream.state = self.epoch, self.row, self._state
-        known: Share
+        known: StreamShare
         for batch, known in self.data:
             batch = fill(batch, self.ignore, known.padding)
             self.row, self.total, self._state = self.row + known.total, known.total, known.state
@@ -196,14 +196,14 @@ def loader(
         gives = DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=join, **options)
         return Loader(gives, seed=seed, ignore=ignore, model=model)
     if draw_by_row:
-        dataset = DrawnByRow(dataset, seed)
+        dataset = SeededPerSample(dataset, seed)
     if sampler is None:
-        rows = Rows(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
+        rows = ReplicaBatchSampler(len(dataset), batch, rank=mine, ranks=of, shuffle=shuffle, seed=seed, last=last)
     elif shuffle:
         raise InputError("a sampler gives the order of rows; leave out shuffle=True")
     else:
-        rows = Sampled(sampler, batch, rank=mine, ranks=of, seed=seed, last=last)
-    bound = RowsCollate(collate=collate, dataset=dataset)
+        rows = SampledBatches(sampler, batch, rank=mine, ranks=of, seed=seed, last=last)
+    bound = SampleCollate(collate=collate, dataset=dataset)
     held = DataLoader(dataset, batch_sampler=rows, num_workers=workers, collate_fn=bound, **options)
     return Loader(held, seed=seed, ignore=ignore, model=model)
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .rows import Last, Sharing
+from .samples import BatchShare, Last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class StreamShare:
     """What a group has of one global batch."""
 
     rows: list[Any]
@@ -37,7 +37,7 @@ class Share:
     state: dict[str, Any] | None  # of a dataset that has one, after this batch, and whether it has ended
 
 
-class Stream(IterableDataset[Share]):
+class Stream(IterableDataset[StreamShare]):
     """A group's share of every global batch of a stream. The dataset must give the same rows on all ranks.
 
     `skip` rows are read and left out; or the dataset is given its `state` of a `Share`, if it is not None.
@@ -46,7 +46,7 @@ class Stream(IterableDataset[Share]):
     def __init__(
         self, dataset: Iterable[Any], batch: int, *, rank: int = 0, ranks: int = 1, last: Last = "keep"
     ) -> None:
-        self.sharing = Sharing(batch=batch, rank=rank, ranks=ranks, last=last)
+        self.sharing = BatchShare(batch=batch, rank=rank, ranks=ranks, last=last)
         self.dataset = dataset
         self.epoch = self.skip = 0
         self.state: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class Stream(IterableDataset[Share]):
         """Whether the dataset knows by itself where it is."""
         return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[StreamShare]:
         worker = get_worker_info()
         mine, every = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if hasattr(self.dataset, "set_epoch"):
@@ -76,7 +76,7 @@ class Stream(IterableDataset[Share]):
                 yield self._share(held)
             number += 1
 
-    def _share(self, held: list[Any]) -> Share:
+    def _share(self, held: list[Any]) -> StreamShare:
         total = len(held)
         rows = [held[row] for row in self.sharing.mine(total)]
         padding = self.sharing.padding(total)
@@ -85,7 +85,7 @@ class Stream(IterableDataset[Share]):
         if self.has_state:
             said = self.dataset.state_dict()  # type: ignore[attr-defined]
             state = {"ended": total < self.sharing.batch, "dataset": copy.deepcopy(said)}
-        return Share(rows=rows, like=held[0], total=total, padding=padding, state=state)
+        return StreamShare(rows=rows, like=held[0], total=total, padding=padding, state=state)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..ir import Op
-from ..lower import Program, converter_of
+from ..lower import LoweredProgram, reshard_kind
 from ..lower.program import sizes_of
 from ..plan.pipeline import MB
 from .sizes import SizeNames
@@ -27,9 +27,9 @@ SAID = {
 }
 
 
-def comment_on(op: Op, inputs: Mapping[int, str], source: str, program: Program, sizes: SizeNames) -> str:
+def comment_on(op: Op, inputs: Mapping[int, str], source: str, program: LoweredProgram, sizes: SizeNames) -> str:
     """The comment of the line of an op."""
-    kind = converter_of(op)
+    kind = reshard_kind(op)
     if kind is not None and op.target.startswith("comm."):
         if op.argument("axes") == (MB,) and kind in ("take", "take_pad"):
             return "this microbatch's share"
@@ -43,7 +43,7 @@ def comment_on(op: Op, inputs: Mapping[int, str], source: str, program: Program,
     return f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"
 
 
-def shape_of(name: str, program: Program, sizes: SizeNames) -> str:
+def shape_of(name: str, program: LoweredProgram, sizes: SizeNames) -> str:
     """The local shape of a value, in the names of sizes."""
     if name.endswith("@sum") or name.startswith("count@"):
         return "[]"

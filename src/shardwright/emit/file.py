@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import Op
-from ..layout import FANNED, Mesh
-from ..lower import Program
+from ..layout import REPLICATE, Mesh
+from ..lower import LoweredProgram
 from ..plan.pipeline import MB
-from ..rules import is_drawn_whole
-from ..rules.kept import OPAQUE
+from ..rules import is_random
+from ..rules.user_calls import OPAQUE
 from .branches import branch_method
 from .calls import PRINTERS, call_text, function_name, returns_list
 from .comments import comment_on, shape_of
-from .early import counts, known_names
-from .layers import RESERVED, Folder, Invoke, Item, Loop, Method
+from .layers import RESERVED, Folder, Invoke, Item, LayerLoop, Method
 from .lines import narrowed
 from .names import RESERVED as RESERVED_WORDS
-from .names import Names, wish
-from .pieces import bytes_held, piece_table, unit_of, unit_ranges
+from .names import Names, preferred_name
+from .parameters import bytes_per_rank, parameter_table, unit_of, unit_ranges
+from .prologue import counts, known_names
 from .sizes import SizeNames
 from .validate import validate
 
@@ -35,18 +35,18 @@ class Emitted:
     inputs: tuple[str, ...]
 
 
-def emit(program: Program) -> Emitted:
+def emit(program: LoweredProgram) -> Emitted:
     """The text of the program; the same for every rank."""
-    writer = Writer(program)
+    writer = FileWriter(program)
     text = "\n".join(line for long in writer.file() for line in narrowed(long)) + "\n"
     validate(program, text)
     return Emitted(name=f"{program.graph.entry}.py", text=text, class_name=writer.class_name, inputs=writer.inputs)
 
 
-class Writer:
+class FileWriter:
     """Writes one file."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: LoweredProgram) -> None:
         self.program = program
         self.class_name = _class_name(program.graph.name)
         called = {op.target for op in program.body if op.target.startswith("call.") and op.target not in PRINTERS}
@@ -76,7 +76,7 @@ class Writer:
         methods = [list(self.method(method)) for method in folder.methods]
         branches = self.program.graph.branches.values()
         methods += [list(branch_method(held, self.sizes, lambda op: self.context(op, None))) for held in branches]
-        table = list(piece_table(self.program, self.class_name))
+        table = list(parameter_table(self.program, self.class_name))
         ragged = list(self.sizes.ragged_definitions())
         text = "\n".join([*constants, *prologue, *forward, *(line for lines in methods for line in lines), *table])
         yield from self.head([name for name in ("cut", "share") if f"{name}(" in text or (name == "share" and ragged)])
@@ -100,7 +100,7 @@ class Writer:
 
     def head(self, names: Sequence[str]) -> Iterator[str]:
         program, graph = self.program, self.program.graph
-        held = sum(bytes_held(holding, self.parts) for holding in program.holdings)
+        held = sum(bytes_per_rank(holding, self.parts) for holding in program.holdings)
         kind = {"train": "training"}.get(graph.entry, graph.entry)
         title = f", {program.title}" if program.title else ""
         yield f'"""{graph.name}, {kind}{title}. Generated from plan {program.plan_name}: edit the plan, not this file.'
@@ -140,7 +140,7 @@ class Writer:
                 if isinstance(axes, tuple) and axes:
                     found.add(axes)
         for holding in self.program.holdings:
-            sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == FANNED)
+            sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == REPLICATE)
             if sums:
                 found.add(sums)
         return sorted(axes for axes in found if MB not in axes)
@@ -259,7 +259,7 @@ class Writer:
     def context(self, op: Op, lead: str | None) -> str:
         """What stands behind the `with` around a line; nothing for most."""
         contexts: list[str] = []
-        if is_drawn_whole(op):
+        if is_random(op):
             inside = lead is not None and op.name.startswith(lead)
             key = f'f"{{at}}{op.name[len(lead or "") :]}"' if inside else f'"{op.name}"'
             contexts.append(f"self.random.drawing({key})")
@@ -318,7 +318,7 @@ class Writer:
             words.append(names.bind(name, at, words))
         return f"{', '.join(words)} = {_call(item.method, inputs, item.recompute)}"
 
-    def loop(self, loop: Loop, names: Names, at: int) -> Iterator[str]:
+    def loop(self, loop: LayerLoop, names: Names, at: int) -> Iterator[str]:
         carried = dict(loop.carried)
         words = [self.ref(name, names, None) for name in loop.inputs]
         kept = [word for word in words if word.isidentifier()]  # every call of the loop reads them
@@ -353,8 +353,8 @@ class Writer:
             for number, value in enumerate(values):
                 names.words[value] = f"{lists[place]}[{number}]"
 
-    def _list_name(self, loop: Loop, place: int, names: Names) -> str:
-        word = f"every_{wish(loop.results[place])}"
+    def _list_name(self, loop: LayerLoop, place: int, names: Names) -> str:
+        word = f"every_{preferred_name(loop.results[place])}"
         while word in names.held or word in names.taken:
             word += "_"
         names.taken.add(word)

@@ -22,9 +22,9 @@ from itertools import groupby
 from typing import Any
 
 from ..ir import Op
-from ..lower import Program, Size
+from ..lower import LoweredProgram, Size
 from ..plan import region_path
-from ..rules import is_drawn_whole
+from ..rules import is_random
 from .sizes import SizeNames
 
 RESERVED = frozenset(
@@ -59,7 +59,7 @@ class Invoke:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class LayerLoop:
     """A method called for layers `first` to `last` of a list."""
 
     method: Method
@@ -79,7 +79,7 @@ class Loop:
         return (*(name for _, name in self.finals), *(name for _, names in self.collected for name in names))
 
 
-Item = Op | Invoke | Loop
+Item = Op | Invoke | LayerLoop
 
 
 def layer_of(module_path: str) -> tuple[str, int] | None:
@@ -112,7 +112,7 @@ class _Run:
 class Folder:
     """Finds the loops of a program."""
 
-    def __init__(self, program: Program, sizes: SizeNames) -> None:
+    def __init__(self, program: LoweredProgram, sizes: SizeNames) -> None:
         self.program, self.sizes = program, sizes
         self.keys = {holding.value: holding.key for holding in program.holdings}
         self.keys |= {buffer.value: buffer.key for buffer in program.graph.buffers}
@@ -224,7 +224,7 @@ class Folder:
                 for name in op.outputs
             )
             region = regions.setdefault(op.region, len(regions)) if op.region and not run.wide else None
-            drawn = op.name.removeprefix(run.lead) if is_drawn_whole(op) else None
+            drawn = op.name.removeprefix(run.lead) if is_random(op) else None
             key.append((op.target, arguments, tuple(refs), shapes, op.no_grad, op.autocast, drawn, region))
             for index, name in enumerate(op.outputs):
                 inside[name] = (number, index)
@@ -248,7 +248,7 @@ class Folder:
     def _follows(self, a: _Run, b: _Run) -> bool:
         return a.path == b.path and a.index >= 0 and b.index == a.index + 1 and a.key == b.key
 
-    def _loop(self, runs: list[_Run]) -> Loop | None:
+    def _loop(self, runs: list[_Run]) -> LayerLoop | None:
         first, last = runs[0], runs[-1]
         places = [{name: at for at, name in enumerate(self._made(run))} for run in runs]
         used = sorted({place[name] for run, place in zip(runs, places, strict=True) for name in run.outputs})
@@ -283,7 +283,7 @@ class Folder:
         returned = sorted({*moved, *(place for place, _ in finals), *(place for place, _ in collected)})
         rank = {place: at for at, place in enumerate(returned)}
         method = self._method(first, tuple(returned))
-        return Loop(
+        return LayerLoop(
             method=method,
             path=first.path,
             first=first.index,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
-from ..layout import Block, Cut, share
-from ..lower import Program, Size
+from ..layout import Block, Shard, chunk_bounds
+from ..lower import LoweredProgram, Size
 from ..plan.pipeline import MB
 from .parse import UnreadableLineError, base_name, dotted, parse_line
 
@@ -47,7 +47,7 @@ Place = Mapping[str, int]
 class FileNames:
     """What names mean everywhere in a file."""
 
-    program: Program
+    program: LoweredProgram
     keys: Mapping[str, str]  # the key of a parameter or buffer -> its value
     sizes: Mapping[str, int]
     uneven: Mapping[str, ast.expr]  # attributes that hold sizes which differ between ranks
@@ -124,7 +124,7 @@ class Scope:
             whole, axis = self.number(node.args[0], place), dotted(node.args[1]).removeprefix("self.")
             if not isinstance(whole, int) or axis not in place:
                 return None
-            return share(whole, self.file.program.mesh.sizes[axis], place[axis])[1]
+            return chunk_bounds(whole, self.file.program.mesh.sizes[axis], place[axis])[1]
         if isinstance(node, ast.Call) and dotted(node.func) == "float" and isinstance(node.args[0], ast.Constant):
             return float(node.args[0].value)  # type: ignore[arg-type]
         return None
@@ -137,7 +137,7 @@ class Scope:
         if isinstance(value, Size):
             sizes = self.file.program.mesh.sizes
             return all(self.number(node, place) == value.local(sizes, place) for place in self.file.places)
-        if isinstance(value, Cut):
+        if isinstance(value, Shard):
             return self.cut(node) == value
         if isinstance(value, tuple):
             items = node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
@@ -175,7 +175,7 @@ class Scope:
         name = dotted(node).removeprefix("self.")
         return tuple(name.split("_")) if dotted(node).startswith("self.") and name in {*self.file.groups, MB} else None
 
-    def cut(self, node: ast.expr) -> Cut | None:
+    def cut(self, node: ast.expr) -> Shard | None:
         """`cut("tp", 3, 2, 16)` or `cut("tp", (1, 4, 8), (1, 2, 8), repeat=2)`."""
         if not isinstance(node, ast.Call) or dotted(node.func) != "cut":
             return None
@@ -183,7 +183,7 @@ class Scope:
             axis, *rest = (ast.literal_eval(arg) for arg in node.args)
             rows = rest if rest and isinstance(rest[0], tuple) else [tuple(rest)]
             repeat = next((ast.literal_eval(key.value) for key in node.keywords if key.arg == "repeat"), 1)
-            return Cut(axis=axis, blocks=tuple(Block(*row) for row in rows), repeat=repeat)
+            return Shard(axis=axis, blocks=tuple(Block(*row) for row in rows), repeat=repeat)
         except (ValueError, TypeError):
             return None
 
@@ -269,7 +269,7 @@ def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], s
     return not op.target.startswith("aten.") and value in (False, ())
 
 
-def _is_plain(cut: Cut, op: Op, scope: Scope) -> bool:
+def _is_plain(cut: Shard, op: Op, scope: Scope) -> bool:
     """Whether a cut is the even contiguous one, which is what is meant where none is said."""
     parts = 1
     for axis in op.argument("axes"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..ir import Dtype, Op, Slot
-from ..layout import Cut
+from ..layout import Shard
 from ..lower import Size
 from .sizes import SizeNames
 
@@ -49,8 +49,8 @@ class Printing:
             return self.sizes.text(value)
         if isinstance(value, Dtype):
             return f"torch.{value}"
-        if isinstance(value, Cut):
-            return show_cut(value)
+        if isinstance(value, Shard):
+            return show_shard(value)
         if isinstance(value, tuple):
             inner = ", ".join(self.show(held) for held in value)
             return f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -81,7 +81,7 @@ class Printing:
         return math.prod(self.parts[axis] for axis in axes)
 
 
-def show_cut(cut: Cut) -> str:
+def show_shard(cut: Shard) -> str:
     """A cut as generated code says it: cut("tp"), cut("tp", 3, 8, 32), cut("tp", (1, 4, 8), (1, 2, 8))."""
     blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in cut.blocks]
     if len(cut.blocks) == 1:
@@ -91,7 +91,7 @@ def show_cut(cut: Cut) -> str:
     return f'cut("{cut.axis}", {", ".join(blocks)}{repeat})'
 
 
-def plain(cut: Cut | None, parts: int) -> bool:
+def plain(cut: Shard | None, parts: int) -> bool:
     """Whether a cut is the even contiguous one, which needs no words."""
     return cut is None or (cut.simple(parts) and cut.blocks[0].size == parts)
 

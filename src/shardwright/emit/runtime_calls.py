@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..layout import Cut
-from .printing import Printing, axes_text, plain, show_cut
+from ..layout import Shard
+from .printing import Printing, axes_text, plain, show_shard
 
 Printer = Callable[[Printing], str]
 REDUCTIONS = {0: '"none"', 1: '"mean"', 2: '"sum"'}
 
 
-def converter(p: Printing) -> str:
+def reshard_call(p: Printing) -> str:
     kind = p.op.target.removeprefix("comm.")
     axes: tuple[str, ...] = p.literal("axes")
     group, x = axes_text(axes), p.names[0]
     if kind == "exchange":
         cuts = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
-        extra = "".join(f", {key}={show_cut(cut)}" for key, cut in cuts if not plain(cut, p.many(axes)))
+        extra = "".join(f", {key}={show_shard(cut)}" for key, cut in cuts if not plain(cut, p.many(axes)))
         return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
     if kind == "reduce":
         return f"comm.reduce({x}, {group}, {p['op']})"
@@ -26,7 +26,7 @@ def converter(p: Printing) -> str:
     if p.literal("dim") is None:
         return f"comm.{kind}{'_' if p.literal('in_place') else ''}({x}, {group})"
     cut = p.literal("cut")
-    extra = "" if plain(cut, p.many(axes)) else f", {show_cut(cut)}"
+    extra = "" if plain(cut, p.many(axes)) else f", {show_shard(cut)}"
     return f"comm.{kind}({x}, {p['dim']}, {group}{extra})"
 
 
@@ -70,7 +70,7 @@ def _linears(p: Printing) -> str:
         if column is not None:
             shown.append(p.show(column[0]) if one else f"[{', '.join(p.show(held) for held in column)}]")
     if not plain(cut, p.many(p.literal("axes"))):
-        shown.append(f"cut={show_cut(cut)}")
+        shown.append(f"cut={show_shard(cut)}")
     return f"{p.op.target.removesuffix('s') if one else p.op.target}({', '.join(shown)})"
 
 
@@ -90,8 +90,8 @@ def _own(p: Printing) -> str:
 
 
 def _splits(p: Printing) -> str:
-    splits: tuple[tuple[int, Cut], ...] = p.literal("splits")
-    shown = ", ".join(f"({dim}, {axes_text((cut.axis,))}, {show_cut(cut)})" for dim, cut in splits)
+    splits: tuple[tuple[int, Shard], ...] = p.literal("splits")
+    shown = ", ".join(f"({dim}, {axes_text((cut.axis,))}, {show_shard(cut)})" for dim, cut in splits)
     return f", splits=[{shown}]" if splits else ""
 
 

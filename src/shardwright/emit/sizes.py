@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..lower import Factor, Program, Size
+from ..lower import LoweredProgram, Size, SizeFactor
 from ..rules import Analysis
 
 SPARE = "NKLPQUWXYZ"
@@ -55,12 +55,12 @@ def kinds(facts: Analysis) -> dict[int, str]:
 class SizeNames:
     """Hands out names as sizes are printed, and remembers them for the head of the file."""
 
-    def __init__(self, program: Program, taken: Iterable[str] = ()) -> None:
+    def __init__(self, program: LoweredProgram, taken: Iterable[str] = ()) -> None:
         self.program = program
         self.kinds = kinds(program.facts)
         self.whole: dict[tuple[str, int], str] = {}
         self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
-        self.uneven: dict[str, Factor] = {}
+        self.uneven: dict[str, SizeFactor] = {}
         self.used: set[str] = set(taken)  # names that stand for something else in the file, such as its class
         keys = (*(h.key for h in program.holdings), *(b.key for b in program.graph.buffers))
         self.parts = {*program.mesh.names, *(key.split(".")[0] for key in keys)}  # what `self.c` is already
@@ -73,21 +73,21 @@ class SizeNames:
         text = self.text(size)
         return f"({text})" if " + " in text else text
 
-    def _product(self, section: tuple[Factor, ...]) -> str:
+    def _product(self, section: tuple[SizeFactor, ...]) -> str:
         """Neighbours of one kind that nothing cuts (the two factors of a rotary head) print as one."""
-        joined: list[Factor] = []
+        joined: list[SizeFactor] = []
         for factor in section:
             last = joined[-1] if joined else None
             if last is not None and not last.axes and not factor.axes and self._kind(last) == self._kind(factor):
-                joined[-1] = Factor(last.size * factor.size, last.atom)
+                joined[-1] = SizeFactor(last.size * factor.size, last.atom)
             elif factor.size != 1:
                 joined.append(factor)
         return " * ".join(self._factor(factor) for factor in joined) or "1"
 
-    def _kind(self, factor: Factor) -> str | None:
+    def _kind(self, factor: SizeFactor) -> str | None:
         return self.kinds.get(factor.atom) if factor.atom is not None else None
 
-    def _factor(self, factor: Factor) -> str:
+    def _factor(self, factor: SizeFactor) -> str:
         if not factor.axes and self._kind(factor) is None:
             return str(factor.size)
         letter = self._kind(factor) or "N"
@@ -103,7 +103,7 @@ class SizeNames:
         name = self.local[key]
         return f"self.{name}" if name in self.uneven else name
 
-    def _ragged(self, factor: Factor) -> bool:
+    def _ragged(self, factor: SizeFactor) -> bool:
         held = factor.size
         for axis in factor.axes:
             parts = self.program.mesh.axis(axis).size

@@ -22,19 +22,19 @@ from threading import Lock
 from ..errors import LoweringError
 from ..ir import Op
 from ..layout import Axis
-from ..lower import Program
-from ..rules import is_drawn_whole
+from ..lower import LoweredProgram
+from ..rules import is_random
 from .branches import keyed
 from .calls import returns_list
 from .meaning import FileNames, Place, Scope, argument_faults
+from .parameters import unit_of
 from .parse import dotted, keywords
-from .pieces import unit_of
 
 _PARSING = Lock()
 """CPython 3.11 counts the depth of a tree that it makes once for all threads: two at a time end in a SystemError."""
 
 
-def validate(program: Program, text: str) -> None:
+def validate(program: LoweredProgram, text: str) -> None:
     """Raise if a generated file says something else than its program."""
     try:
         with _PARSING:
@@ -47,7 +47,7 @@ def validate(program: Program, text: str) -> None:
         ) from error
 
 
-def _compare(program: Program, tree: ast.Module) -> None:
+def _compare(program: LoweredProgram, tree: ast.Module) -> None:
     (defined,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     methods = {node.name: node for node in defined.body if isinstance(node, ast.FunctionDef)}
     file = _names(program, tree, defined, methods)
@@ -72,7 +72,7 @@ def _compare(program: Program, tree: ast.Module) -> None:
 
 
 def _names(
-    program: Program, tree: ast.Module, defined: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]
+    program: LoweredProgram, tree: ast.Module, defined: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]
 ) -> FileNames:
     """What the top of a file defines."""
     plain = {
@@ -123,7 +123,7 @@ class _Compared:
 class _TextReader:
     """Goes through methods, and takes one op of the program after the other."""
 
-    def __init__(self, program: Program, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
+    def __init__(self, program: LoweredProgram, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
         self.program, self.file, self.methods = program, file, methods
         split = [holding for holding in program.holdings if any(level == 3 for _, level in holding.zero)]
         self.gathered_by = {holding.value: unit_of(holding.key) for holding in split}  # the unit that holds a value
@@ -288,7 +288,7 @@ class _TextReader:
         return op
 
     def context_faults(self, op: Op) -> Iterator[str]:
-        wanted = [("drawing", op.name)] if is_drawn_whole(op) else []
+        wanted = [("drawing", op.name)] if is_random(op) else []
         wanted += [("torch.no_grad", "")] if op.no_grad else []
         wanted += [("autocast", op.autocast.split(":")[1])] if op.autocast else []
         if sorted(wanted) != sorted(self.contexts):
@@ -299,7 +299,7 @@ def _reads_alike(before: _Compared, op: Op, scope: Scope) -> bool:
     """Whether a line that is met again says the same of this op; if not, that is found out in full."""
     if op.target != before.op.target or op.arguments != before.op.arguments or op.argument("op_key") is not None:
         return False
-    if (op.no_grad, op.autocast) != (before.op.no_grad, before.op.autocast) or is_drawn_whole(op):
+    if (op.no_grad, op.autocast) != (before.op.no_grad, before.op.autocast) or is_random(op):
         return False
     return all(scope.value(node) == op.inputs[at] for node, at in before.reads)
 

@@ -71,7 +71,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SourceLine:
     """A line of the user's model."""
 
     file: str
@@ -91,7 +91,7 @@ class Op:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     arguments: tuple[tuple[str, Argument], ...] = ()
-    source: Source | None = None
+    source: SourceLine | None = None
     module_path: str = ""
     region: str | None = None  # the recompute region it is in: the user's (torch.utils.checkpoint), or the plan's
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region, else None

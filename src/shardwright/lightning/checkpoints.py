@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load as load_state
 from ..checkpoint import save as save_state
-from ..checkpoint.census import Census
 from ..checkpoint.encoding import encode
+from ..checkpoint.key_owners import KeyOwners
 from ..errors import CheckpointError, InputError
-from ..runtime.optimizer import load_whole
+from ..runtime.optimizer.adopt import load_whole
 
 Names = Sequence[Sequence[str]]
 HELD = ("state_dict", "optimizer_states")  # what is written in pieces
@@ -70,7 +70,7 @@ def _load_file(
     """A file that Lightning wrote on one device: whole tensors, of which each rank takes its pieces."""
     said: dict[str, Any] = io.load_checkpoint(path, weights_only=True)
     model.load_state_dict(said["state_dict"], strict=strict)
-    census = Census(model)
+    census = KeyOwners(model)
     for optimizer, saved, order in zip(optimizers, said.get("optimizer_states", ()), names, strict=False):
         load_whole(optimizer, saved, order, census.name_of)
     return said

@@ -14,17 +14,17 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compiled_parts import replace_parts
 from ..errors import InputError
 from ..parallelize import GENERATED, parallelize
-from ..parts import replace_parts
-from ..runtime.model import ParallelModel
-from ..runtime.optimizer import adopt
+from ..runtime.model.parallel_model import ParallelModel
+from ..runtime.optimizer.adopt import adopt
 from ..runtime.world import start
 from .effects import Append, is_metric, outermost
-from .steps import SLOTS, StepBook, stepping, without_text
+from .steps import SLOTS, StepEffects, stepping, without_text
 
 
-class Compiled(Protocol):
+class CompiledModule(Protocol):
     """What the strategy asks of a module that is compiled."""
 
     module: LightningModule
@@ -53,7 +53,7 @@ class CompiledSteps:
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], options: Mapping[str, Any], device: torch.device
     ) -> None:
-        self.module, self.options, self._book = module, options, StepBook()
+        self.module, self.options, self._book = module, options, StepEffects()
         self._device = device
         shell = stepping(module, self._book)
         made = parallelize(shell, optimizers[0] if optimizers else None, **options)

@@ -57,7 +57,7 @@ class Pending(Untouchable):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class MetricRef:
     """A metric, by its place in the module."""
 
     path: str
@@ -76,7 +76,7 @@ class Log:
         value = self.value
         if isinstance(value, Pending):
             value = answers[value.number]
-        elif isinstance(value, Named):
+        elif isinstance(value, MetricRef):
             value = module.get_submodule(value.path)
         elif value is None:
             value = given
@@ -84,7 +84,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MetricCall:
     """A call of a metric."""
 
     path: str
@@ -106,11 +106,11 @@ class Append:
         getattr(module, self.name).append(given)
 
 
-Effect = Log | Asked | Append
+Effect = Log | MetricCall | Append
 
 
 @dataclass
-class Book:
+class EffectLog:
     """All effects that were ever noted, by number, and the tensors of those of the step that is captured."""
 
     effects: list[Effect] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Book:
             answers[number] = self.effects[number].do(module, given[str(number)], answers)
 
 
-def note_log(book: Book, method: str, args: tuple[Any, ...], value: Any, kwargs: Mapping[str, Any]) -> None:
+def note_log(book: EffectLog, method: str, args: tuple[Any, ...], value: Any, kwargs: Mapping[str, Any]) -> None:
     """A call of self.log, with the name in `args`, or of self.log_dict."""
     if isinstance(value, Mapping):
         for name, held in value.items():
@@ -141,7 +141,7 @@ def note_log(book: Book, method: str, args: tuple[Any, ...], value: Any, kwargs:
     elif isinstance(value, Tensor):
         book.note(Log(method, args, kwargs, None), value)
     elif is_metric(value):
-        book.note(Log(method, args, kwargs, Named(book.paths[id(value)])), None)
+        book.note(Log(method, args, kwargs, MetricRef(book.paths[id(value)])), None)
     else:
         book.note(Log(method, args, kwargs, value), None)
 
@@ -154,7 +154,7 @@ def is_metric(module: object) -> bool:
 
 
 @contextmanager
-def noting(module: LightningModule, book: Book) -> Iterator[None]:
+def noting(module: LightningModule, book: EffectLog) -> Iterator[None]:
     """Within this the metrics of a module note what they are asked."""
     metrics = {path: metric for path, metric in module.named_modules() if is_metric(metric)}
     before = {path: {name: vars(held)[name] for name in ASKED if name in vars(held)} for path, held in metrics.items()}
@@ -171,8 +171,8 @@ def noting(module: LightningModule, book: Book) -> Iterator[None]:
             vars(metric).update(before[path])
 
 
-def _ask(book: Book, path: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-    return Pending(book.note(Asked(path, method), (list(args), kwargs)))
+def _ask(book: EffectLog, path: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+    return Pending(book.note(MetricCall(path, method), (list(args), kwargs)))
 
 
 def outermost(module: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]]:

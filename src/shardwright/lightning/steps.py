@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .effects import Append, Book, Untouchable, note_log, noting
+from .effects import Append, EffectLog, Untouchable, note_log, noting
 
 ADVICE = (
     "a compiled step would have it fixed; compute it outside of the step, or compile only the heavy submodules and "
@@ -49,7 +49,7 @@ class Unknown(Untouchable):
         super().__init__(_why(name, step))
 
 
-class StepBook(Book):
+class StepEffects(EffectLog):
     """The book of effects, and the name of the step that is captured."""
 
     step: str = "the step"
@@ -58,7 +58,7 @@ class StepBook(Book):
 class Stepping(LightningModule):
     """What is put over the user's class. `forward` is a step from outside, and the user's forward in a step."""
 
-    _book: StepBook
+    _book: StepEffects
     _original: ClassVar[type[LightningModule]]
 
     trainer = _refused("trainer")
@@ -115,7 +115,7 @@ def _shared(held: Any) -> Any:
     return copy.copy(held) if type(held) in CONTAINERS else held
 
 
-def stepping(module: LightningModule, book: StepBook) -> LightningModule:
+def stepping(module: LightningModule, book: StepEffects) -> LightningModule:
     """The module as something that is called with the name of a step and its arguments."""
     original = type(module)
     kind = type(original.__name__, (Stepping, original), {"__module__": original.__module__, "_original": original})

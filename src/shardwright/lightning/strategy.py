@@ -33,13 +33,13 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load_weights
 from ..compile import count_replicas
+from ..compiled_parts import Parts
 from ..errors import InputError
-from ..parts import Parts
 from ..planning import PlanLike
-from ..runtime.inputs import Mode
+from ..runtime.model.inputs import Mode
 from ..runtime.world import backend_for, here
 from . import checkpoints
-from .compiled import Compiled, CompiledParts, CompiledSteps, heavy_parts
+from .compiled import CompiledModule, CompiledParts, CompiledSteps, heavy_parts
 from .examples import example_of
 
 MARK = "_shardwright_compiled"  # the attribute of a module that was compiled
@@ -71,7 +71,7 @@ class ShardwrightStrategy(ParallelStrategy):
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.num_nodes = 1
         self._names: checkpoints.Names = []  # of what optimizers hold, as they were made
-        self.compiled: Compiled | None = None
+        self.compiled: CompiledModule | None = None
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -138,9 +138,9 @@ class ShardwrightStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         checkpoints.check_hyperparameters(module, getattr(trainer, "datamodule", None))
 
-    def _known(self, module: LightningModule) -> Compiled | None:
+    def _known(self, module: LightningModule) -> CompiledModule | None:
         """The module as a Trainer before this one compiled it: it has nothing but pieces."""
-        known: Compiled | None = vars(module).get(MARK)
+        known: CompiledModule | None = vars(module).get(MARK)
         for name in ("plan", "inputs"):
             if known is not None and known.options[name] != self._options[name]:
                 raise InputError(
@@ -149,7 +149,7 @@ class ShardwrightStrategy(ParallelStrategy):
                 )
         return known
 
-    def _compile(self, trainer: Trainer, module: LightningModule) -> Compiled:
+    def _compile(self, trainer: Trainer, module: LightningModule) -> CompiledModule:
         module._device = self.root_device
         options = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **self._options}
         parts = heavy_parts(module) if self._parts is None and not module.automatic_optimization else self._parts

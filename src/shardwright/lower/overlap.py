@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ..ir import Op, Value
 from ..ir.graph import Slot
-from ..layout import whole
-from .counting import count_op, from_inputs, with_count
+from ..layout import replicated
+from .label_counts import count_op, from_inputs, with_label_count
 from .local import COUNTED
-from .program import Program
+from .program import LoweredProgram
 
 FRESH = frozenset(
     "aten.linear.default aten.mm.default aten.addmm.default aten.bmm.default aten.matmul.default "
@@ -21,12 +21,12 @@ LINEARS = {"fan_out": "runtime.fan_out_linears", "gather_sum": "runtime.gather_l
 _CONVERTERS = {target: kind for kind, target in LINEARS.items()}
 
 
-def converter_of(op: Op) -> str | None:
+def reshard_kind(op: Op) -> str | None:
     """The kind of converter that an op is or contains; None if it sends nothing of its own."""
     return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _CONVERTERS.get(op.target)
 
 
-def count_early(program: Program) -> Program:
+def count_early(program: LoweredProgram) -> LoweredProgram:
     """Labels that come from the inputs alone are cut and counted first, so that their count travels meanwhile."""
     makers = {name: op for op in program.body for name in op.outputs}
     held = {holding.value for holding in program.holdings}
@@ -42,14 +42,14 @@ def count_early(program: Program) -> Program:
             continue
         count = count_op(op, "runtime.begin_count", over=op.argument("rows"))
         (name,) = count.outputs
-        values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), whole(0)
-        changed[op.name] = with_count(op, name)
+        values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), replicated(0)
+        changed[op.name] = with_label_count(op, name)
         first |= {made.name: made for made in (*labels, count)}
     rest = (changed.get(op.name, op) for op in program.body if op.name not in first)
     return program.with_(body=(*first.values(), *rest), values=values, layouts=layouts)
 
 
-def awaited_later(program: Program) -> Program:
+def awaited_later(program: LoweredProgram) -> LoweredProgram:
     """The sum of a number that leaves the program and that no op reads is awaited when the user looks at it."""
     if program.stepped:
         return program
@@ -65,7 +65,7 @@ def awaited_later(program: Program) -> Program:
     return program.with_(body=body)
 
 
-def in_place(program: Program) -> Program:
+def in_place(program: LoweredProgram) -> LoweredProgram:
     """A partial sum that only the converter reads is summed where it stands."""
     makers = {name: op for op in program.body for name in op.outputs}
     users, needed = program.users(), program.needed()
@@ -86,7 +86,7 @@ PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.convolution.defau
 """Ops that a queue of weights' gradients knows."""
 
 
-def put_off(program: Program) -> Program:
+def put_off(program: LoweredProgram) -> LoweredProgram:
     """Where backward is in two steps, products with parameters give their weights' gradients in the second."""
     if not program.puts_off:
         return program
@@ -100,7 +100,7 @@ def put_off(program: Program) -> Program:
     return program.with_(body=body)
 
 
-def overlap(program: Program) -> Program:
+def overlap(program: LoweredProgram) -> LoweredProgram:
     """A value whose gradient is to be summed, and the products that alone read it, become one op."""
     users, needed = program.users(), program.needed()
     held = {holding.value for holding in program.holdings}
@@ -108,7 +108,7 @@ def overlap(program: Program) -> Program:
     gone: set[str] = set()
     for op in program.body:
         readers = users.get(op.outputs[0], [])
-        if converter_of(op) not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
+        if reshard_kind(op) not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
             continue
         if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(op, readers):
             joined[readers[0].name] = _joined(op, readers)

@@ -11,19 +11,19 @@ from ..rules import Analysis, analyse
 from .check import check
 from .local import localize
 from .overlap import awaited_later, count_early, in_place, overlap, put_off
-from .place import Placer, Task, check_edges
-from .program import Program
+from .place import PlacementTask, Placer, check_edges
+from .program import LoweredProgram
 from .prologue import check_time, prologue
-from .tidy import fold_bias, fold_mean, fuse, hoist, loosen, prune
+from .tidy import fold_bias, fold_mean, fuse, hoist, prune, relax_layouts
 
-Pass = Callable[[Program], Program]
+Pass = Callable[[LoweredProgram], LoweredProgram]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
     ("check edges: every input has the layout its op asks for", check_edges),
     ("prune: ops nobody reads", prune),
     ("fuse: reductions in a row over several axes", fuse),
     ("localize: sizes and algorithms of this rank", localize),
-    ("loosen: views of a share are reshapes", loosen),
+    ("loosen: views of a share are reshapes", relax_layouts),
     ("prologue: what all microbatches need", prologue),
     ("check time: nothing needs another microbatch", check_time),
     ("count early: labels are counted as soon as they are there", count_early),
@@ -44,12 +44,12 @@ def lower(
     *,
     homes: Mapping[str, Layout] | None = None,
     mode: str = "same",
-    show: Callable[[str, Program], None] | None = None,
-) -> Program:
+    show: Callable[[str, LoweredProgram], None] | None = None,
+) -> LoweredProgram:
     """The program for a graph under a plan of one segment. `homes` fixes how parameters are held (later entries)."""
     plan.check_against(graph)
     (segment,) = plan.entries[graph.entry]
-    task = Task(
+    task = PlacementTask(
         graph=graph,
         facts=facts or analyse(graph),
         mesh=segment.mesh,
@@ -64,7 +64,7 @@ def lower(
     return run(Placer(task), show)
 
 
-def run(placer: Placer, show: Callable[[str, Program], None] | None = None) -> Program:
+def run(placer: Placer, show: Callable[[str, LoweredProgram], None] | None = None) -> LoweredProgram:
     """Place, and run all passes."""
     program = placer.run()
     if show is not None:

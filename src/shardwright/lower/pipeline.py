@@ -12,20 +12,20 @@ from typing import Literal
 
 from ..errors import LoweringError
 from ..ir import Graph
-from ..layout import Block, Cut, Layout, Mesh, Partial, make_layout, whole
-from ..plan import Plan, Segment
+from ..layout import Block, Layout, Mesh, Partial, Shard, make_layout, replicated
+from ..plan import Plan, PlanStage
 from ..plan.pipeline import MB, microbatches_of, schedule_of, timed
-from ..plan.segments import Crossing, Line, cut_graph
+from ..plan.stages import OpSequence, StageValue, split_graph
 from ..rules import Analysis
 from .passes import run
-from .place import Placer, Task, in_time
-from .program import Program
+from .place import PlacementTask, Placer, in_time
+from .program import LoweredProgram
 
 Homes = Mapping[str, Layout]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class StageTransfer:
     """A value that goes from a segment to a later one, and its gradient back. Shapes are those of a microbatch."""
 
     value: str
@@ -39,7 +39,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
+class ModelOutput:
     """An output of the model, and how it is made of what the microbatches give."""
 
     value: str
@@ -50,19 +50,19 @@ class Exit:
     dtype: str
     gradient: bool
     dim: int = 0
-    cut: Cut | None = None
+    cut: Shard | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipelined:
+class PipelinePrograms:
     """The programs of all segments of one entry."""
 
     plan: Plan
     graph: Graph
     microbatches: int
-    programs: tuple[Program, ...]
-    passages: tuple[Passage, ...]
-    exits: tuple[Exit, ...]
+    programs: tuple[LoweredProgram, ...]
+    passages: tuple[StageTransfer, ...]
+    exits: tuple[ModelOutput, ...]
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
@@ -71,20 +71,20 @@ class Pipelined:
 
 def lower_pipeline(
     graph: Graph, plan: Plan, facts: Analysis, *, homes: Sequence[Homes] = (), mode: str = "same"
-) -> Pipelined:
+) -> PipelinePrograms:
     """The programs of a plan's segments. `homes` fixes how each segment holds its parameters (later entries)."""
     plan.check_against(graph)
     segments = plan.entries[graph.entry]
-    cut = cut_graph(Line(facts), [tuple(segment.choices) for segment in segments])
+    cut = split_graph(OpSequence(facts), [tuple(segment.choices) for segment in segments])
     puts_off = graph.entry.startswith("train") and schedule_of(plan).splits_weights
     count = microbatches_of(plan, graph)
     meshes = [timed(segment.mesh, 1 if plan.local else count, inside=mode == "rows") for segment in segments]
     taken: dict[tuple[str, int], Layout] = {}
     settled: dict[Mesh, dict[str, Layout]] = {}  # parameters that several segments of a mesh read
-    programs: dict[int, Program] = {}
+    programs: dict[int, LoweredProgram] = {}
     given: dict[str, Layout] = {}
     for number in reversed(range(len(segments))):
-        task = Task(
+        task = PlacementTask(
             graph=cut.graphs[number],
             facts=facts,
             mesh=meshes[number],
@@ -113,10 +113,12 @@ def lower_pipeline(
     passages = tuple(_passage(graph, held, given, taken, meshes) for held in cut.crossings)
     ordered = tuple(programs[number] for number in range(len(segments)))
     exits = tuple(_exits(graph, count if plan.local else 0, ordered, cut.outputs))
-    return Pipelined(plan=plan, graph=graph, microbatches=count, programs=ordered, passages=passages, exits=exits)
+    return PipelinePrograms(
+        plan=plan, graph=graph, microbatches=count, programs=ordered, passages=passages, exits=exits
+    )
 
 
-def _said(plan: Plan, number: int, crossings: Sequence[Crossing]) -> Iterator[str]:
+def _said(plan: Plan, number: int, crossings: Sequence[StageValue]) -> Iterator[str]:
     """Lines for the head of a file: the schedule, and what comes and goes."""
     yield f"schedule   {plan.schedule}"
     for held in crossings:
@@ -127,7 +129,7 @@ def _said(plan: Plan, number: int, crossings: Sequence[Crossing]) -> Iterator[st
             yield f"gives      {held.value} to segment {held.taker}"
 
 
-def _with_others(segments: Sequence[Segment], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:
+def _with_others(segments: Sequence[PlanStage], number: int, graph: Graph) -> dict[str, Mapping[str, str]]:
     """The choices of a segment's ops; those that it runs beside their own segment do as there, as far as axes go."""
     own, axes = segments[number].choices, {*segments[number].mesh.names, MB}
     others = {name: held for segment in segments for name, held in segment.choices.items()}
@@ -137,13 +139,13 @@ def _with_others(segments: Sequence[Segment], number: int, graph: Graph) -> dict
     }
 
 
-def _made(facts: Analysis, segments: Sequence[Segment], value: str, number: int, meshes: Sequence[Mesh]) -> Layout:
+def _made(facts: Analysis, segments: Sequence[PlanStage], value: str, number: int, meshes: Sequence[Mesh]) -> Layout:
     maker = facts.graph.producer[value]
     _, outputs = facts.signatures[maker.name].layouts(segments[number].choices[maker.name], meshes[number])
     return outputs[maker.outputs.index(value)]
 
 
-def _time_of(facts: Analysis, segments: Sequence[Segment], held: Crossing, meshes: Sequence[Mesh]) -> Layout:
+def _time_of(facts: Analysis, segments: Sequence[PlanStage], held: StageValue, meshes: Sequence[Mesh]) -> Layout:
     """How a value that crosses lies in time."""
     made = _made(facts, segments, held.value, held.giver, meshes)
     cuts = [tuple(cut for cut in cuts if cut.axis == MB) for cuts in made.cuts]
@@ -153,10 +155,10 @@ def _time_of(facts: Analysis, segments: Sequence[Segment], held: Crossing, meshe
 def _wanted(
     graph: Graph,
     facts: Analysis,
-    segments: Sequence[Segment],
+    segments: Sequence[PlanStage],
     meshes: Sequence[Mesh],
     number: int,
-    crossings: Sequence[Crossing],
+    crossings: Sequence[StageValue],
     taken: Mapping[tuple[str, int], Layout],
 ) -> dict[str, Layout | None]:
     """How the values that leave a segment are to be given: as the first taker has them, if its mesh is like this."""
@@ -167,7 +169,7 @@ def _wanted(
             continue
         if held.value in outputs:  # the model gives it whole
             made = _made(facts, segments, held.value, number, meshes)
-            found[held.value] = in_time(whole(len(made.cuts)), made, meshes[number].sizes)
+            found[held.value] = in_time(replicated(len(made.cuts)), made, meshes[number].sizes)
         else:
             alike = meshes[held.taker].axes == meshes[number].axes
             found[held.value] = taken[held.value, held.taker] if alike else None
@@ -176,15 +178,15 @@ def _wanted(
 
 def _passage(
     graph: Graph,
-    held: Crossing,
+    held: StageValue,
     given: Mapping[str, Layout],
     taken: Mapping[tuple[str, int], Layout],
     meshes: Sequence[Mesh],
-) -> Passage:
+) -> StageTransfer:
     value = graph.values[held.value]
     sides = (given[held.value], meshes[held.giver]), (taken[held.value, held.taker], meshes[held.taker])
     (shape, a), (_, b) = (_one_microbatch(layout, value.shape, mesh) for layout, mesh in sides)
-    return Passage(
+    return StageTransfer(
         value=held.value,
         giver=held.giver,
         taker=held.taker,
@@ -211,14 +213,14 @@ def _one_microbatch(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[t
     return small, make_layout(cuts, rest)
 
 
-def _shrunk(cut: Cut, parts: int) -> Cut:
+def _shrunk(cut: Shard, parts: int) -> Shard:
     (block,) = cut.blocks
     if block.outer != 1 or block.inner % parts:
         raise LoweringError(f"microbatches of rows that {cut.axis} cuts as {cut} can't be sent")
-    return Cut(axis=cut.axis, blocks=(Block(1, block.size, block.inner // parts),))
+    return Shard(axis=cut.axis, blocks=(Block(1, block.size, block.inner // parts),))
 
 
-def _exits(graph: Graph, apart: int, programs: Sequence[Program], homes: Sequence[int]) -> list[Exit]:
+def _exits(graph: Graph, apart: int, programs: Sequence[LoweredProgram], homes: Sequence[int]) -> list[ModelOutput]:
     """How outputs leave. `apart`: the number of microbatches that are batches of their own, else 0."""
     found = []
     for output, number in zip(graph.outputs, homes, strict=True):
@@ -240,7 +242,7 @@ def _exits(graph: Graph, apart: int, programs: Sequence[Program], homes: Sequenc
         elif isinstance(layout.placement(MB), Partial):
             how = "sum"
         found.append(
-            Exit(
+            ModelOutput(
                 value=output.value,
                 segment=number,
                 path=output.path,

@@ -13,21 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..conversion import Form, Step, forget_gradient, forms_of, home_layout, same
 from ..errors import LoweringError, PlanError
 from ..ir import Graph, Op, Parameter, Value
 from ..ir.graph import ITEM_SIZE
-from ..layout import FANNED, WHOLE, Layout, Mesh, Partial, make_layout, whole
+from ..layout import INVARIANT, REPLICATE, Layout, Mesh, Partial, make_layout, replicated
 from ..plan import regions_of
 from ..plan.pipeline import MB
 from ..plan.plan import Choices
-from ..plan.rows import replica_axes, rows_layout
+from ..plan.replica_axes import batch_layout, replica_axes
+from ..reshard import LayoutForm, Reshard, forget_gradient, forms_of, parameter_layout, same_placement
 from ..rules import FAN, Analysis
-from .program import Holding, Program
+from .program import LoweredProgram, ParameterPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PlacementTask:
     """What is to be placed: a graph, or the graph of a segment, on a mesh.
 
     mesh        with the axis in time, if there are microbatches
@@ -60,14 +60,14 @@ class Task:
 class Placer:
     """Walks the graph once and writes the program's ops."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PlacementTask) -> None:
         self.task, self.graph, self.facts, self.mesh, self.mode = task, task.graph, task.facts, task.mesh, task.mode
         graph = task.graph
         self.sizes = task.mesh.sizes
         self.values: dict[str, Value] = {}
         self.layouts: dict[str, Layout] = {}
         self.ops: list[Op] = []
-        self.forms: dict[str, dict[Layout, Form]] = {}
+        self.forms: dict[str, dict[Layout, LayoutForm]] = {}
         self.counts: dict[str, int] = {}
         self.choices = {name: held for name, held in task.choices.items() if held}
         self.regions = regions_of(graph, task.recompute)
@@ -99,14 +99,14 @@ class Placer:
         made = self._made(name)
         if name in self.task.leaving:
             wanted = self.task.leaving[name]
-            return settled(made) if wanted is None else wanted
+            return sendable_layout(made) if wanted is None else wanted
         if self.mode == "rows" and value.shape and any(output.value == name for output in self.graph.outputs):
             return in_time(self._rows(name), made, self.sizes)
-        return in_time(whole(len(value.shape)), made, self.sizes)
+        return in_time(replicated(len(value.shape)), made, self.sizes)
 
     def _stored(self, name: str) -> Layout:
         """The new value of a buffer is that of the whole batch: unlike an output, it does not add up over time."""
-        return whole(len(self.graph.values[name].shape))
+        return replicated(len(self.graph.values[name].shape))
 
     def _sinks(self) -> Iterator[tuple[str, Layout]]:
         """The values that must be computed, and how: outputs and buffer updates."""
@@ -129,20 +129,20 @@ class Placer:
         """How a value lies where it is made."""
         maker = self.graph.producer.get(name)
         if maker is None:
-            return self.task.entering.get(name, whole(len(self.graph.values[name].shape)))
+            return self.task.entering.get(name, replicated(len(self.graph.values[name].shape)))
         return self.placed[maker.name][1][maker.outputs.index(name)]
 
     def _rows(self, name: str) -> Layout:
         """The layout in which each data-parallel group has its own rows."""
-        return rows_layout(self.facts, self.mesh, replica_axes(self.mesh), name)
+        return batch_layout(self.facts, self.mesh, replica_axes(self.mesh), name)
 
-    def run(self) -> Program:
+    def run(self) -> LoweredProgram:
         graph = self.graph
         for held in graph.inputs:
             self._produce(held.value, self._entering(held.value))
         holdings = [self._hold(parameter) for parameter in graph.parameters]
         for buffer in graph.buffers:
-            self._produce(buffer.value, whole(len(graph.values[buffer.value].shape)))
+            self._produce(buffer.value, replicated(len(graph.values[buffer.value].shape)))
         for op in graph.ops:
             self._place(op)
         self._enter(None)
@@ -153,7 +153,7 @@ class Placer:
         updates = tuple(
             (b.key, self._use(b.update, self._stored(b.update), None)) for b in graph.buffers if b.update is not None
         )
-        return Program(
+        return LoweredProgram(
             graph=graph,
             facts=self.facts,
             mesh=self.mesh,
@@ -179,8 +179,8 @@ class Placer:
         layout = self.task.entering.get(name)
         if layout is not None:
             return entering(layout, self.uses[name], self.mesh)
-        layout = self._rows(name) if self.mode == "rows" else whole(len(self.graph.values[name].shape))
-        return layout.with_placement(MB, FANNED) if MB in self.sizes else layout
+        layout = self._rows(name) if self.mode == "rows" else replicated(len(self.graph.values[name].shape))
+        return layout.with_placement(MB, REPLICATE) if MB in self.sizes else layout
 
     def _produce(self, name: str, layout: Layout) -> None:
         value = self.graph.values[name]
@@ -218,7 +218,7 @@ class Placer:
             layout = forget_gradient(layout)
         return self._materialise(name, self.forms[name][layout], op)
 
-    def _materialise(self, name: str, node: Form, op: Op | None, before: bool = False) -> str:
+    def _materialise(self, name: str, node: LayoutForm, op: Op | None, before: bool = False) -> str:
         """Place the converters that lead to a node. `before` the region goes what a sending converter needs."""
         if node.name is not None:
             return node.name
@@ -235,45 +235,45 @@ class Placer:
             gradient=self.values[name].gradient,
         )
         self.layouts[node.name] = node.layout
-        made = convert_op(node.step, source, node.name, op, self.graph.producer.get(name))
+        made = reshard_op(node.step, source, node.name, op, self.graph.producer.get(name))
         self._add(replace(made, region=self.region), before=before and source not in self.inside)
         return node.name
 
-    def _used_elsewhere(self, name: str, node: Form) -> bool:
+    def _used_elsewhere(self, name: str, node: LayoutForm) -> bool:
         """Whether something outside of the region that is being placed uses a node, or what is made of it."""
         for op, index in self.graph.users[name]:
             if self.regions.get(op.name) != self.region and self._leads_to(node, name, self.placed[op.name][0][index]):
                 return True
         return any(held == name and self._leads_to(node, name, layout) for held, layout in self._sinks())
 
-    def _leads_to(self, node: Form, name: str, goal: Layout) -> bool:
+    def _leads_to(self, node: LayoutForm, name: str, goal: Layout) -> bool:
         goal = goal if self.graph.values[name].gradient else forget_gradient(goal)
-        at: Form | None = self.forms[name][goal]
+        at: LayoutForm | None = self.forms[name][goal]
         while at is not None and at is not node:
             at = at.parent
         return at is node
 
-    def _hold(self, parameter: Parameter) -> Holding:
+    def _hold(self, parameter: Parameter) -> ParameterPlacement:
         value = self.graph.values[parameter.value]
         wish = tuple(held for held in self.task.storage.get(parameter.key, ()) if held[0] in self.sizes)
         home = self.homes.get(parameter.key)
         if home is None:
-            home = home_layout(self.uses[parameter.value], self.mesh, len(value.shape))
+            home = parameter_layout(self.uses[parameter.value], self.mesh, len(value.shape))
             for axis, _ in wish if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
-                home = home.with_placement(axis, FANNED) if home.placement(axis) == WHOLE else home
-        zero = tuple(held for held in wish if not parameter.trainable or home.placement(held[0]) == FANNED)
+                home = home.with_placement(axis, REPLICATE) if home.placement(axis) == INVARIANT else home
+        zero = tuple(held for held in wish if not parameter.trainable or home.placement(held[0]) == REPLICATE)
         if home.cut_of(MB) is not None:
             raise LoweringError(
                 f"the batch can't be cut into microbatches: dim 0 of the inputs is taken for the batch, and parameter "
                 f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
                 "name those that have none: parallelize(..., unbatched=[...])"
             )
-        home = home.with_placement(MB, WHOLE) if MB in self.sizes else home
+        home = home.with_placement(MB, INVARIANT) if MB in self.sizes else home
         if not parameter.trainable:
             home = forget_gradient(home)
         added_up = parameter.trainable and MB in self.sizes  # gradients of microbatches are a sum
-        self._produce(parameter.value, home.with_placement(MB, FANNED) if added_up else home)
-        return Holding(
+        self._produce(parameter.value, home.with_placement(MB, REPLICATE) if added_up else home)
+        return ParameterPlacement(
             value=parameter.value,
             keys=parameter.keys,
             shape=value.shape,
@@ -284,7 +284,7 @@ class Placer:
         )
 
 
-def settled(layout: Layout) -> Layout:
+def sendable_layout(layout: Layout) -> Layout:
     """The layout in which a value goes to another segment: cut or whole on every axis; in time as it is."""
     return make_layout(layout.cuts, {name: held for name, held in layout.rest if name == MB})
 
@@ -304,14 +304,14 @@ def in_time(layout: Layout, made: Layout, sizes: Mapping[str, int]) -> Layout:
 
 def entering(given: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
     """How a value from another segment is taken: as its most split use has it, settled; in time as it was given."""
-    best = settled(home_layout(uses, mesh, len(given.cuts)))
+    best = sendable_layout(parameter_layout(uses, mesh, len(given.cuts)))
     if best.cut_of(MB) == given.cut_of(MB):
-        return make_layout(best.cuts, {MB: given.placement(MB) or WHOLE})
+        return make_layout(best.cuts, {MB: given.placement(MB) or INVARIANT})
     cuts = [tuple(cut for cut in held if cut.axis == MB) for held in given.cuts]
-    return make_layout(cuts, {MB: given.placement(MB) or WHOLE})
+    return make_layout(cuts, {MB: given.placement(MB) or INVARIANT})
 
 
-def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
+def reshard_op(step: Reshard, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
     """A converter as an op. It belongs to the module of the op that it stands before."""
     near = op or producer
     arguments: list[tuple[str, object]] = [("axes", step.axes)]
@@ -331,7 +331,7 @@ def convert_op(step: Step, source: str, result: str, op: Op | None, producer: Op
     )
 
 
-def check_edges(program: Program) -> Program:
+def check_edges(program: LoweredProgram) -> LoweredProgram:
     """Every op must find its inputs in the layouts that its choice asks for."""
     for op in program.body:
         if op.target.startswith("comm."):
@@ -343,6 +343,6 @@ def check_edges(program: Program) -> Program:
             held = program.layouts[name]
             if not program.values[name].gradient:
                 held, wanted = forget_gradient(held), forget_gradient(wanted)
-            if not same(held, wanted, program.mesh.sizes):
+            if not same_placement(held, wanted, program.mesh.sizes):
                 raise LoweringError(f"{op} wants {program.values[name]} as {wanted} and finds it as {held}")
     return program

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ir import Graph, Input, Op, Value
-from ..layout import Layout, Mesh, Reduction, share
+from ..layout import Layout, Mesh, Reduction, chunk_bounds
 from ..plan.pipeline import MB
 from ..rules import Analysis
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class SizeFactor:
     """One factor of a size: an atom, or a plain number, with the axes that cut it, major to minor."""
 
     size: int
@@ -28,7 +28,7 @@ class Factor:
     def local(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
         held = self.size
         for axis in self.axes:
-            held = share(held, sizes[axis], at[axis])[1]
+            held = chunk_bounds(held, sizes[axis], at[axis])[1]
         return held
 
 
@@ -36,7 +36,7 @@ class Factor:
 class Size:
     """A local size as a sum of products, so that it can be printed with names ("3 * h * E")."""
 
-    sections: tuple[tuple[Factor, ...], ...]
+    sections: tuple[tuple[SizeFactor, ...], ...]
 
     def local(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
         return sum(math.prod(factor.local(sizes, at) for factor in section) for section in self.sections)
@@ -44,14 +44,14 @@ class Size:
     def times(self, number: int) -> Size:
         if number == 1:
             return self
-        return Size(tuple((Factor(number), *section) for section in self.sections))
+        return Size(tuple((SizeFactor(number), *section) for section in self.sections))
 
     def whole(self) -> Size:
-        return Size(tuple(tuple(Factor(f.size, f.atom) for f in section) for section in self.sections))
+        return Size(tuple(tuple(SizeFactor(f.size, f.atom) for f in section) for section in self.sections))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class ParameterPlacement:
     """How a parameter is held: cut for computing, summed over axes after backward, split for storage."""
 
     value: str
@@ -68,7 +68,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Early:
+class PrologueValue:
     """A value that all microbatches need and no parameter goes into: `source` of each, reduced over time and `axes`."""
 
     value: str
@@ -78,7 +78,7 @@ class Early:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class LoweredProgram:
     """The program for one entry on one mesh."""
 
     graph: Graph
@@ -88,7 +88,7 @@ class Program:
     plan_policy: str
     values: Mapping[str, Value]
     layouts: Mapping[str, Layout]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[ParameterPlacement, ...]
     constants: tuple[Op, ...] = ()  # run once, whole, when the program is loaded
     body: tuple[Op, ...] = ()
     outputs: tuple[str | None, ...] = ()  # the value for each output of the graph, None for a literal
@@ -101,9 +101,9 @@ class Program:
     puts_off: bool = False  # backward is in two steps, and weights' gradients are for the second
     received: frozenset[str] = frozenset()  # the inputs that come from other segments
     prologue: tuple[Op, ...] = ()  # run for every microbatch before the first forward
-    early: tuple[Early, ...] = ()  # what the prologue makes for all of them
+    early: tuple[PrologueValue, ...] = ()  # what the prologue makes for all of them
 
-    def with_(self, **changes: Any) -> Program:
+    def with_(self, **changes: Any) -> LoweredProgram:
         return replace(self, **changes)
 
     @property
@@ -133,20 +133,20 @@ class Program:
         return {name for name in self.outputs if name is not None} | {name for _, name in self.updates}
 
 
-def sizes_of(program: Program, value: str) -> tuple[Size, ...]:
+def sizes_of(program: LoweredProgram, value: str) -> tuple[Size, ...]:
     """The local size of every dim of a value, in atoms."""
-    origin = base_of(value)
+    origin = graph_value(value)
     dims = program.facts.dims[origin]
     layout = program.layouts[value]
     return tuple(_size(program, dim, layout.cuts[at]) for at, dim in enumerate(dims))
 
 
-def base_of(value: str) -> str:
+def graph_value(value: str) -> str:
     """The graph's name for a program value: converters add "@n" to it."""
     return value.split("@", 1)[0]
 
 
-def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size:
+def _size(program: LoweredProgram, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size:
     atoms, mesh = program.facts.atoms, program.mesh
     taken: list[tuple[int, int]] = []
     axes: dict[int, tuple[str, ...]] = {}
@@ -159,9 +159,11 @@ def _size(program: Program, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size
                 break
         else:
             total = atoms.product(dim)
-            return Size(((Factor(total, None, tuple(held.axis for held in cuts)),),))
+            return Size(((SizeFactor(total, None, tuple(held.axis for held in cuts)),),))
     return Size(
-        tuple(tuple(Factor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in flat(atoms, dim, axes))
+        tuple(
+            tuple(SizeFactor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in flat(atoms, dim, axes)
+        )
     )
 
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from ..ir import Op
 from ..ir.graph import Slot
-from ..layout import join_cuts
+from ..layout import join_shards
 from ..plan.pipeline import MB
 from .local import COUNTED
-from .program import Program
+from .program import LoweredProgram
 
 SUMS = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
 JOINS = ("comm.gather", "comm.gather_sum", "comm.pad")
 CUTS = ("comm.take", "comm.take_pad", "comm.reduce_scatter")
 
 
-def fuse(program: Program) -> Program:
+def fuse(program: LoweredProgram) -> LoweredProgram:
     """Converters of one kind in a row, over several axes, become one over their product."""
     users, needed = program.users(), program.needed()
     made: dict[str, Op] = {}
@@ -38,7 +38,7 @@ def fuse(program: Program) -> Program:
     return program.with_(body=tuple(body))
 
 
-def _fused(row: Sequence[Op], program: Program) -> Op | None:
+def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
     """Converters of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
     first, last = row[0], row[-1]
     if any(op.argument(key) != last.argument(key) for op in row for key in ("op", "dim")):
@@ -51,7 +51,7 @@ def _fused(row: Sequence[Op], program: Program) -> Op | None:
         return None
     (name,) = first.inputs if last.target in JOINS else last.outputs
     cuts = program.layouts[name].cuts[last.argument("dim")][-len(axes) :]
-    joined = join_cuts(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(axes) else None
+    joined = join_shards(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(axes) else None
     return None if joined is None else one.with_arguments(axes=tuple(cut.axis for cut in cuts), cut=joined)
 
 
@@ -59,7 +59,7 @@ SHARES = ("comm.take", "comm.take_pad")
 DENSE = "linear mm bmm matmul addmm layer_norm embedding embedding_rows".split()  # what they make lies in order
 
 
-def loosen(program: Program) -> Program:
+def relax_layouts(program: LoweredProgram) -> LoweredProgram:
     """This rank's share of a value has the strides of the whole, so that a view of it has to be a reshape.
 
     So has what was joined along an inner dim, and what ops make that keep to the order of what they read.
@@ -79,7 +79,7 @@ def loosen(program: Program) -> Program:
     return program.with_(body=tuple(body))
 
 
-def fold_mean(program: Program) -> Program:
+def fold_mean(program: LoweredProgram) -> LoweredProgram:
     """A mean over counted labels and its sum over the rows' axes become one: loss and count are summed at once."""
     users, needed = program.users(), program.needed()
     makers = {op.outputs[0]: op for op in program.body if op.target in COUNTED}
@@ -100,7 +100,7 @@ def fold_mean(program: Program) -> Program:
     return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
 
 
-def hoist(program: Program) -> Program:
+def hoist(program: LoweredProgram) -> LoweredProgram:
     """What depends on no input, no parameter and no changing buffer is computed once, cuts included."""
     fixed = {buffer.value for buffer in program.graph.buffers if buffer.update is None}
     constants: list[Op] = []
@@ -116,7 +116,7 @@ def hoist(program: Program) -> Program:
     return program.with_(constants=tuple(constants), body=tuple(body))
 
 
-def prune(program: Program) -> Program:
+def prune(program: LoweredProgram) -> LoweredProgram:
     """Drop ops whose results nobody reads."""
     wanted = program.needed() | {early.source for early in program.early}
     kept: list[Op] = []
@@ -131,7 +131,7 @@ def prune(program: Program) -> Program:
     )
 
 
-def fold_bias(program: Program) -> Program:
+def fold_bias(program: LoweredProgram) -> LoweredProgram:
     """A product and the bias added right after it become one call again, if nothing stands between."""
     users, needed = program.users(), program.needed()
     made = {name: op for op in program.body for name in op.outputs}

@@ -20,24 +20,24 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Memory, Training
-from ..cost.moves import Moves
+from ..cost import MemoryPeak, TrainingSetup
+from ..cost.reshard_prices import ReshardPrices
 from ..errors import PlanError
 from ..layout import Axis, Mesh
 from ..rules import Analysis
-from .clash import find_clash, size_of, with_memory
+from .builder import PlanBuilder
+from .clash import find_clash, format_bytes, with_memory
 from .constraints import Constraints
-from .draft import Draft
-from .frame import Frame
-from .homes import Storing
-from .kinds import Kinds
+from .context import SearchContext
 from .limits import bind
-from .meshes import Candidate, axis_names, left_out
-from .outcomes import outcomes
+from .meshes import MeshCandidate, axis_names, left_out
+from .op_kinds import OpKinds
+from .outcomes import mesh_outcomes
 from .plan import Plan
+from .problem_structure import ProblemStructure
 from .search import Solution, relax, solve
-from .skeleton import Skeleton
-from .spaces import Spaces
+from .spaces import ChoiceSpaces
+from .storage_options import StoragePricing
 from .tables import Tables
 
 ATTEMPTS = 12
@@ -57,7 +57,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class SearchOptions:
     """What people ask of the search.
 
     memory        bytes a device may use; None: what the cluster's devices have, less the margin
@@ -87,16 +87,16 @@ class Wishes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
+class MeshResult:
     """One mesh that was looked at."""
 
-    candidate: Candidate
+    candidate: MeshCandidate
     bound: float
     plain: Tables
     again: Tables | None = None  # with layers that may be recomputed
     tables: Tables  # those of the solution
     solution: Solution | None = None
-    memory: Memory | None = None  # of the solution, by a walk through its step
+    memory: MemoryPeak | None = None  # of the solution, by a walk through its step
 
     @property
     def time(self) -> float:
@@ -117,12 +117,12 @@ class Looked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The best that was found, and what else was looked at."""
 
     plan: Plan
-    best: Looked
-    looked: tuple[Looked, ...]
+    best: MeshResult
+    looked: tuple[MeshResult, ...]
     bound: float
     limit: float
     slack: float
@@ -136,26 +136,26 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         """For a plan file: the bound, and what else was looked at, the best first."""
-        meshes = outcomes(self.looked, self.best, self.limit, self.slack)
+        meshes = mesh_outcomes(self.looked, self.best, self.limit, self.slack)
         return {"bound": self.bound, "gap": self.gap, "stopped": self.stopped, "meshes": meshes}
 
 
 def search(
     facts: Analysis,
     cluster: Cluster,
-    training: Training,
-    wishes: Wishes | None = None,
+    training: TrainingSetup,
+    wishes: SearchOptions | None = None,
     *,
     size: int | None = None,
     progress: Progress | None = None,
-    like: Frame | None = None,
-) -> Found:
+    like: SearchContext | None = None,
+) -> SearchResult:
     """The best plan for a graph on a cluster. Raises NothingFits where there is none.
 
     `like`: a frame of the same graph, of which what can be is used again.
     """
     told = progress or (lambda what, best: None)
-    return _Search(facts, cluster, training, wishes or Wishes(), size, told, like).run()
+    return _MeshSearch(facts, cluster, training, wishes or SearchOptions(), size, told, like).run()
 
 
 class NothingFits(PlanError):
@@ -173,12 +173,12 @@ class NothingFits(PlanError):
         return self._said
 
 
-class _Search:
+class _MeshSearch:
     """One search. What it learns on one mesh (`hints`, `reserve`) helps on the next."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: Training, wishes: Wishes, size: int | None, told: Progress,
-        like: Frame | None = None,
+        self, facts: Analysis, cluster: Cluster, training: TrainingSetup, wishes: SearchOptions, size: int | None, told: Progress,
+        like: SearchContext | None = None,
     ) -> None:  # fmt: skip
         self.facts, self.cluster, self.training, self.wishes, self.progress = facts, cluster, training, wishes, told
         self.size, self.began = size, time.monotonic()
@@ -187,11 +187,11 @@ class _Search:
         self.limit = self.frame.limits.memory
         self.reserve = 0.0  # bytes that come and go, which sums of what is kept do not see
         self.hints: dict[bool, np.ndarray] = {}
-        self.best: Looked | None = None
+        self.best: MeshResult | None = None
 
-    def _frame(self, constraints: Constraints, like: Frame | None = None) -> Frame:
+    def _frame(self, constraints: Constraints, like: SearchContext | None = None) -> SearchContext:
         wishes, limits = self.wishes, bind(constraints, self.facts)
-        return Frame(
+        return SearchContext(
             self.facts, self.cluster, self.training, limits,
             size=self.size, rows=wishes.data_only, recompute=wishes.recompute, like=like,
         )  # fmt: skip
@@ -200,14 +200,14 @@ class _Search:
         told = self.wishes.stop is not None and self.wishes.stop()
         return told or time.monotonic() - self.began > self.wishes.seconds
 
-    def run(self) -> Found:
-        looked: list[Looked] = []
+    def run(self) -> SearchResult:
+        looked: list[MeshResult] = []
         stopped = False
         for candidate in self.frame.candidates():
             tables = self.frame.tables(self.frame.plain, candidate)
             bound = relax(tables.problem()) if tables is not None else math.inf
             if tables is not None and bound < math.inf:
-                looked.append(Looked(candidate=candidate, bound=bound, plain=tables, tables=tables))
+                looked.append(MeshResult(candidate=candidate, bound=bound, plain=tables, tables=tables))
             self.progress(f"bounded {candidate}", math.inf)
             if self.late() and looked:
                 stopped = True
@@ -232,10 +232,10 @@ class _Search:
         """What another mesh must stay below to be worth a look."""
         return self.best.time * (1 - self.wishes.slack) if self.best is not None else math.inf
 
-    def _fit(self, looked: Looked, attempts: int = ATTEMPTS) -> Looked:
+    def _fit(self, looked: MeshResult, attempts: int = ATTEMPTS) -> MeshResult:
         """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
         rough = self.best is None and self.reserve <= 0.0  # any plan tells what comes and goes
-        fitting: Looked | None = None  # a rough plan that fits, for which a better one may not be found
+        fitting: MeshResult | None = None  # a rough plan that fits, for which a better one may not be found
         for _ in range(attempts):
             looked = self._solve(looked, rough)
             solution = looked.solution
@@ -254,7 +254,7 @@ class _Search:
             return self._fill(fitting)
         return replace(looked, solution=replace(solution, states=None)) if solution is not None else looked
 
-    def _fit_beyond(self, looked: list[Looked], order: Sequence[int]) -> None:
+    def _fit_beyond(self, looked: list[MeshResult], order: Sequence[int]) -> None:
         """Where no sum is within the limit, look at some beyond it: they overstate what is there at once."""
         known = self.reserve
         for at in order:
@@ -266,7 +266,7 @@ class _Search:
                 return
         self.reserve = known
 
-    def _fill(self, best: Looked) -> Looked:
+    def _fill(self, best: MeshResult) -> MeshResult:
         """The same with less in reserve, where the plan needs less than there is.
 
         Less comes and goes in a leaner plan; and where little does, the sums count what is never there at once.
@@ -286,12 +286,12 @@ class _Search:
         self.reserve = known
         return best
 
-    def _memory(self, looked: Looked) -> Memory:
+    def _memory(self, looked: MeshResult) -> MemoryPeak:
         assert looked.solution is not None and looked.solution.states is not None
         states, tables = looked.solution.states, looked.tables
         return tables.peak(tables.choices(states), tables.storage(states), tables.recompute(states))
 
-    def _solve(self, looked: Looked, rough: bool) -> Looked:
+    def _solve(self, looked: MeshResult, rough: bool) -> MeshResult:
         """Recomputing is looked at only where memory is short: it never makes a step faster."""
         limit, upper = self.limit - self.reserve, self.upper
         solution = None
@@ -318,12 +318,14 @@ class _Search:
             self.hints[recompute] = found.multipliers
         return found
 
-    def _found(self, best: Looked, looked: Sequence[Looked], stopped: bool, notes: Iterable[str]) -> Found:
+    def _found(
+        self, best: MeshResult, looked: Sequence[MeshResult], stopped: bool, notes: Iterable[str]
+    ) -> SearchResult:
         assert best.solution is not None
         bound = min(one.solution.bound if one.solution is not None else one.bound for one in looked)
         said = dict.fromkeys((*notes, *(note for one in looked for note in one.tables.spaces.left_out())))
         plan = _plan(self.facts, self.cluster, best, self.wishes.constraints)
-        return Found(
+        return SearchResult(
             plan=replace(plan, notes=(*plan.notes, *(f"the search: {note}" for note in said))),
             best=best,
             looked=tuple(looked),
@@ -334,7 +336,7 @@ class _Search:
             stopped=stopped or best.solution.stopped,
         )
 
-    def _nothing_fits(self, looked: Sequence[Looked]) -> PlanError:
+    def _nothing_fits(self, looked: Sequence[MeshResult]) -> PlanError:
         """Say what clashes, or if the model alone does not fit, how far it is from it."""
         reserve = max(0.0, self.reserve)
         found = find_clash(self.constraints, self._frame, reserve)
@@ -343,12 +345,12 @@ class _Search:
         least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
         return PlanError(
             f"{self.facts.graph.name} with a batch of {self.facts.graph.batch} does not fit: the leanest plan that was "
-            f"found needs {size_of(least)} on a device, and there are {size_of(self.limit - reserve)}; use more "
+            f"found needs {format_bytes(least)} on a device, and there are {format_bytes(self.limit - reserve)}; use more "
             "devices, a smaller batch or a larger memory="
         )
 
 
-def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) -> Plan:
+def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: TrainingSetup) -> Plan:
     """A plan for one more graph of a planned model: ops that it knows by name do what they did."""
     known = next(iter(plan.entries.values()))[0].choices
     names = plan.mesh.names
@@ -357,24 +359,24 @@ def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: Training) ->
         for op in facts.graph.ops
         if op.name in known
     }
-    kinds = Kinds(facts, training, {**allowed, **plan.storage})
-    spaces = Spaces(kinds, Moves(plan.mesh, cluster), allowed=allowed)
-    tables = Tables(Skeleton(kinds), spaces, Storing(spaces, fixed=plan.storage))
+    kinds = OpKinds(facts, training, {**allowed, **plan.storage})
+    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), allowed=allowed)
+    tables = Tables(ProblemStructure(kinds), spaces, StoragePricing(spaces, fixed=plan.storage))
     solution = solve(tables.problem())
     assert solution.states is not None
-    draft = Draft(facts.graph, plan.mesh, facts)
+    draft = PlanBuilder(facts.graph, plan.mesh, facts)
     draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
     return draft.finish(plan.policy, plan.cluster, settle=False)
 
 
-def _plan(facts: Analysis, cluster: Cluster, best: Looked, constraints: Constraints) -> Plan:
+def _plan(facts: Analysis, cluster: Cluster, best: MeshResult, constraints: Constraints) -> Plan:
     """The plan of a solution, with axes named for what they do, unless somebody has named them."""
     assert best.solution is not None and best.solution.states is not None
     states, tables = best.solution.states, best.tables
     choices, storage = tables.choices(states), tables.storage(states)
     names = axis_names(facts, best.candidate.mesh, choices)
     mesh = Mesh(axes=tuple(Axis(name=names[axis.name], size=axis.size) for axis in best.candidate.mesh.axes))
-    draft = Draft(facts.graph, mesh, facts)
+    draft = PlanBuilder(facts.graph, mesh, facts)
     for op, choice in choices.items():
         draft.choices[op] = {names[axis]: role for axis, role in choice.items()}
     for key, held in storage.items():
@@ -387,4 +389,4 @@ def _plan(facts: Analysis, cluster: Cluster, best: Looked, constraints: Constrai
     return draft.finish("auto", str(cluster), settle=False)
 
 
-__all__ = ["Found", "Looked", "Wishes", "search"]
+__all__ = ["MeshResult", "SearchOptions", "SearchResult", "search"]

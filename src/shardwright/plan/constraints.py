@@ -35,11 +35,11 @@ from ..cluster.file import StrictLoader
 from ..errors import PlanError, ScheduleError, raise_all
 from ..ir import Op
 from ..ir.paths import prefixes
-from ..schedule import kind_named
+from ..schedule import schedule_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ConstraintSource:
     """An entry as it was written, and where."""
 
     text: str
@@ -83,88 +83,88 @@ def _is_like(path: str, pattern: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedAxis:
+class AxisConstraint:
     """The mesh has an axis of this name. `inside`: each group is on one node; `data`: it splits the batch only."""
 
     name: str
     size: int | None = None
     inside: bool = False
     data: bool = False
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class SplitConstraint:
     """Ops that have a label are split on it, on one axis or on any."""
 
     target: Target
     label: str
     on: str | None = None
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class ReplicateConstraint:
     """Ops are not split, on one axis or on all."""
 
     target: Target
     on: str | None = None
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class SameSplitConstraint:
     """The op of one name in several modules is split in the same way in all."""
 
     target: Target
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryConstraint:
     """The bytes that a device may use."""
 
     bytes: float
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
+class RecomputeConstraint:
     """Modules are run again in backward, or are not."""
 
     target: Target
     wanted: bool
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Zero:
+class ZeroConstraint:
     """The highest level at which parameters may be split for storage."""
 
     target: Target
     level: int
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piping:
+class PipelineConstraint:
     """What a pipeline has to be like: its `stages`, `microbatches` or `schedule`."""
 
     what: str
     value: int | str
-    said: Said
+    said: ConstraintSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class StageCutConstraint:
     """A stage begins with each of some modules, or none of them is cut."""
 
     target: Target
     before: bool
-    said: Said
+    said: ConstraintSource
 
 
-class Demand(NamedTuple):
+class ChoiceDemand(NamedTuple):
     """What somebody asks of an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
 
     picks: tuple[str, ...]
@@ -176,7 +176,17 @@ class Demand(NamedTuple):
         return all(met) if self.every else any(met)
 
 
-Constraint = NamedAxis | Split | Whole | Together | Memory | Recompute | Zero | Piping | Cutting
+Constraint = (
+    AxisConstraint
+    | SplitConstraint
+    | ReplicateConstraint
+    | SameSplitConstraint
+    | MemoryConstraint
+    | RecomputeConstraint
+    | ZeroConstraint
+    | PipelineConstraint
+    | StageCutConstraint
+)
 ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
 
 
@@ -190,7 +200,7 @@ class Constraints:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are named."""
-        return tuple(dict.fromkeys(item.name for item in self.items if isinstance(item, NamedAxis)))
+        return tuple(dict.fromkeys(item.name for item in self.items if isinstance(item, AxisConstraint)))
 
 
 def read_constraints(source: ConstraintsLike | None, classes: Mapping[str, str] | None = None) -> Constraints:
@@ -221,9 +231,9 @@ def _load(path: str | Path) -> Any:
 
 def _unknown_axes(items: Iterable[Constraint]) -> Iterator[str]:
     items = tuple(items)
-    names = list(dict.fromkeys(item.name for item in items if isinstance(item, NamedAxis)))
+    names = list(dict.fromkeys(item.name for item in items if isinstance(item, AxisConstraint)))
     for item in items:
-        if isinstance(item, Split | Whole) and item.on is not None and item.on not in names:
+        if isinstance(item, SplitConstraint | ReplicateConstraint) and item.on is not None and item.on not in names:
             known = f"the entries name {', '.join(names)}" if names else "no entry names an axis"
             yield f"{item.said}: there is no axis {item.on!r}, {known}; add {{axis: {item.on}}}"
     if len(names) > 3:
@@ -258,7 +268,7 @@ class _Reader:
         if not isinstance(data, Mapping):
             self.faults.append(f"{where} is a {type(data).__name__}, not a mapping such as {{memory: 70GiB}}")
             return None
-        said = Said(text=_shown(data), where=where)
+        said = ConstraintSource(text=_shown(data), where=where)
         verbs = [key for key in data if key in _FIELDS]
         if len(verbs) != 1:
             asked = f"asks for {' and '.join(verbs)}" if verbs else "asks for nothing"
@@ -274,7 +284,7 @@ class _Reader:
         found: Constraint | None = read(data, said)
         return found if len(self.faults) == before else None
 
-    def _axis(self, data: Mapping[str, Any], said: Said) -> NamedAxis:
+    def _axis(self, data: Mapping[str, Any], said: ConstraintSource) -> AxisConstraint:
         name, size = data["axis"], data.get("size")
         if not isinstance(name, str) or not _AXIS.fullmatch(name):
             self.faults.append(f"{said}: an axis is called dp, tp, sp, ep, tp2 or the like, not {name!r}")
@@ -282,24 +292,26 @@ class _Reader:
             self.faults.append(f"{said}: {size!r} is no size of an axis; it is 2 or more")
         self._is_one_of(data, "inside", ["node"], said)
         self._is_one_of(data, "splits", ["batch"], said)
-        return NamedAxis(name=str(name), size=size, inside="inside" in data, data="splits" in data, said=said)
+        return AxisConstraint(name=str(name), size=size, inside="inside" in data, data="splits" in data, said=said)
 
-    def _split(self, data: Mapping[str, Any], said: Said) -> Split:
+    def _split(self, data: Mapping[str, Any], said: ConstraintSource) -> SplitConstraint:
         if not isinstance(data["split"], str) or not data["split"]:
             self.faults.append(f"{said}: split names a label such as n, or batch, or sequence")
-        return Split(target=self._target(data, said), label=str(data["split"]), on=self._on(data, said), said=said)
+        return SplitConstraint(
+            target=self._target(data, said), label=str(data["split"]), on=self._on(data, said), said=said
+        )
 
-    def _whole(self, data: Mapping[str, Any], said: Said) -> Whole:
+    def _whole(self, data: Mapping[str, Any], said: ConstraintSource) -> ReplicateConstraint:
         self._is_one_of(data, "whole", [True], said)
-        return Whole(target=self._target(data, said), on=self._on(data, said), said=said)
+        return ReplicateConstraint(target=self._target(data, said), on=self._on(data, said), said=said)
 
-    def _together(self, data: Mapping[str, Any], said: Said) -> Together:
+    def _together(self, data: Mapping[str, Any], said: ConstraintSource) -> SameSplitConstraint:
         self._is_one_of(data, "together", [True], said)
         if "module" not in data and "class" not in data:
             self.faults.append(f"{said}: together is said of modules; name them by module or class")
-        return Together(target=self._target(data, said), said=said)
+        return SameSplitConstraint(target=self._target(data, said), said=said)
 
-    def _memory(self, data: Mapping[str, Any], said: Said) -> Memory:
+    def _memory(self, data: Mapping[str, Any], said: ConstraintSource) -> MemoryConstraint:
         bytes = 0.0
         try:
             bytes = quantity.read(data["memory"], "bytes")
@@ -308,57 +320,57 @@ class _Reader:
         else:
             if bytes <= 0:
                 self.faults.append(f"{said}: {data['memory']!r} is no amount of memory")
-        return Memory(bytes=bytes, said=said)
+        return MemoryConstraint(bytes=bytes, said=said)
 
-    def _recompute(self, data: Mapping[str, Any], said: Said) -> Recompute:
+    def _recompute(self, data: Mapping[str, Any], said: ConstraintSource) -> RecomputeConstraint:
         self._is_one_of(data, "recompute", [True, False], said)
         if data["recompute"] is True and "module" not in data and "class" not in data:
             self.faults.append(f"{said}: say by module or class what to recompute")
-        return Recompute(target=self._target(data, said), wanted=bool(data["recompute"]), said=said)
+        return RecomputeConstraint(target=self._target(data, said), wanted=bool(data["recompute"]), said=said)
 
-    def _zero(self, data: Mapping[str, Any], said: Said) -> Zero:
+    def _zero(self, data: Mapping[str, Any], said: ConstraintSource) -> ZeroConstraint:
         self._is_one_of(data, "zero", [0, 1, 2, 3], said)
         level = data["zero"] if isinstance(data["zero"], int) else 0
-        return Zero(target=self._target(data, said), level=level, said=said)
+        return ZeroConstraint(target=self._target(data, said), level=level, said=said)
 
-    def _count(self, data: Mapping[str, Any], said: Said) -> Piping:
+    def _count(self, data: Mapping[str, Any], said: ConstraintSource) -> PipelineConstraint:
         (what,) = (key for key in data if key in ("stages", "microbatches"))
         value = data[what]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.faults.append(f"{said}: {value!r} is no number of {what}; it is 1 or more")
             value = 1
-        return Piping(what=what, value=value, said=said)
+        return PipelineConstraint(what=what, value=value, said=said)
 
     _stages = _microbatches = _count
 
-    def _schedule(self, data: Mapping[str, Any], said: Said) -> Piping:
+    def _schedule(self, data: Mapping[str, Any], said: ConstraintSource) -> PipelineConstraint:
         try:
-            kind_named(str(data["schedule"]))
+            schedule_kind(str(data["schedule"]))
         except ScheduleError as error:
             self.faults.append(f"{said}: {error}")
-        return Piping(what="schedule", value=str(data["schedule"]), said=said)
+        return PipelineConstraint(what="schedule", value=str(data["schedule"]), said=said)
 
-    def _cut(self, data: Mapping[str, Any], said: Said) -> Cutting:
+    def _cut(self, data: Mapping[str, Any], said: ConstraintSource) -> StageCutConstraint:
         self._is_one_of(data, "cut", ["before", "never"], said)
         if "module" not in data and "class" not in data:
             self.faults.append(f"{said}: say by module or class where a stage begins, or what is not cut")
-        return Cutting(target=self._target(data, said), before=data["cut"] == "before", said=said)
+        return StageCutConstraint(target=self._target(data, said), before=data["cut"] == "before", said=said)
 
-    def _is_one_of(self, data: Mapping[str, Any], key: str, allowed: list[Any], said: Said) -> None:
+    def _is_one_of(self, data: Mapping[str, Any], key: str, allowed: list[Any], said: ConstraintSource) -> None:
         if key in data and not any(type(data[key]) is type(one) and data[key] == one for one in allowed):
             shown = " or ".join(str(one).lower() for one in allowed)
             self.faults.append(f"{said}: {key} is {shown}, not {data[key]!r}")
 
-    def _on(self, data: Mapping[str, Any], said: Said) -> str | None:
+    def _on(self, data: Mapping[str, Any], said: ConstraintSource) -> str | None:
         on = data.get("on")
         if "on" in data and not isinstance(on, str):
             self.faults.append(f"{said}: on names one axis, not {on!r}")
         return on if isinstance(on, str) else None
 
-    def _target(self, data: Mapping[str, Any], said: Said) -> Target:
+    def _target(self, data: Mapping[str, Any], said: ConstraintSource) -> Target:
         return Target(**{field: self._names(data, key, said) for key, field in _PLURALS.items()})
 
-    def _names(self, data: Mapping[str, Any], key: str, said: Said) -> tuple[str, ...]:
+    def _names(self, data: Mapping[str, Any], key: str, said: ConstraintSource) -> tuple[str, ...]:
         held = data.get(key, ())
         names = (held,) if isinstance(held, str) else held
         fine = isinstance(names, list | tuple) and all(isinstance(one, str) and one for one in names)

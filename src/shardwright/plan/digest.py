@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..cluster import Cluster
-from ..cost import flops, is_product
+from ..cost import flops, is_matmul
 from ..ir import Graph
 from ..ir.graph import ITEM_SIZE
 from ..layout import Mesh
@@ -57,7 +57,7 @@ def axis_uses(
 ) -> tuple[AxisUse, ...]:
     """What the axes of a mesh are used for under these choices."""
     kinds = atom_kinds(facts)
-    products = [op for op in facts.graph.ops if is_product(facts.signatures[op.name])]
+    products = [op for op in facts.graph.ops if is_matmul(facts.signatures[op.name])]
     total = sum(flops(facts.signatures[op.name]) for op in products) or 1.0
     found = []
     for axis in mesh.axes:
@@ -91,7 +91,7 @@ def stored_bytes(graph: Graph, storage: Mapping[str, Iterable[tuple[str, int]]])
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-class Part(Protocol):
+class StoredPart(Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -100,7 +100,7 @@ class Part(Protocol):
     def sends(self) -> str: ...
 
 
-def fold_parts(parts: Iterable[Part], most: int = DEAREST) -> list[dict[str, Any]]:
+def fold_parts(parts: Iterable[StoredPart], most: int = DEAREST) -> list[dict[str, Any]]:
     """The dearest parts, those of equal layers as one."""
     found: dict[tuple[str, str], list[float]] = {}
     for part in parts:

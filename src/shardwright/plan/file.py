@@ -11,7 +11,7 @@ from ..errors import LayoutError, PlanError, raise_all
 from ..ir import Graph
 from ..layout import Axis, Mesh
 from .folding import uncover, unfold, unfold_paths
-from .plan import VERSION, Plan, Segment
+from .plan import VERSION, Plan, PlanStage
 
 
 def load(path: str | Path, graph: Graph) -> Plan:
@@ -26,7 +26,7 @@ def read(text: str, graph: Graph, path: str | Path = "the plan") -> Plan:
     except json.JSONDecodeError as error:
         raise PlanError(f"{path} is not JSON: {error}") from error
     validate(data, path)
-    entries: dict[str, tuple[Segment, ...]] = {}
+    entries: dict[str, tuple[PlanStage, ...]] = {}
     for entry, segments in data["entries"].items():
         if entry == graph.entry:
             known = data["fingerprints"].get(entry)
@@ -60,7 +60,7 @@ def mesh_of(data: Mapping[str, Any], segment: Mapping[str, Any]) -> Mesh:
     return Mesh(axes=named, devices=tuple(segment.get("devices", ())))
 
 
-def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) -> tuple[Segment, ...]:
+def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) -> tuple[PlanStage, ...]:
     names = [op.name for op in graph.ops]
     parts = [uncover(held["ops"], names) if "ops" in held else names for held in segments]
     meshes = _meshes(data, segments, path)
@@ -77,7 +77,7 @@ def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) ->
         inside = dict.fromkeys(own)
         paths = [at for at, ops in graph.under.items() if any(op.name in inside for op in ops)]
         found.append(
-            Segment(
+            PlanStage(
                 mesh=mesh,
                 choices={name: {} for name in own} | unfold(held["choices"], own, where),
                 recompute=unfold_paths(held["recompute"], paths, where),
@@ -110,7 +110,7 @@ def _meshes(data: Any, segments: list[Any], path: str | Path) -> list[Mesh]:
 
 def _refuse(data: Any, entry: str, graph: Graph) -> None:
     """Say what changed between the graph that a plan is for and the one at hand."""
-    loose = tuple(Segment(mesh=mesh_of(data, held), choices=held["choices"]) for held in data["entries"][entry])
+    loose = tuple(PlanStage(mesh=mesh_of(data, held), choices=held["choices"]) for held in data["entries"][entry])
     Plan(
         model=data["model"], policy="", cluster="", fingerprints=data["fingerprints"], entries={entry: loose}
     ).check_against(graph)

@@ -12,22 +12,22 @@ from ..ir import Graph, Op, Parameter
 from ..ir.paths import is_inside
 from ..rules import FAN, Analysis, Role
 from .constraints import (
+    AxisConstraint,
+    ChoiceDemand,
     Constraint,
     Constraints,
-    Cutting,
-    Demand,
-    Memory,
-    NamedAxis,
-    Piping,
-    Recompute,
-    Split,
+    MemoryConstraint,
+    PipelineConstraint,
+    RecomputeConstraint,
+    ReplicateConstraint,
+    SameSplitConstraint,
+    SplitConstraint,
+    StageCutConstraint,
     Target,
-    Together,
-    Whole,
-    Zero,
+    ZeroConstraint,
 )
+from .problem_structure import Ways, alike
 from .recompute import faults_of
-from .skeleton import Ways, alike
 
 RUN_WHOLE = ("", FAN)
 """The choices of an op that is not split."""
@@ -49,8 +49,8 @@ class Limits:
     uncut      modules that are on one stage, each with its ops
     """
 
-    axes: Mapping[str, tuple[NamedAxis, ...]] = field(default_factory=dict)
-    demands: Mapping[str, tuple[Demand, ...]] = field(default_factory=dict)
+    axes: Mapping[str, tuple[AxisConstraint, ...]] = field(default_factory=dict)
+    demands: Mapping[str, tuple[ChoiceDemand, ...]] = field(default_factory=dict)
     together: Mapping[str, str] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
     must: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ def bind(constraints: Constraints, facts: Analysis) -> Limits:
     return binder.finish()
 
 
-def sizes_of(item: Split, constraints: Constraints, facts: Analysis) -> str:
+def sizes_of(item: SplitConstraint, constraints: Constraints, facts: Analysis) -> str:
     """What a label that ops are to be split on has: "n has 128 in blocks.0.up / linear"."""
     binder, found = _Binder(constraints, facts), dict[tuple[str, int], str]()
     for op in binder.live:
@@ -131,8 +131,8 @@ class _Binder:
         self.facts, self.graph, self.classes = facts, facts.graph, constraints.classes
         self.live = facts.live
         self.faults: list[str] = []
-        self.axes: dict[str, tuple[NamedAxis, ...]] = {}
-        self.demands: dict[str, tuple[Demand, ...]] = {}
+        self.axes: dict[str, tuple[AxisConstraint, ...]] = {}
+        self.demands: dict[str, tuple[ChoiceDemand, ...]] = {}
         self.groups: dict[str, str] = {}
         self.most: dict[str, int] = {}
         self.must: list[str] = []
@@ -159,13 +159,13 @@ class _Binder:
         )
 
     def add(self, item: Constraint) -> None:
-        if isinstance(item, NamedAxis):
+        if isinstance(item, AxisConstraint):
             self.axes[item.name] = (*self.axes.get(item.name, ()), item)
             return
-        if isinstance(item, Memory):
+        if isinstance(item, MemoryConstraint):
             self.memory = min(self.memory, item.bytes)
             return
-        if isinstance(item, Piping):
+        if isinstance(item, PipelineConstraint):
             old = self.pipeline.setdefault(item.what, item.value)
             if old != item.value:
                 self.faults.append(f"{item.said}: another entry asks for {item.what}: {old}; leave one of them out")
@@ -174,14 +174,14 @@ class _Binder:
             self.faults += [f"{item.said}: {fault}" for fault in unknown]
             return
         ops = [op for op in self.live if item.target.takes(op, self.classes)]
-        if not ops and not isinstance(item, Zero):
+        if not ops and not isinstance(item, ZeroConstraint):
             self.faults.append(f"{item.said}: no op of the model is meant")
             return
-        if isinstance(item, Split | Whole) and item.on is not None:
+        if isinstance(item, SplitConstraint | ReplicateConstraint) and item.on is not None:
             self.axes.setdefault(item.on, ())
         adders: dict[type, Callable[..., None]] = {
-            Split: self._split, Whole: self._whole, Together: self._together, Recompute: self._recompute,
-            Zero: self._zero, Cutting: self._cut,
+            SplitConstraint: self._split, ReplicateConstraint: self._whole, SameSplitConstraint: self._together, RecomputeConstraint: self._recompute,
+            ZeroConstraint: self._zero, StageCutConstraint: self._cut,
         }  # fmt: skip
         adders[type(item)](item, ops)
 
@@ -199,17 +199,17 @@ class _Binder:
                 kinds = list(dict.fromkeys(op.target.rpartition(".")[0] for op in self.live))
                 yield f"the model has no op {name!r}; it has {_some(name, kinds)}"
 
-    def _demand(self, op: Op, demand: Demand) -> None:
+    def _demand(self, op: Op, demand: ChoiceDemand) -> None:
         self.demands[op.name] = (*self.demands.get(op.name, ()), demand)
 
-    def _split(self, item: Split, ops: Sequence[Op]) -> None:
+    def _split(self, item: SplitConstraint, ops: Sequence[Op]) -> None:
         found = False
         for op in ops:
             roles = self.facts.signatures[op.name].roles
             picks = tuple(role.name for role in roles if self.is_meant(role, item.label))
             if picks:
                 found = True
-                self._demand(op, Demand(picks, item.on, every=item.on is not None))
+                self._demand(op, ChoiceDemand(picks, item.on, every=item.on is not None))
         if not found:
             known: dict[str, str] = {}
             for op in ops:
@@ -234,11 +234,11 @@ class _Binder:
                 found.update(facts.atoms.splittable(facts.dims[value.name][1]))
         return found - facts.batch
 
-    def _whole(self, item: Whole, ops: Sequence[Op]) -> None:
+    def _whole(self, item: ReplicateConstraint, ops: Sequence[Op]) -> None:
         for op in ops:
-            self._demand(op, Demand(RUN_WHOLE, item.on))
+            self._demand(op, ChoiceDemand(RUN_WHOLE, item.on))
 
-    def _together(self, item: Together, ops: Sequence[Op]) -> None:
+    def _together(self, item: SameSplitConstraint, ops: Sequence[Op]) -> None:
         """Ops of one name in their modules are a group, together with all groups that they are in already."""
         heads: dict[tuple[str, str], str] = {}
         for op in ops:
@@ -249,7 +249,7 @@ class _Binder:
                 self.groups |= {name: new for name, held in self.groups.items() if held == old}
             self.groups[op.name] = self.groups[head] = new
 
-    def _recompute(self, item: Recompute, ops: Sequence[Op]) -> None:
+    def _recompute(self, item: RecomputeConstraint, ops: Sequence[Op]) -> None:
         if not item.wanted:
             self.never |= {op.name: op for op in ops}
             return
@@ -257,7 +257,7 @@ class _Binder:
             self.faults += [f"{item.said}: it asks for {path!r}, {why}" for why in faults_of(self.graph, path)]
             self.must.append(path)
 
-    def _cut(self, item: Cutting, ops: Sequence[Op]) -> None:
+    def _cut(self, item: StageCutConstraint, ops: Sequence[Op]) -> None:
         modules: dict[str, list[Op]] = {}
         for op in ops:
             modules.setdefault(item.target.place(op.module_path, self.classes) or "", []).append(op)
@@ -267,7 +267,7 @@ class _Binder:
             else:
                 self.uncut[path] = tuple(held)
 
-    def _zero(self, item: Zero, ops: Sequence[Op]) -> None:
+    def _zero(self, item: ZeroConstraint, ops: Sequence[Op]) -> None:
         names = {op.name for op in ops}
         found = [held for held in self.graph.parameters if self._is_about(item.target, held, names)]
         if not found:

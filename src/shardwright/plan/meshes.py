@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ..cluster import Cluster
-from ..cost import flops, is_product
+from ..cost import flops, is_matmul
 from ..layout import Axis, Mesh
 from ..rules import Analysis
-from .constraints import NamedAxis
+from .constraints import AxisConstraint
 
 NAMES = ("x", "y", "z")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class MeshCandidate:
     """A mesh to look at; `data` are the axes that may split the batch only."""
 
     mesh: Mesh
@@ -38,12 +38,12 @@ class Candidate:
         return " x ".join(str(axis.size) for axis in self.mesh.axes) or "1"
 
 
-def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = False) -> Iterator[Candidate]:
+def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = False) -> Iterator[MeshCandidate]:
     """Meshes over the first `size` devices of a cluster, all of them if it is not said."""
     count = size or cluster.size
     inside = min(group.node.devices for group in cluster.groups)
     if count == 1:
-        yield Candidate(Mesh(axes=()))
+        yield MeshCandidate(Mesh(axes=()))
         return
     yield _candidate((count,), data_only)
     for inner in divisors(count):
@@ -70,8 +70,11 @@ def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
 
 
 def name_axes(
-    base: Sequence[Candidate], asked: Mapping[str, Sequence[NamedAxis]], cluster: Cluster, data_only: bool = False
-) -> Iterator[Candidate]:
+    base: Sequence[MeshCandidate],
+    asked: Mapping[str, Sequence[AxisConstraint]],
+    cluster: Cluster,
+    data_only: bool = False,
+) -> Iterator[MeshCandidate]:
     """Meshes that have axes of some names, and what is asked of those: the given ones, and all with just these axes."""
     if not asked:
         yield from base
@@ -88,10 +91,10 @@ def name_axes(
             if mesh.axes not in seen and all(_fits(one, mesh, cluster) for held in asked.values() for one in held):
                 seen.add(mesh.axes)
                 data = {one.name for held in asked.values() for one in held if one.data} | set(known.get(sizes, ()))
-                yield Candidate(mesh, tuple(mesh.names) if data_only else tuple(n for n in mesh.names if n in data))
+                yield MeshCandidate(mesh, tuple(mesh.names) if data_only else tuple(n for n in mesh.names if n in data))
 
 
-def _fits(asked: NamedAxis, mesh: Mesh, cluster: Cluster) -> bool:
+def _fits(asked: AxisConstraint, mesh: Mesh, cluster: Cluster) -> bool:
     if asked.size is not None and mesh.sizes[asked.name] != asked.size:
         return False
     return not asked.inside or all(len(span.ranks) == 1 for span in cluster.spans(mesh, (asked.name,)))
@@ -106,10 +109,10 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((part, *rest) for rest in _products(number // part, count - 1))
 
 
-def _candidate(sizes: tuple[int, ...], data_only: bool) -> Candidate:
+def _candidate(sizes: tuple[int, ...], data_only: bool) -> MeshCandidate:
     axes = tuple(Axis(name=name, size=size) for name, size in zip(NAMES, sizes, strict=False))
     data = tuple(axis.name for axis in axes) if data_only else (axes[0].name,) if len(axes) == 3 else ()
-    return Candidate(Mesh(axes=axes), data)
+    return MeshCandidate(Mesh(axes=axes), data)
 
 
 def divisors(number: int) -> list[int]:
@@ -134,7 +137,7 @@ def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, s
             if role is None:
                 continue
             experts = experts or signature.beside(role.label) is not None
-            weight = flops(signature) if is_product(signature) else 1e-6
+            weight = flops(signature) if is_matmul(signature) else 1e-6
             work["dp" if role.atom in facts.batch else "tp"] += weight
         kind = "ep" if experts else max(work, key=lambda name: work[name])
         numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))

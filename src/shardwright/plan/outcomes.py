@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .auto import Looked
+    from .auto import MeshResult
 
 ROUNDING = 1e-4
 
 
-def outcomes(looked: Iterable[Looked], best: Looked, limit: float, slack: float) -> list[dict[str, Any]]:
+def mesh_outcomes(looked: Iterable[MeshResult], best: MeshResult, limit: float, slack: float) -> list[dict[str, Any]]:
     """The meshes, the fastest first: those that were solved, then those that were bounded.
 
     chosen         the best
@@ -28,7 +28,7 @@ def outcomes(looked: Iterable[Looked], best: Looked, limit: float, slack: float)
     return sorted(found, key=lambda one: (one["seconds"] or math.inf, one["bound"] or math.inf))
 
 
-def _outcome(looked: Looked, best: Looked, limit: float, small: float) -> dict[str, Any]:
+def _outcome(looked: MeshResult, best: MeshResult, limit: float, small: float) -> dict[str, Any]:
     solution = looked.solution
     bound = solution.bound if solution is not None else looked.bound
     said = {"mesh": str(looked.candidate), "bound": _finite(bound), "seconds": _finite(looked.time)}

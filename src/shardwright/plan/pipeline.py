@@ -15,15 +15,15 @@ from ..errors import PlanError
 from ..ir import Graph, Op
 from ..layout import Axis, Mesh
 from ..rules import Analysis, analyse
-from ..schedule import Schedule, fewer, forward_only, kind_named, spread
-from .draft import MB as MB
-from .draft import Draft
-from .plan import Plan, Segment
+from ..schedule import Schedule, fewer, forward_only, schedule_kind, spread
+from .builder import MB as MB
+from .builder import PlanBuilder
+from .plan import Plan, PlanStage
 from .policies import apply, dp, tp
 from .recompute import faults_of
-from .rows import replicas
-from .segments import Line, balanced
-from .strings import Request
+from .replica_axes import replicas
+from .stages import OpSequence, balanced
+from .strings import PolicyRequest
 from .subaxes import refine
 
 USUAL = "1f1b"
@@ -47,7 +47,7 @@ def usual_microbatches(graph: Graph, stages: int, replicas: int) -> int:
     return max(count for count in range(1, min(rows, 4 * stages) + 1) if rows % count == 0) if rows else 1
 
 
-def seats_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def pipeline_ranks_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The devices of each stage, in order."""
     found, at = [], 0
     for size in stages:
@@ -56,9 +56,9 @@ def seats_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def draw_pipeline(
+def build_pipeline(
     graph: Graph,
-    request: Request,
+    request: PolicyRequest,
     facts: Analysis | None = None,
     cluster: str = "",
     microbatches: int | None = None,
@@ -69,18 +69,18 @@ def draw_pipeline(
     request, notes = refine(request, facts, tp)
     stages = request.stages or (request.mesh.size,)
     name = request.schedule or USUAL
-    kind = kind_named(f"{name}:{request.chunks}" if request.chunks else name)
+    kind = schedule_kind(f"{name}:{request.chunks}" if request.chunks else name)
     groups = max(replicas(request.mesh_of(size)) for size in stages)
     count = microbatches or usual_microbatches(graph, len(stages), groups)
     check_microbatches(graph, count, groups, local)
-    line = Line(facts)
+    line = OpSequence(facts)
     cuts = balanced(line, [flops(facts.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
     drawn = {size: _drawn(facts, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
-    seats = seats_of(stages)
+    seats = pipeline_ranks_of(stages)
     meshes = [replace(drawn[len(seat)].mesh_inside, devices=seat) for seat in seats]
     held = [(meshes[seat], drawn[len(seats[seat])].choices) for (seat,) in kind.holders(len(stages))]
     segments = tuple(
-        Segment(
+        PlanStage(
             mesh=mesh,
             choices={name: choices.get(name, {}) for name in part},
             recompute=_recomputed(line, part, drawn[mesh.size].recomputed),
@@ -104,23 +104,23 @@ def draw_pipeline(
 class _Drawn:
     """What the policies of a stage say of the whole graph."""
 
-    def __init__(self, draft: Draft, mesh: Mesh) -> None:
+    def __init__(self, draft: PlanBuilder, mesh: Mesh) -> None:
         self.plan = draft.finish("")
         self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(draft.graph.entry)
         self.recomputed = tuple(draft.recomputed)
         self.mesh_inside = mesh
 
 
-def _drawn(facts: Analysis, request: Request, size: int, microbatches: int) -> _Drawn:
+def _drawn(facts: Analysis, request: PolicyRequest, size: int, microbatches: int) -> _Drawn:
     mesh = request.mesh_of(size)
-    draft = Draft(facts.graph, timed(mesh, microbatches), facts)
+    draft = PlanBuilder(facts.graph, timed(mesh, microbatches), facts)
     if microbatches > 1:
-        cut_in_time(draft, Axis(name=MB, size=microbatches))
+        split_in_time(draft, Axis(name=MB, size=microbatches))
     apply(draft, request, size)
     return _Drawn(draft, mesh)
 
 
-def cut_in_time(draft: Draft, axis: Axis) -> None:
+def split_in_time(draft: PlanBuilder, axis: Axis) -> None:
     """The policy of microbatches: data parallel, where nobody can be asked.
 
     What depends on inputs alone and is wanted whole is computed whole; every rank has the inputs.
@@ -139,7 +139,7 @@ def cut_in_time(draft: Draft, axis: Axis) -> None:
             del draft.choices[op.name][axis.name]
 
 
-def _wanted_whole(draft: Draft, axis: Axis, op: Op, value: str) -> bool:
+def _wanted_whole(draft: PlanBuilder, axis: Axis, op: Op, value: str) -> bool:
     """Whether a value that an axis cuts is read by an op that does not take it cut."""
     if draft.output_layout(op, value).cut_of(axis.name) is None:
         return False
@@ -151,7 +151,7 @@ def _wanted_whole(draft: Draft, axis: Axis, op: Op, value: str) -> bool:
     return False
 
 
-def _recomputed(line: Line, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
+def _recomputed(line: OpSequence, part: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
     inside = set(part)
     return tuple(path for path in paths if any(op.name in inside for op in line.graph.under[path]))
 
@@ -195,7 +195,7 @@ def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool =
     if plan.steps is not None:
         made = fewer(Schedule.from_json(plan.steps), count)
     else:
-        made = spread(kind_named(plan.schedule or USUAL).make(len(seats), count), seats)
+        made = spread(schedule_kind(plan.schedule or USUAL).make(len(seats), count), seats)
     if made.holders != held:
         raise PlanError(
             f"the schedule {made.name} has segments on devices {_listed(made.holders)}, and the plan on "
@@ -210,13 +210,13 @@ def _listed(seats: Sequence[Sequence[int]]) -> str:
 
 def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
     """A pipeline with one more entry: ops of the same names are where they are in the first, and split as there."""
-    graph, line = facts.graph, Line(facts)
+    graph, line = facts.graph, OpSequence(facts)
     known = {name: number for number, segment in enumerate(plan.segments) for name in segment.choices}
     parts = parts_like(line, known, len(plan.segments))
     count = 1 if plan.local else microbatches_of(plan, graph)
     drawn = {mesh: _again(plan, facts, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
     segments = tuple(
-        Segment(
+        PlanStage(
             mesh=held.mesh,
             choices={name: drawn[held.mesh].get(name, {}) for name in part},
             recompute=_recomputed(line, part, [path for path in held.recompute if not faults_of(graph, path)]),
@@ -230,7 +230,7 @@ def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
     )
 
 
-def parts_like(line: Line, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+def parts_like(line: OpSequence, known: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
     """All ops by segment, those on the line where they are known to be, others with what they read."""
     home: dict[str, int] = {}
     for op in line.ops:
@@ -242,9 +242,9 @@ def parts_like(line: Line, known: Mapping[str, int], count: int) -> tuple[tuple[
 
 def _again(plan: Plan, facts: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
     """What ops do on a mesh, by what those of the same names do on it."""
-    draft = Draft(facts.graph, timed(mesh, microbatches), facts)
+    draft = PlanBuilder(facts.graph, timed(mesh, microbatches), facts)
     if microbatches > 1:
-        cut_in_time(draft, Axis(name=MB, size=microbatches))
+        split_in_time(draft, Axis(name=MB, size=microbatches))
     for segment in plan.segments:
         for name, held in segment.choices.items() if segment.mesh == mesh else ():
             op = facts.graph.by_name.get(name)

@@ -34,7 +34,7 @@ def _frozen(choices: Choices) -> Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class PlanStage:
     """Ops that run on one mesh. `choices` names all of them, also those that are not split."""
 
     mesh: Mesh
@@ -66,7 +66,7 @@ class Plan:
     policy: str
     cluster: str
     fingerprints: Mapping[str, str]  # of the graph of each entry
-    entries: Mapping[str, tuple[Segment, ...]]
+    entries: Mapping[str, tuple[PlanStage, ...]]
     storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     microbatches: int = 1
     schedule: str = ""  # of the pipeline, if there are several segments or microbatches: "1f1b", ...
@@ -77,7 +77,7 @@ class Plan:
     as_read: bool = False  # without its model: names have the stars of the file, and what is not split is not listed
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[PlanStage, ...]:
         """Those of the first entry, which decides where parameters are held."""
         return next(iter(self.entries.values()))
 
@@ -155,7 +155,7 @@ class Plan:
             "predicted": dict(self.predicted),
         }
 
-    def _place(self, segments: tuple[Segment, ...], number: int) -> dict[str, Any]:
+    def _place(self, segments: tuple[PlanStage, ...], number: int) -> dict[str, Any]:
         """Where a segment of several runs, and which ops it has."""
         mesh, own = segments[number].mesh, segments[number].choices
         others = [name for at, held in enumerate(segments) if at != number for name in held.choices]

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..cost import flops, is_product
+from ..cost import flops, is_matmul
 from ..errors import PlanError
 from ..ir import Graph
-from ..layout import Axis, share
+from ..layout import Axis, chunk_bounds
 from ..rules import Analysis, analyse
-from .draft import Draft
+from .builder import PlanBuilder
 from .plan import Plan
-from .rows import replicas
-from .strings import Request, outer_of
-from .subaxes import refine, share_further
+from .replica_axes import replicas
+from .strings import PolicyRequest, outer_of
+from .subaxes import refine, split_inner_axis
 
-Policy = Callable[[Draft, Axis], None]
+Policy = Callable[[PlanBuilder, Axis], None]
 
 
-def dp(draft: Draft, axis: Axis) -> None:
+def dp(draft: PlanBuilder, axis: Axis) -> None:
     """Data parallel: every op that has the batch in it is split on the batch."""
     if draft.graph.batch is None or not draft.facts.batch:
         if draft.lenient:  # a last batch of one row
@@ -48,7 +48,7 @@ def _no_batch(graph: Graph) -> str:
     )
 
 
-def tp(draft: Draft, axis: Axis) -> None:
+def tp(draft: PlanBuilder, axis: Axis) -> None:
     """Tensor parallel: the atoms of parameters that split the most arithmetic for the least communication."""
     taken: set[str] = set()
     for atom in rank_atoms(draft, axis):
@@ -67,7 +67,7 @@ def tp(draft: Draft, axis: Axis) -> None:
         )
 
 
-def _refuse_too_large(draft: Draft, axis: Axis) -> None:
+def _refuse_too_large(draft: PlanBuilder, axis: Axis) -> None:
     facts = draft.facts
     dims = [dim for parameter in draft.graph.parameters for dim in facts.dims[parameter.value]]
     most = max((facts.atoms.size[atom] for dim in dims for atom in facts.atoms.splittable(dim)), default=axis.size)
@@ -78,7 +78,7 @@ def _refuse_too_large(draft: Draft, axis: Axis) -> None:
         )
 
 
-def sp(draft: Draft, axis: Axis) -> None:
+def sp(draft: PlanBuilder, axis: Axis) -> None:
     """Tensor parallel with everything between the products split along the sequence."""
     tp(draft, axis)
     sequence = sequence_atoms(draft, axis)
@@ -89,7 +89,7 @@ def sp(draft: Draft, axis: Axis) -> None:
             draft.split(op, axis, role)
 
 
-def ep(draft: Draft, axis: Axis) -> None:
+def ep(draft: PlanBuilder, axis: Axis) -> None:
     """Expert parallel: data parallel, but layers of experts are split on their experts, and tokens travel."""
     dp(draft, axis)
     found = False
@@ -103,7 +103,7 @@ def ep(draft: Draft, axis: Axis) -> None:
 
 
 def zero(level: int) -> Policy:
-    def policy(draft: Draft, axis: Axis) -> None:
+    def policy(draft: PlanBuilder, axis: Axis) -> None:
         dp(draft, axis)
         for parameter in draft.graph.parameters:
             if parameter.trainable or level == 3:
@@ -122,8 +122,8 @@ POLICIES: dict[str, Policy] = {
 }  # fmt: skip
 
 
-def draw(
-    graph: Graph, request: Request, facts: Analysis | None = None, cluster: str = "", *, lenient: bool = False
+def build_plan(
+    graph: Graph, request: PolicyRequest, facts: Analysis | None = None, cluster: str = "", *, lenient: bool = False
 ) -> Plan:
     """The plan that a plan string asks for.
 
@@ -133,25 +133,25 @@ def draw(
     if not lenient:
         _check_sizes(graph, request)
         request, notes = refine(request, facts, tp)
-    draft = Draft(graph, request.mesh, facts, lenient=lenient)
+    draft = PlanBuilder(graph, request.mesh, facts, lenient=lenient)
     draft.notes += notes
     apply(draft, request)
     return draft.finish(str(request), cluster)
 
 
-def apply(draft: Draft, request: Request, size: int = 0) -> None:
+def apply(draft: PlanBuilder, request: PolicyRequest, size: int = 0) -> None:
     """Write what a request asks for on a draft, of the whole or of a stage of `size` devices."""
     for name, axis in request.parts_of(size):
         outer = outer_of(axis.name, draft.mesh)
         if outer is None:
             POLICIES[name](draft, axis)
         else:
-            share_further(draft, axis, outer)
+            split_inner_axis(draft, axis, outer)
     if request.recompute:
         draft.recompute_layers()
 
 
-def _check_sizes(graph: Graph, request: Request) -> None:
+def _check_sizes(graph: Graph, request: PolicyRequest) -> None:
     groups = replicas(request.mesh)
     if groups > 1 and graph.batch is not None and graph.batch % groups:
         raise PlanError(
@@ -161,11 +161,11 @@ def _check_sizes(graph: Graph, request: Request) -> None:
         )
 
 
-def _work(draft: Draft, atom: int) -> float:
+def _work(draft: PlanBuilder, atom: int) -> float:
     return sum(flops(draft.signature(op)) for op, _ in draft.facts.by_atom[atom])
 
 
-def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
+def rank_atoms(draft: PlanBuilder, axis: Axis) -> list[int]:
     """Atoms of trainable or frozen weights that the axis can share, best arithmetic per byte moved first."""
     facts, values = draft.facts, draft.graph.values
     owned: dict[int, int] = {}
@@ -175,13 +175,13 @@ def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
                 owned[atom] = owned.get(atom, 0) + values[parameter.value].elements
     everything = sum(values[parameter.value].elements for parameter in draft.graph.parameters)
     multiplied = {
-        atom for atom in owned if any(is_product(draft.signature(op)) for op, _ in facts.by_atom.get(atom, ()))
+        atom for atom in owned if any(is_matmul(draft.signature(op)) for op, _ in facts.by_atom.get(atom, ()))
     }
     worth = {atom for atom, held in owned.items() if atom in multiplied or held > 0.1 * everything}
     found: list[tuple[float, int, int]] = []
     for order, atom in enumerate(sorted(worth & set(facts.by_atom))):
         size = facts.atoms.size[atom]
-        if share(size, axis.size, axis.size - 1)[1] == 0 or atom in facts.batch:
+        if chunk_bounds(size, axis.size, axis.size - 1)[1] == 0 or atom in facts.batch:
             continue  # the last device would have nothing, which not every kernel can do
         if any(draft.signature(op).beside(role.label) is not None for op, role in facts.by_atom[atom]):
             continue  # experts are split together with the batch, which is for ep to say
@@ -191,7 +191,7 @@ def rank_atoms(draft: Draft, axis: Axis) -> list[int]:
     return [atom for _, _, atom in sorted(found)]
 
 
-def bytes_moved(draft: Draft, axis: Axis, atom: int) -> float:
+def bytes_moved(draft: PlanBuilder, axis: Axis, atom: int) -> float:
     """What is reduced or gathered if every op that can takes an atom on an axis, each value once."""
     graph, values = draft.graph, draft.graph.values
     split = {op.name for op, _ in draft.facts.by_atom[atom]}
@@ -214,7 +214,7 @@ def bytes_moved(draft: Draft, axis: Axis, atom: int) -> float:
     return sum(moved.values())
 
 
-def sequence_atoms(draft: Draft, axis: Axis) -> set[int]:
+def sequence_atoms(draft: PlanBuilder, axis: Axis) -> set[int]:
     """Atoms of the middle dim of [batch, sequence, features] activations."""
     facts, values = draft.facts, draft.graph.values
     found: set[int] = set()
@@ -227,4 +227,4 @@ def sequence_atoms(draft: Draft, axis: Axis) -> set[int]:
                     and values[name].shape[0] == draft.graph.batch
                 ):
                     found.update(facts.atoms.splittable(facts.dims[name][1]))
-    return {atom for atom in found - facts.batch if share(facts.atoms.size[atom], axis.size, axis.size - 1)[1]}
+    return {atom for atom in found - facts.batch if chunk_bounds(facts.atoms.size[atom], axis.size, axis.size - 1)[1]}

@@ -13,26 +13,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cluster import Cluster
-from ..conversion import SENDS, Step, find_steps
-from ..cost import Memory, Training
-from ..cost.moves import Moves
+from ..cost import MemoryPeak, TrainingSetup
+from ..cost.algorithm_collectives import algorithm_collectives
+from ..cost.reshard_prices import ReshardPrices
 from ..cost.resources import Resource, phases, seconds
-from ..cost.sends import algorithm_sends
 from ..errors import PlanError
 from ..ir import Graph
+from ..reshard import COLLECTIVES, Reshard, find_reshards
 from ..rules import Analysis
 from .digest import AxisUse, axis_uses, fold_parts, stored_bytes
-from .homes import Storing
-from .kinds import Kinds
+from .op_kinds import OpKinds
 from .plan import Plan
+from .problem_structure import EdgeEnd, EdgeTable, FactorEntry, OpTable, ProblemStructure, Table, UseTable
 from .search import solve
-from .skeleton import EdgeTable, End, Entry, OpTable, Skeleton, Table, UseTable
-from .spaces import Spaces
+from .spaces import ChoiceSpaces
+from .storage_options import StoragePricing
 from .tables import Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class PricedCollective:
     """Collectives of one kind over the same axes. `beside`: kernels run meanwhile, and hide it as far as they last."""
 
     when: str  # "forward", "backward", "update"
@@ -44,7 +44,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PricedPart:
     """An op, or a conversion of what one op makes for another, and the seconds of a step that it takes."""
 
     name: str
@@ -54,19 +54,19 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class PlanPrice:
     """A step of a plan on a cluster."""
 
     made_for: Mapping[str, Any]  # the cluster, the batch, the training
     used: np.ndarray
     overlap: float
-    training: Training
-    sent: tuple[Sent, ...]
-    ops: tuple[Part, ...]  # the dearest first
-    edges: tuple[Part, ...]
+    training: TrainingSetup
+    sent: tuple[PricedCollective, ...]
+    ops: tuple[PricedPart, ...]  # the dearest first
+    edges: tuple[PricedPart, ...]
     axes: tuple[AxisUse, ...]
     stored: Mapping[str, float]  # bytes of whole parameters, by how they are stored
-    memory: Memory
+    memory: MemoryPeak
     limit: float
 
     @property
@@ -141,13 +141,13 @@ class Price:
 def price(
     facts: Analysis,
     cluster: Cluster,
-    training: Training,
+    training: TrainingSetup,
     plan: Plan,
     *,
     rows: tuple[str, ...] = (),
     limit: float | None = None,
-    memory: Memory | None = None,
-) -> Price:
+    memory: MemoryPeak | None = None,
+) -> PlanPrice:
     """What a step of a plan's entry for this graph costs.
 
     limit     bytes that a device may use, if less than it has
@@ -159,15 +159,15 @@ def price(
     choices = plan.choices(entry)
     recompute = plan.entries[entry][0].recompute
     said: dict[str, object] = {**choices, **plan.storage}
-    kinds = Kinds(facts, training, said)
-    skeleton = Skeleton(kinds, {path: (frozenset([path]),) for path in recompute})
-    spaces = Spaces(kinds, Moves(plan.mesh, cluster), fixed=choices)
-    tables = Tables(skeleton, spaces, Storing(spaces, fixed=plan.storage), rows)
+    kinds = OpKinds(facts, training, said)
+    skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
+    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), fixed=choices)
+    tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), rows)
     solution = solve(tables.problem())
     if solution.states is None:
         raise PlanError("the plan can't be priced: a parameter is used in layouts that no home serves")
     ops, conversions = _ops(tables, solution.states), tuple(_conversions(tables, solution.states))
-    return Price(
+    return PlanPrice(
         made_for={
             "cluster": str(cluster),
             "batch": facts.graph.batch,
@@ -185,7 +185,9 @@ def price(
         training=training,
         sent=_sent(tables, solution.states, conversions),
         ops=ops,
-        edges=_dearest(Part(name=held.name, seconds=held.seconds, kept=0.0, sends=held.said()) for held in conversions),
+        edges=_dearest(
+            PricedPart(name=held.name, seconds=held.seconds, kept=0.0, sends=held.said()) for held in conversions
+        ),
         axes=axis_uses(facts, plan.mesh, cluster, choices),
         stored=stored_bytes(facts.graph, plan.storage),
         memory=memory or tables.peak(choices, plan.storage, recompute),
@@ -199,34 +201,34 @@ def _outputs(graph: Graph) -> str:
     return "all" if large else "scalars"
 
 
-def _dearest(parts: Iterator[Part]) -> tuple[Part, ...]:
+def _dearest(parts: Iterator[PricedPart]) -> tuple[PricedPart, ...]:
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 
-def _ops(tables: Tables, states: tuple[int, ...]) -> tuple[Part, ...]:
+def _ops(tables: Tables, states: tuple[int, ...]) -> tuple[PricedPart, ...]:
     times = tables.training.accumulate
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[PricedPart]:
         for table, entry, used in _entries(tables, states):
             if isinstance(table, OpTable):
                 seconds = times * float(used[: Resource.UPDATE].sum())
-                yield Part(name=entry.name, seconds=seconds, kept=float(used[Resource.KEPT]))
+                yield PricedPart(name=entry.name, seconds=seconds, kept=float(used[Resource.KEPT]))
 
     return _dearest(parts())
 
 
-def _entries(tables: Tables, states: tuple[int, ...]) -> Iterator[tuple[Table, Entry, np.ndarray]]:
+def _entries(tables: Tables, states: tuple[int, ...]) -> Iterator[tuple[Table, FactorEntry, np.ndarray]]:
     """Every factor: its table, what it is the price of, and what it uses."""
     kinds = list(tables.skeleton.tables)
     for factor, entry in zip(tables.factors, tables.skeleton.entries, strict=True):
         yield kinds[entry.table], entry, factor.table[tuple(states[at] for at in factor.variables)]
 
 
-class Conversion(NamedTuple):
+class PricedReshard(NamedTuple):
     """What stands between a value's producer and a reader: its steps, and the seconds of each direction."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[Reshard, ...]
     forward: float
     backward: float
     again: float  # forward, run again in backward
@@ -239,7 +241,7 @@ class Conversion(NamedTuple):
         """(when, collective, axes, seconds): the price of a direction is shared among its steps."""
         directions = (("forward", 0, self.forward), ("backward", 1, self.backward), ("backward", 0, self.again))
         for when, back, time in directions:
-            sending = [(kind, step.axes) for step in self.steps if (kind := SENDS[step.kind][back]) is not None]
+            sending = [(kind, step.axes) for step in self.steps if (kind := COLLECTIVES[step.kind][back]) is not None]
             for kind, axes in sending if time else ():
                 yield when, kind, axes, time / len(sending)
 
@@ -252,7 +254,7 @@ class Conversion(NamedTuple):
         return " / ".join(said or "-" for said in both)
 
 
-def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[Conversion]:
+def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[PricedReshard]:
     """All conversions of a step that send something."""
     graph, sizes, times = tables.graph, tables.mesh.sizes, tables.training.accumulate
     for (table, entry, used), factor in zip(_entries(tables, states), tables.factors, strict=True):
@@ -262,16 +264,16 @@ def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[Conversion
         if not forward and not backward:
             continue
         if isinstance(table, UseTable):
-            starts, goals = tables.homes[table.home].layouts, tables.layouts(End("in", table.kind, table.index))
+            starts, goals = tables.homes[table.home].layouts, tables.layouts(EdgeEnd("in", table.kind, table.index))
         else:
             starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
         source = starts[states[factor.variables[0]]]
         goal = goals[states[factor.variables[1]] if len(goals) > 1 else 0]
         value = graph.values[entry.name]
-        _, steps, _ = find_steps([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
+        _, steps, _ = find_reshards([source], goal, value.shape, tables.training.item(value), sizes, value.gradient)
         ways = table.ways if isinstance(table, EdgeTable) else ()
         again = forward if ways and ways[states[factor.variables[-1]]] == "again" else 0.0
-        yield Conversion(
+        yield PricedReshard(
             name=f"{_maker(tables, entry.name)} -> {entry.reader or 'its readers'}",
             steps=tuple(steps),
             forward=times * forward,
@@ -286,7 +288,9 @@ def _maker(tables: Tables, value: str) -> str:
     return made.name if made is not None else parameter.key if parameter is not None else value
 
 
-def _sent(tables: Tables, states: tuple[int, ...], conversions: tuple[Conversion, ...]) -> tuple[Sent, ...]:
+def _sent(
+    tables: Tables, states: tuple[int, ...], conversions: tuple[PricedReshard, ...]
+) -> tuple[PricedCollective, ...]:
     """All collectives of a step, added up by kind and axes."""
     sums: dict[tuple[str, str, tuple[str, ...], bool], list[float]] = {}
     of_values = ((*sent, False) for held in conversions for sent in held.sends())
@@ -294,7 +298,7 @@ def _sent(tables: Tables, states: tuple[int, ...], conversions: tuple[Conversion
         sums.setdefault((when, collective, axes, beside), []).append(time)
     order = ("forward", "backward", "update")
     return tuple(
-        Sent(when=when, collective=collective, axes=axes, count=len(held), seconds=sum(held), beside=beside)
+        PricedCollective(when=when, collective=collective, axes=axes, count=len(held), seconds=sum(held), beside=beside)
         for (when, collective, axes, beside), held in sorted(
             sums.items(), key=lambda item: (order.index(item[0][0]), item[0])
         )
@@ -312,7 +316,7 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
             continue
         again = table.region[states[factor.variables[-1]]] >= 0 if table.region else table.again
         signature = skeleton.facts.signatures[entry.name]
-        for sent in algorithm_sends(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
+        for sent in algorithm_collectives(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
             time = tables.training.accumulate * tables.moves.waited(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
                 yield sent.when, sent.collective, sent.axes, time, False

@@ -19,26 +19,26 @@ from itertools import product
 
 import numpy as np
 
-from ..cost import call_of
-from ..cost.keeps import kept_bytes
-from ..cost.moves import Moves
+from ..cost import local_call
+from ..cost.algorithm_collectives import AlgorithmCollective, algorithm_collectives
+from ..cost.reshard_prices import ReshardPrices
 from ..cost.resources import COUNT, Resource
-from ..cost.sends import Send, algorithm_sends
+from ..cost.saved_for_backward import saved_bytes
 from ..cost.time import op_time
 from ..errors import PlanError
 from ..ir import Op
 from ..ir.paths import layer_of
 from ..layout import Axis, Layout
 from ..rules import FAN, ROWS, Role, Signature
-from .constraints import Demand
-from .kinds import Kinds
+from .constraints import ChoiceDemand
+from .op_kinds import OpKinds
 
 MOST = 2
 """On a mesh of several axes: labels of parameters that an op may be split on."""
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class ChoiceSpace:
     """The states of one kind of op: choices, the layouts that they ask for, what they use."""
 
     choices: tuple[Mapping[str, str], ...]
@@ -50,7 +50,7 @@ class Space:
     def size(self) -> int:
         return len(self.choices)
 
-    def only(self, choices: Sequence[Mapping[str, str]]) -> Space:
+    def only(self, choices: Sequence[Mapping[str, str]]) -> ChoiceSpace:
         """With these of its choices, in this order."""
         if list(self.choices) == list(choices):
             return self
@@ -58,28 +58,28 @@ class Space:
         inputs, outputs = (
             tuple(tuple(layouts[state] for state in at) for layouts in held) for held in (self.inputs, self.outputs)
         )
-        return Space(choices=tuple(choices), inputs=inputs, outputs=outputs, used=self.used[at])
+        return ChoiceSpace(choices=tuple(choices), inputs=inputs, outputs=outputs, used=self.used[at])
 
 
-Measured = tuple[Space, tuple[tuple[Send, ...], ...]]
+Measured = tuple[ChoiceSpace, tuple[tuple[AlgorithmCollective, ...], ...]]
 """A space without what ops send by themselves, and that, in each state."""
 
 
-class Spaces:
+class ChoiceSpaces:
     """The spaces of all kinds of ops of a graph on one mesh."""
 
     def __init__(
         self,
-        kinds: Kinds,
-        moves: Moves,
+        kinds: OpKinds,
+        moves: ReshardPrices,
         *,
         data: Iterable[str] = (),
         fixed: Mapping[str, Mapping[str, str]] | None = None,
         allowed: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
         free: Collection[str] = (),
-        demands: Mapping[str, Sequence[Demand]] | None = None,
+        demands: Mapping[str, Sequence[ChoiceDemand]] | None = None,
         twins: Iterable[Iterable[int]] = (),
-        like: Spaces | None = None,
+        like: ChoiceSpaces | None = None,
     ) -> None:
         """`data`: axes that split the batch and nothing else. `fixed`: the choice of every op, if it is known.
 
@@ -96,10 +96,10 @@ class Spaces:
         self.free = frozenset(free)
         self.demands = demands or {}
         self.twins = {kind: held for held in map(tuple, twins) for kind in held}
-        self._known: dict[int, Space] = {}
+        self._known: dict[int, ChoiceSpace] = {}
         self._measured: dict[str, Measured] = like._measured if like is not None else {}
 
-    def of(self, kind: int) -> Space:
+    def of(self, kind: int) -> ChoiceSpace:
         if kind not in self._known:
             made = {held: self._make(self.kinds.first[held]) for held in self.twins.get(kind, (kind,))}
             shared = [
@@ -140,7 +140,7 @@ class Spaces:
                 "of parameters that have the most arithmetic, and not with all"
             )
 
-    def _make(self, op: Op) -> Space:
+    def _make(self, op: Op) -> ChoiceSpace:
         if op.name not in self._measured:
             self._measured[op.name] = self._measure(op)
         space, sends = self._measured[op.name]
@@ -172,17 +172,17 @@ class Spaces:
                 found.append(layouts)
         used, sends = np.zeros((len(choices), COUNT)), []
         for state, choice in enumerate(choices):
-            call = call_of(signature, choice, self.mesh, self.training)
+            call = local_call(signature, choice, self.mesh, self.training)
             time = op_time(call, self.moves.device)
             used[state, Resource.COMPUTE_FORWARD] = time.forward
             used[state, Resource.COMPUTE_BACKWARD] = time.backward if self.backward else 0.0
-            every = algorithm_sends(signature, choice, self.mesh, self.training)
+            every = algorithm_collectives(signature, choice, self.mesh, self.training)
             sends.append(tuple(sent for sent in every if sent.when == "forward" or self.backward))
             if self.backward:
-                _, outputs, beside = kept_bytes(call, signature)
+                _, outputs, beside = saved_bytes(call, signature)
                 own = sum(held.bytes for held, kept in zip(call.outputs, outputs, strict=True) if kept)
                 used[state, Resource.KEPT] = beside + own
-        space = Space(
+        space = ChoiceSpace(
             choices=tuple(choices),
             inputs=tuple(tuple(held[0][at] for held in found) for at in range(len(op.inputs))),
             outputs=tuple(tuple(held[1][at] for held in found) for at in range(len(op.outputs))),

@@ -25,7 +25,7 @@ RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PolicyRequest:
     """Which policy on which axis, in the order of the mesh, and whether layers are recomputed.
 
     stages      of a pipeline: how many devices each stage has; () if there is none
@@ -71,7 +71,7 @@ class Request:
                 return subaxes(axis, sizes)
         return (axis,)
 
-    def like(self, mesh: Mesh) -> Request:
+    def like(self, mesh: Mesh) -> PolicyRequest:
         """The same request, with its axes refined as those of a mesh are."""
         found: dict[str, list[int]] = {}
         for axis in mesh.axes:
@@ -115,7 +115,7 @@ def axis_name(policy: str, taken: Iterable[str]) -> str:
     return policy if name in tuple(taken) else name
 
 
-def read_request(text: str, world: int | None = None, names: tuple[str, ...] = KNOWN) -> Request:
+def parse_plan_string(text: str, world: int | None = None, names: tuple[str, ...] = KNOWN) -> PolicyRequest:
     """Read a plan string; `world` is the number of devices that it must come out at."""
     parts: list[tuple[str, Axis]] = []
     words = text.replace(" ", "").split(",")
@@ -142,7 +142,7 @@ def read_request(text: str, world: int | None = None, names: tuple[str, ...] = K
     inner = math.prod(axis.size for _, axis in parts)
     if stages and max(stages) == 1:
         stages = (inner,) * len(stages)
-    request = Request(
+    request = PolicyRequest(
         parts=tuple(parts), recompute=RECOMPUTE in words, stages=stages, free=free, schedule=schedule, chunks=chunks
     )
     _check_stages(text, request)
@@ -192,7 +192,7 @@ def _stages(text: str, number: str) -> tuple[int, ...]:
     return tuple(map(int, sizes)) if len(sizes) > 1 else (1,) * int(number)
 
 
-def _check_stages(text: str, request: Request) -> None:
+def _check_stages(text: str, request: PolicyRequest) -> None:
     stages = request.stages
     if not stages and request.schedule:
         raise PlanError(f"the plan {text!r} names the schedule {request.schedule}, but no pipeline; add pp=2")

@@ -21,23 +21,23 @@ from itertools import pairwise
 from ..cost import flops
 from ..errors import PlanError
 from ..ir import Op
-from ..layout import Axis, Mesh, Partial, fills, share
+from ..layout import Axis, Mesh, Partial, chunk_bounds, fills_every_chunk
 from ..rules import Analysis, Role
-from .draft import Draft
+from .builder import PlanBuilder
 from .meshes import divisors
-from .strings import Request, subaxes
+from .strings import PolicyRequest, subaxes
 
 WORTH = 0.05
 """The part of a model's arithmetic that makes it worth to refine an axis."""
 NEAR = 1.02
 """Arithmetic that is so near to the least is as good, with fewer parts."""
 
-Policy = Callable[[Draft, Axis], None]
+Policy = Callable[[PlanBuilder, Axis], None]
 Picks = dict[str, Role]
 """What some ops take on an axis, by their names."""
 
 
-def families(draft: Draft, axis: Axis) -> dict[int, tuple[Op, ...]]:
+def families(draft: PlanBuilder, axis: Axis) -> dict[int, tuple[Op, ...]]:
     """The atoms that an axis takes, each with the ops that are split on it."""
     found: dict[int, list[Op]] = {}
     for op in draft.ops:
@@ -47,7 +47,7 @@ def families(draft: Draft, axis: Axis) -> dict[int, tuple[Op, ...]]:
     return {atom: tuple(ops) for atom, ops in found.items()}
 
 
-def refine(request: Request, facts: Analysis, policy: Policy) -> tuple[Request, tuple[str, ...]]:
+def refine(request: PolicyRequest, facts: Analysis, policy: Policy) -> tuple[PolicyRequest, tuple[str, ...]]:
     """The request with axes of tensor parallelism refined where that serves, and notes that say so."""
     found: dict[tuple[str, int], tuple[tuple[int, ...], str]] = {}
     for size in request.stages or (0,):
@@ -62,9 +62,9 @@ def refine(request: Request, facts: Analysis, policy: Policy) -> tuple[Request, 
 def _refined(facts: Analysis, axis: Axis, policy: Policy) -> tuple[tuple[int, ...], str]:
     """The sizes of an axis' parts, one if it is best left alone, and why."""
     sizes = facts.atoms.size
-    if not any(fills(sizes[atom], axis.size) for atom in facts.owned):
+    if not any(fills_every_chunk(sizes[atom], axis.size) for atom in facts.owned):
         return (axis.size,), ""  # nothing can be shared at all, which is for the policy to say
-    wanted = [atom for atom in facts.owned if not fills(sizes[atom], axis.size) and _is_closed(facts, atom)]
+    wanted = [atom for atom in facts.owned if not fills_every_chunk(sizes[atom], axis.size) and _is_closed(facts, atom)]
     best = (0.0, axis.size, 0)  # arithmetic, the outer axis, an atom that it serves
     for outer in {math.gcd(sizes[atom], axis.size) for atom in wanted} - {1}:
         draft = _tried(facts, axis, (outer,), policy)
@@ -102,7 +102,7 @@ def _is_closed(facts: Analysis, atom: int, ops: Sequence[Op] | None = None) -> b
     return True
 
 
-def _arithmetic(draft: Draft) -> float:
+def _arithmetic(draft: PlanBuilder) -> float:
     """The arithmetic of the device that has the most."""
     total = 0.0
     for op in draft.ops:
@@ -111,7 +111,7 @@ def _arithmetic(draft: Draft) -> float:
             role = draft.role_on(op, axis)
             if role is not None:
                 size = left.get(role.atom, role.size)
-                left[role.atom] = share(size, axis.size, 0)[1]
+                left[role.atom] = chunk_bounds(size, axis.size, 0)[1]
                 work *= left[role.atom] / size
         total += work
     return total
@@ -125,13 +125,13 @@ def _products(number: int) -> Iterator[tuple[int, ...]]:
         yield from ((part, *rest) for rest in _products(number // part))
 
 
-def _tried(facts: Analysis, axis: Axis, parts: Sequence[int], policy: Policy) -> Draft:
+def _tried(facts: Analysis, axis: Axis, parts: Sequence[int], policy: Policy) -> PlanBuilder:
     """What a policy does on an axis of these parts."""
     axes = subaxes(axis, parts)
-    draft = Draft(facts.graph, Mesh(axes=axes), facts)
+    draft = PlanBuilder(facts.graph, Mesh(axes=axes), facts)
     policy(draft, axes[0])
     for outer, inner in pairwise(axes):
-        share_further(draft, inner, outer)
+        split_inner_axis(draft, inner, outer)
     return draft
 
 
@@ -145,7 +145,7 @@ def _said(facts: Analysis, axis: Axis, parts: Sequence[int], atom: int) -> str:
     )
 
 
-def share_further(draft: Draft, axis: Axis, outer: Axis) -> None:
+def split_inner_axis(draft: PlanBuilder, axis: Axis, outer: Axis) -> None:
     """Split on an inner axis what its outer axis has split: on the same atom if it goes on, else on another."""
     for atom, ops in families(draft, outer).items():
         _, picks = _best(draft, axis, outer, atom, ops)
@@ -154,7 +154,7 @@ def share_further(draft: Draft, axis: Axis, outer: Axis) -> None:
                 draft.split(op, axis, picks[op.name])
 
 
-def _best(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op]) -> tuple[float, Picks]:
+def _best(draft: PlanBuilder, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op]) -> tuple[float, Picks]:
     """What the ops of a family best take on an inner axis, and the part of their arithmetic that a device then does."""
     total = sum(flops(draft.signature(op)) for op in ops)
     ways: list[tuple[float, Picks]] = [(1.0, {})]
@@ -163,19 +163,19 @@ def _best(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op]) -
         if not picks:
             continue
         left = draft.left_of(next(op for op in ops if op.name in picks), axis, other)
-        part = share(left, axis.size, 0)[1] / left
+        part = chunk_bounds(left, axis.size, 0)[1] / left
         done = sum(flops(draft.signature(op)) for op in ops if op.name in picks)
         ways.append((1.0 - (1.0 - part) * (done / total if total else 1.0), picks))
     return min(ways, key=lambda way: round(way[0], 6))
 
 
-def _others(draft: Draft, atom: int, ops: Sequence[Op]) -> Iterator[int]:
+def _others(draft: PlanBuilder, atom: int, ops: Sequence[Op]) -> Iterator[int]:
     """Other atoms of weights that ops of a family have."""
     seen = {role.atom: None for op in ops for role in draft.roles(op)}
     yield from (other for other in seen if other != atom and other in draft.facts.owned)
 
 
-def _closed(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op], *, same: bool) -> Picks:
+def _closed(draft: PlanBuilder, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op], *, same: bool) -> Picks:
     """The ops that can take an atom on the inner axis so that no more is sent than on the outer axis alone.
 
     On the same atom all do what they do on the outer axis, and every conversion there goes over both axes at once. On
@@ -199,15 +199,15 @@ def _closed(draft: Draft, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op],
     return picks
 
 
-def _has_algorithm(draft: Draft, op: Op, role: Role | None) -> bool:
+def _has_algorithm(draft: PlanBuilder, op: Op, role: Role | None) -> bool:
     """Whether an op is split by an algorithm, which knows even parts of two axes only."""
     rule = draft.signature(op).rule
     return rule is not None and role is not None and role.label in rule.algorithms
 
 
-def _fits(draft: Draft, op: Op, axis: Axis, role: Role, *, even: bool) -> bool:
+def _fits(draft: PlanBuilder, op: Op, axis: Axis, role: Role, *, even: bool) -> bool:
     left = draft.left_of(op, axis, role.atom)
-    if not fills(left, axis.size) or (even and left % axis.size):
+    if not fills_every_chunk(left, axis.size) or (even and left % axis.size):
         return False
     try:
         draft.signature(op).layouts({**draft.choices.get(op.name, {}), axis.name: role.name}, draft.mesh)
@@ -216,7 +216,7 @@ def _fits(draft: Draft, op: Op, axis: Axis, role: Role, *, even: bool) -> bool:
     return True
 
 
-def _sends(draft: Draft, axis: Axis, outer: Axis, op: Op, role: Role, picks: Picks, sinks: set[str]) -> bool:
+def _sends(draft: PlanBuilder, axis: Axis, outer: Axis, op: Op, role: Role, picks: Picks, sinks: set[str]) -> bool:
     """Whether a result would be gathered or summed over the inner axis where the outer axis does no such thing."""
     _, outputs = draft.signature(op).layouts({**draft.choices[op.name], axis.name: role.name}, draft.mesh)
     for name, layout in zip(op.outputs, outputs, strict=True):

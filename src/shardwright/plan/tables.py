@@ -9,15 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..conversion import forget_gradient
-from ..cost import Memory, join_time, local_elements, peak
+from ..cost import MemoryPeak, join_time, local_elements, simulate_memory
 from ..cost.resources import COUNT, Resource, memory, phases
-from ..layout import FANNED, WHOLE, Layout
-from .homes import Homes, Storage, Storing
-from .rows import rows_layout
-from .search import Factor, Problem
-from .skeleton import EdgeTable, End, HomeTable, OpTable, Skeleton, Table, UseTable
-from .spaces import Spaces
+from ..layout import INVARIANT, REPLICATE, Layout
+from ..reshard import forget_gradient
+from .problem_structure import EdgeEnd, EdgeTable, OpTable, ProblemStructure, StorageTable, Table, UseTable
+from .replica_axes import batch_layout
+from .search import CostFactor, Problem
+from .spaces import ChoiceSpaces
+from .storage_options import Storage, StorageOptions, StoragePricing
 
 Layouts = tuple[Layout, ...]
 
@@ -27,9 +27,9 @@ class Tables:
 
     def __init__(
         self,
-        skeleton: Skeleton,
-        spaces: Spaces,
-        storing: Storing,
+        skeleton: ProblemStructure,
+        spaces: ChoiceSpaces,
+        storing: StoragePricing,
         rows: tuple[str, ...] = (),
         like: Tables | None = None,
         other: Tables | None = None,
@@ -50,13 +50,13 @@ class Tables:
         self._same: dict[Layouts, Layouts] = like._same if like else {}  # each once
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
-        self.homes = homes_of(skeleton, spaces, storing)
+        self.homes = storage_options_of(skeleton, spaces, storing)
         self.arrays = [self._fill(table) for table in skeleton.tables]
         self._other = other if other is not None and self.is_plain and other.is_plain else None
 
     @cached_property
-    def factors(self) -> tuple[Factor, ...]:
-        return tuple(Factor(entry.variables, self.arrays[entry.table]) for entry in self.skeleton.entries)
+    def factors(self) -> tuple[CostFactor, ...]:
+        return tuple(CostFactor(entry.variables, self.arrays[entry.table]) for entry in self.skeleton.entries)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -71,17 +71,17 @@ class Tables:
     def blocks(self) -> tuple[int, ...]:
         return tuple(held.block for held in self.skeleton.variables)
 
-    def layouts(self, end: End, value: str = "") -> Layouts:
+    def layouts(self, end: EdgeEnd, value: str = "") -> Layouts:
         """How a value lies at an end, in each of its states."""
         if end.what == "leaving":
-            layout = rows_layout(self.facts, self.mesh, self.rows, value)
+            layout = batch_layout(self.facts, self.mesh, self.rows, value)
             return self._leaving.setdefault(hash(layout), (layout,))
         if end.what == "hub":
             return self.hubs[end.kind]
         space = self.spaces.of(end.kind)
         return space.outputs[end.at] if end.what == "out" else space.inputs[end.at]
 
-    def _hub(self, ends: Sequence[End]) -> Layouts:
+    def _hub(self, ends: Sequence[EdgeEnd]) -> Layouts:
         found = tuple(dict.fromkeys(layout for end in ends for layout in self._distinct(self.layouts(end))[0]))
         return self._same.setdefault(found, found)
 
@@ -96,7 +96,7 @@ class Tables:
             return found
         if isinstance(table, EdgeTable):
             return self._edge(table)
-        if isinstance(table, HomeTable):
+        if isinstance(table, StorageTable):
             return self.homes[table.home].used
         return self._use(table)
 
@@ -182,8 +182,8 @@ class Tables:
     def _unsummed(self, homes: Layouts, uses: Layouts) -> np.ndarray:
         """[home, use]: whether a use hands back parts of a gradient that the home does not sum."""
         axes = self.mesh.names
-        whole = np.array([[home.placement(axis) == WHOLE for axis in axes] for home in homes], dtype=bool)
-        fanned = np.array([[use.placement(axis) == FANNED for axis in axes] for use in uses], dtype=bool)
+        whole = np.array([[home.placement(axis) == INVARIANT for axis in axes] for home in homes], dtype=bool)
+        fanned = np.array([[use.placement(axis) == REPLICATE for axis in axes] for use in uses], dtype=bool)
         found: np.ndarray = (whole[:, None, :] & fanned[None, :, :]).any(axis=-1)
         return found
 
@@ -211,9 +211,11 @@ class Tables:
 
     def peak(
         self, choices: Mapping[str, Mapping[str, str]], storage: Mapping[str, Storage], recompute: Sequence[str]
-    ) -> Memory:
+    ) -> MemoryPeak:
         """What a walk through a step says that a device holds at the worst moment."""
-        return peak(self.facts, self.mesh, choices, storage, self.training, recompute, habits=self.moves.habits)
+        return simulate_memory(
+            self.facts, self.mesh, choices, storage, self.training, recompute, habits=self.moves.habits
+        )
 
     # -- the way back ----------------------------------------------------------------------
 
@@ -234,7 +236,9 @@ class Tables:
         return tuple(path for held, at in recomputed.items() for path in sorted(layers[held][states[at]]))
 
 
-def homes_of(skeleton: Skeleton, spaces: Spaces, storing: Storing) -> list[Homes]:
+def storage_options_of(
+    skeleton: ProblemStructure, spaces: ChoiceSpaces, storing: StoragePricing
+) -> list[StorageOptions]:
     """The homes of each kind of parameter."""
     found = []
     for parameter in skeleton.home_firsts:
@@ -244,12 +248,12 @@ def homes_of(skeleton: Skeleton, spaces: Spaces, storing: Storing) -> list[Homes
     return found
 
 
-def merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+def merged(factors: Sequence[CostFactor]) -> tuple[CostFactor, ...]:
     """Factors of one table over the same variables as one, with so many times the numbers."""
     counts = Counter((factor.variables, id(factor.table)) for factor in factors)
     tables = {id(factor.table): factor.table for factor in factors}
     scaled = {(at, count): tables[at] * count if count > 1 else tables[at] for (_, at), count in counts.items()}
-    return tuple(Factor(variables, scaled[at, count]) for (variables, at), count in counts.items())
+    return tuple(CostFactor(variables, scaled[at, count]) for (variables, at), count in counts.items())
 
 
 def _again(used: np.ndarray) -> np.ndarray:

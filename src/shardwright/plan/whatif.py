@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Training
-from ..cost.moves import Moves
+from ..cost import TrainingSetup
+from ..cost.reshard_prices import ReshardPrices
 from ..errors import PlanError
 from ..rules import Analysis
 from .folding import star
-from .homes import Storing
-from .kinds import Kinds
+from .op_kinds import OpKinds
 from .plan import Plan
-from .search import Factor, Problem, solve
-from .skeleton import Skeleton
-from .spaces import Spaces
+from .problem_structure import ProblemStructure
+from .search import CostFactor, Problem, solve
+from .spaces import ChoiceSpaces
+from .storage_options import StoragePricing
 from .tables import Tables
 
 AIM = 0.0005
@@ -35,7 +35,7 @@ Choice = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Alternative:
     """One way to split the asked ops, and what a step costs then: seconds, and bytes at the worst moment."""
 
     choice: Choice
@@ -46,12 +46,12 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class WhatIfQuery:
     """A plan, what it is for, and the ops that are asked about."""
 
     facts: Analysis
     cluster: Cluster
-    training: Training
+    training: TrainingSetup
     plan: Plan
     ops: tuple[str, ...]
     rows: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def find_ops(facts: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
     return found
 
 
-def alternatives(asked: Asked, most: int | None = None) -> tuple[Way, ...]:
+def alternatives(asked: WhatIfQuery, most: int | None = None) -> tuple[Alternative, ...]:
     """Every way to split the asked ops, the fastest alone first; `most` of them, the chosen one in any case."""
     fixed, free = _tables(asked, follow=False), _tables(asked, follow=True)
     layouts, mesh = asked.facts.signatures[asked.ops[0]].layouts, asked.plan.mesh
@@ -95,7 +95,7 @@ def alternatives(asked: Asked, most: int | None = None) -> tuple[Way, ...]:
     reserve = max(0.0, _peak(asked, fixed, alone[chosen][0]) - alone[chosen][1].memory)
     limit = asked.training.room(asked.cluster.memory) if asked.limit is None else asked.limit
     problem, hint = free.problem(limit - reserve), None
-    found: list[Way] = []
+    found: list[Alternative] = []
     for at, (choice, solution) in enumerate(alone):
         if most is not None and at >= most and at != chosen:
             continue
@@ -103,7 +103,7 @@ def alternatives(asked: Asked, most: int | None = None) -> tuple[Way, ...]:
         follow = solve(_held(problem, states), aim=AIM, hint=hint) if states else None
         hint = follow.multipliers if follow is not None and follow.multipliers is not None else hint
         found.append(
-            Way(
+            Alternative(
                 choice=choice,
                 chosen=at == chosen,
                 seconds=solution.time,
@@ -114,21 +114,21 @@ def alternatives(asked: Asked, most: int | None = None) -> tuple[Way, ...]:
     return tuple(found)
 
 
-def _tables(asked: Asked, *, follow: bool) -> Tables:
+def _tables(asked: WhatIfQuery, *, follow: bool) -> Tables:
     """The tables with the asked ops free, and the others too if they follow."""
     facts, plan = asked.facts, asked.plan
     choices = plan.choices(asked.entry)
     known: dict[str, object] = {} if follow else {**choices, **plan.storage}
-    kinds = Kinds(facts, asked.training, {**known, **dict.fromkeys(asked.ops, "asked")})
-    skeleton = Skeleton(kinds, {path: (frozenset([path]),) for path in asked.recompute})
+    kinds = OpKinds(facts, asked.training, {**known, **dict.fromkeys(asked.ops, "asked")})
+    skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in asked.recompute})
     names = plan.mesh.names
     data = asked.rows if not follow else asked.rows or names[: len(names) == 3]
     fixed = None if follow else choices
-    spaces = Spaces(kinds, Moves(plan.mesh, asked.cluster), data=data, fixed=fixed, free=asked.ops)
-    return Tables(skeleton, spaces, Storing(spaces, fixed=None if follow else plan.storage), asked.rows)
+    spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, asked.cluster), data=data, fixed=fixed, free=asked.ops)
+    return Tables(skeleton, spaces, StoragePricing(spaces, fixed=None if follow else plan.storage), asked.rows)
 
 
-def _ways(asked: Asked, tables: Tables) -> Iterator[tuple[Choice, dict[int, int]]]:
+def _ways(asked: WhatIfQuery, tables: Tables) -> Iterator[tuple[Choice, dict[int, int]]]:
     """Every choice that all asked ops have, and the states that it means. What the plan has chosen comes first."""
     kinds = tables.skeleton.kinds.of
     for choice in tables.spaces.of(kinds[asked.ops[0]]).choices:
@@ -137,7 +137,7 @@ def _ways(asked: Asked, tables: Tables) -> Iterator[tuple[Choice, dict[int, int]
             yield choice, states
 
 
-def _same(asked: Asked, tables: Tables, choice: Choice) -> dict[int, int]:
+def _same(asked: WhatIfQuery, tables: Tables, choice: Choice) -> dict[int, int]:
     """For the variables of the asked ops the state that lies as this choice does; nothing if one has none."""
     found: dict[int, int] = {}
     known: dict[int, int | None] = {}
@@ -158,7 +158,7 @@ def _held(problem: Problem, states: Mapping[int, int]) -> Problem:
     """The problem with some variables held at one state."""
     made: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
-    def cut(factor: Factor) -> Factor:
+    def cut(factor: CostFactor) -> CostFactor:
         at = tuple(states.get(variable, -1) for variable in factor.variables)
         if max(at) < 0:
             return factor
@@ -174,6 +174,6 @@ def _held(problem: Problem, states: Mapping[int, int]) -> Problem:
     return replace(problem, sizes=sizes, factors=tuple(cut(factor) for factor in problem.factors))
 
 
-def _peak(asked: Asked, tables: Tables, choice: Choice) -> float:
+def _peak(asked: WhatIfQuery, tables: Tables, choice: Choice) -> float:
     choices = {**asked.plan.choices(asked.entry), **dict.fromkeys(asked.ops, choice)}
     return tables.peak(choices, asked.plan.storage, asked.recompute).peak

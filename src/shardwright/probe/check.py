@@ -19,7 +19,7 @@ from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Op
 from ..layout import Axis, Layout, Mesh, Partial
-from ..lower import Program, Size
+from ..lower import LoweredProgram, Size
 from ..lower.local import localize
 from ..rules import Analysis
 
@@ -60,7 +60,7 @@ def check_role(facts: Analysis, op: Op, role: str, parts: int, given: Sequence[T
 
     `given` are the whole inputs. `role` is a choice of the op's signature: a role, or "partial:1".
     """
-    trial = Trial(facts, op, role, parts, given, run)
+    trial = SplitTrial(facts, op, role, parts, given, run)
     if trial.talks:
         return False
     trial.judge([trial.rank(index, run) for index in range(parts)])
@@ -71,7 +71,7 @@ Outcome = tuple[list[Tensor], list[Tensor | None]]
 """What one rank makes, and the gradients of its inputs."""
 
 
-class Trial:
+class SplitTrial:
     """One split of one op: what it makes whole, what every rank makes of its pieces, and whether they agree."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Trial:
         """What one rank makes."""
         layouts = self.program.layouts
         pairs = zip(self.given, self.here.inputs, self.wants, strict=True)
-        local = [piece(x, layouts[name], self.mesh, index).requires_grad_(want) for x, name, want in pairs]
+        local = [local_value(x, layouts[name], self.mesh, index).requires_grad_(want) for x, name, want in pairs]
         try:
             found = _run(self.program, dict(zip(self.here.inputs, local, strict=True)), self.mesh, index, run)
         except Exception as error:
@@ -108,7 +108,7 @@ class Trial:
             raise self.wrong(f"it does not run on pieces {shapes}: {str(error).splitlines()[0]}") from error
         made = [found[name] for name in self.op.outputs]
         back = [
-            None if g is None else piece(g, layouts[name].gradient(), self.mesh, index)
+            None if g is None else local_value(g, layouts[name].gradient(), self.mesh, index)
             for g, name in zip(self.back, self.op.outputs, strict=True)
         ]
         try:
@@ -134,7 +134,7 @@ class Trial:
         return WrongSplit(f"{self.op} {self.said}: {what}", f"{self.said} {what}")
 
 
-def local_op(facts: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[Program, Op]:
+def local_op(facts: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[LoweredProgram, Op]:
     """The op as a program of its own, with the layouts that the role gives it."""
     inputs, outputs = facts.signatures[op.name].layouts({AXIS: role}, mesh)
     names = tuple(f"{name}@use{at}" for at, name in enumerate(op.inputs))  # one value may be read in two layouts
@@ -143,14 +143,14 @@ def local_op(facts: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[Program, O
         values[name] = replace(facts.graph.values[origin], name=name)
         layouts[name] = layout
     renamed = replace(op, inputs=names)
-    program = Program(
+    program = LoweredProgram(
         graph=facts.graph, facts=facts, mesh=mesh, plan_name="", plan_policy="", values=values, layouts=layouts,
         holdings=(), body=(renamed,), choices={op.name: {AXIS: role}},
     )  # fmt: skip
     return localize(program), renamed
 
 
-def _run(program: Program, values: dict[str, Tensor], mesh: Mesh, index: int, run: Run) -> Mapping[str, Tensor]:
+def _run(program: LoweredProgram, values: dict[str, Tensor], mesh: Mesh, index: int, run: Run) -> Mapping[str, Tensor]:
     for op in program.body:
         arguments = tuple((name, _numbers(value, mesh, index)) for name, value in op.arguments)
         made = run(replace(op, arguments=arguments), [values[name] for name in op.inputs])
@@ -164,15 +164,15 @@ def _numbers(value: Any, mesh: Mesh, index: int) -> Any:
     return tuple(_numbers(held, mesh, index) for held in value) if isinstance(value, tuple) else value
 
 
-def piece(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
+def local_value(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
     """What a rank gets of a tensor; a partial value enters as terms that sum to it."""
-    x = cut(x, layout, mesh, index).clone()
+    x = local_shard(x, layout, mesh, index).clone()
     if not isinstance(layout.placement(AXIS), Partial):
         return x
     return x * (2.0 if index == 0 else -1.0 / (mesh.size - 1))
 
 
-def cut(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
+def local_shard(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
     held = layout.cut_of(AXIS)
     if held is None:
         return x
@@ -206,7 +206,7 @@ def apart(held: Sequence[Tensor | None], whole: Tensor, layout: Layout, mesh: Me
             return f"has the shapes {', '.join(str(list(x.shape)) for x in mine)}, which can't be added"
         mine = [_reduce(mine, placement.op)]
     for index, x in enumerate(mine):
-        theirs = cut(whole, layout, mesh, index)
+        theirs = local_shard(whole, layout, mesh, index)
         if x.shape != theirs.shape:
             return f"has the shape {list(x.shape)} on rank {index}, not {list(theirs.shape)}"
         off = difference(x, theirs)

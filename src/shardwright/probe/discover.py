@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture import Function
+from ..capture import ImportedFunction
 from ..capture.interpret import run_op
 from ..errors import RuleError
 from ..ir import Graph, Input, Op, Output
-from ..rules import ROWS, Call, Find, Rule, analyse, find_rule
-from ..rules.kept import COND, OPAQUE, SCAN, WHILE
+from ..rules import ROWS, Find, OpCall, Rule, analyse, find_rule
+from ..rules.user_calls import COND, OPAQUE, SCAN, WHILE
 from .check import Run, backward, check_role, parts_of
 from .samples import NotProbed, Sample, make_sample
-from .search import Found, search
+from .search import ProbeResult, search
 from .wording import Wording
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 _KNOWN: dict[Any, tuple[Rule | None, str]] = {}
 UNCHECKED = ("aten.lstm", "aten.gru", "aten.rnn", "aten.mkldnn", "aten._thnn", "batch_norm", "aten._segment_reduce")
 """Ops that read past the end of a piece instead of refusing it."""
-_FUNCTIONS: dict[str, Function] = {}  # the user's functions in the graphs of this process, by target
+_FUNCTIONS: dict[str, ImportedFunction] = {}  # the user's functions in the graphs of this process, by target
 
 
-def probing(functions: Mapping[str, Function] | None = None) -> Find:
+def probing(functions: Mapping[str, ImportedFunction] | None = None) -> Find:
     """A finder of rules: the written one, else one found by probing the op; without either, the reason.
 
     `functions` are those of the captured model; without them those that were captured last are used.
@@ -43,7 +43,7 @@ def probing(functions: Mapping[str, Function] | None = None) -> Find:
     for target, function in (functions or {}).items():  # not compiled anew for every shape that is tried
         _FUNCTIONS[target] = replace(function, call=function.plain) if function.plain is not None else function
 
-    def find(call: Call) -> tuple[Rule | None, str]:
+    def find(call: OpCall) -> tuple[Rule | None, str]:
         found = find_rule(call)
         if found is not None:
             return found, ""
@@ -64,7 +64,7 @@ def run_known(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
     return run_op(op, given, _FUNCTIONS)
 
 
-def discover(call: Call, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
+def discover(call: OpCall, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
     """The rule of a call by probing, or None and why not. Known for calls of the same shapes and arguments."""
     key = (
         call.op.target, repr(call.op.arguments), call.op.autocast, call.op.no_grad, version,
@@ -88,7 +88,7 @@ def _careful(run: Run) -> Run:
     return call
 
 
-def _probed(call: Call, run: Run) -> tuple[Rule | None, str]:
+def _probed(call: OpCall, run: Run) -> tuple[Rule | None, str]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ops complain about pieces that are no use
         torch.manual_seed(0)
@@ -98,13 +98,13 @@ def _probed(call: Call, run: Run) -> tuple[Rule | None, str]:
             return None, f"it could not be probed: {why}"
 
 
-def _discover(call: Call, run: Run) -> Rule:
+def _discover(call: OpCall, run: Run) -> Rule:
     sample = make_sample(call, run)
     found = _checked(search(sample, run), sample, run)
     return Wording(found, call, sample).rule()
 
 
-def _checked(found: Found, sample: Sample, run: Run) -> Found:
+def _checked(found: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
     """What also holds backward, and on other inputs."""
     sizes = {size for value in (*sample.call.inputs, *sample.call.outputs) for size in value.shape}
     wording = Wording(found, sample.call, replace(sample, real={size: size for size in sizes}))
@@ -123,7 +123,7 @@ def _checked(found: Found, sample: Sample, run: Run) -> Found:
             return False
         return True
 
-    return Found(
+    return ProbeResult(
         tuple(split for split, label in wording.names.items() if label in roles and holds(label, split.units)),
         tuple(group for number, group in enumerate(found.linear, 1) if holds(f"{ROWS}{number}", 3)),
     )
@@ -140,7 +140,7 @@ def _check_backward(sample: Sample, run: Run) -> None:
         raise NotProbed(f"its backward does not run: {str(error).splitlines()[0]}") from error
 
 
-def one_op(call: Call) -> Graph:
+def one_op(call: OpCall) -> Graph:
     """A graph of one op."""
     values = {value.name: value for value in (*call.inputs, *call.outputs)}
     return Graph(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ir import Op, Value
-from ..rules import Call
+from ..rules import OpCall
 from .check import Run
 
 SMALL = 2_000
@@ -28,7 +28,7 @@ LARGE = 100_000
 KINDS = (("normal", True), ("positive", True), ("normal", False))
 """The kinds of random numbers that are tried, each in float64 or in the dtype of the call."""
 
-Provided = Callable[[int], tuple[Call, list[Tensor]]]
+Provided = Callable[[int], tuple[OpCall, list[Tensor]]]
 PROVIDED: dict[str, Provided] = {}
 """Ops whose user draws the inputs, by target: a call and its tensors for a seed."""
 
@@ -41,7 +41,7 @@ class NotProbed(Exception):
 class Sample:
     """A call at sizes that it can be run at. `real` says what a size of the sample stands for."""
 
-    call: Call
+    call: OpCall
     real: dict[int, int]
     kind: str = "normal"
     wide: bool = True
@@ -56,7 +56,7 @@ class Sample:
         return [_tensor(value, top, self.kind, self.wide, generator) for value in self.call.inputs]
 
 
-def make_sample(call: Call, run: Run) -> Sample:
+def make_sample(call: OpCall, run: Run) -> Sample:
     """The call at small sizes, seen to run; NotProbed if there is no such call."""
     if call.op.target in PROVIDED:
         return _provided(call, PROVIDED[call.op.target])
@@ -79,7 +79,7 @@ def make_sample(call: Call, run: Run) -> Sample:
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
 
 
-def smallest_sample(call: Call, run: Run, accept: Callable[[Sample], bool]) -> Sample:
+def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) -> Sample:
     """The call at the smallest sizes at which it runs and is accepted; NotProbed if there are none."""
     for image in (_distinct(call), _images(call)):
         for kind, wide in KINDS:
@@ -96,21 +96,21 @@ def smallest_sample(call: Call, run: Run, accept: Callable[[Sample], bool]) -> S
     raise NotProbed("it can't be called at small sizes")
 
 
-def _distinct(call: Call) -> dict[int, int]:
+def _distinct(call: OpCall) -> dict[int, int]:
     """A small size for every size and number, in their order, whatever their products are."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
     given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
     return {size: min(size, 4 + at) if size > 3 else size for at, size in enumerate(sorted(dims | given))}
 
 
-def _with_outputs(sample: Sample, call: Call, made: Sequence[Tensor]) -> Sample:
+def _with_outputs(sample: Sample, call: OpCall, made: Sequence[Tensor]) -> Sample:
     """The sample with the shapes that really came out."""
     pairs = zip(call.outputs, made, strict=False)
     outputs = tuple(replace(value, shape=tuple(x.shape)) for value, x in pairs)
-    return replace(sample, call=Call(sample.call.op, sample.call.inputs, outputs))
+    return replace(sample, call=OpCall(sample.call.op, sample.call.inputs, outputs))
 
 
-def _provided(call: Call, draw: Provided) -> Sample:
+def _provided(call: OpCall, draw: Provided) -> Sample:
     """The user's own inputs. What a size stands for follows from where it stands."""
     drawn, _ = draw(0)
     if [len(x.shape) for x in drawn.inputs] != [len(x.shape) for x in call.inputs]:
@@ -122,10 +122,10 @@ def _provided(call: Call, draw: Provided) -> Sample:
         tuple(replace(x, gradient=y.gradient) for x, y in zip(ours, theirs, strict=True))
         for ours, theirs in ((drawn.inputs, call.inputs), (drawn.outputs, call.outputs))
     )
-    return Sample(Call(drawn.op, inputs, outputs), real, provided=draw)
+    return Sample(OpCall(drawn.op, inputs, outputs), real, provided=draw)
 
 
-def _tries(call: Call, elements: int) -> Iterator[Sample]:
+def _tries(call: OpCall, elements: int) -> Iterator[Sample]:
     sizes = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
     for kind, wide in KINDS:
         same = Sample(call, {size: size for size in sizes}, kind, wide)
@@ -160,7 +160,7 @@ def with_numbers(op: Op, changes: dict[str, int]) -> Op:
     return replace(op, arguments=tuple(arguments.items()))
 
 
-def _images(call: Call) -> dict[int, int]:
+def _images(call: OpCall) -> dict[int, int]:
     """A small size for every size and number: products stay products, and what is larger stays larger."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
     given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
@@ -175,12 +175,12 @@ def _images(call: Call) -> dict[int, int]:
     return {size: min(size, small) for size, small in image.items()}
 
 
-def _mapped(call: Call, image: dict[int, int], kind: str, wide: bool) -> Sample:
+def _mapped(call: OpCall, image: dict[int, int], kind: str, wide: bool) -> Sample:
     def small(value: Value) -> Value:
         return replace(value, shape=tuple(image[size] for size in value.shape))
 
     op = with_numbers(call.op, {path: image[number] for path, number in numbers(call.op) if number in image})
-    mapped = Call(op, tuple(map(small, call.inputs)), tuple(map(small, call.outputs)))
+    mapped = OpCall(op, tuple(map(small, call.inputs)), tuple(map(small, call.outputs)))
     return Sample(mapped, {small: size for size, small in image.items()}, kind, wide)
 
 

@@ -21,8 +21,20 @@ from itertools import combinations, islice, product
 import torch
 from torch import Tensor
 
-from ..layout import Axis, Block, Cut, Layout, Mesh, Partial, Reduction, make_cut, make_layout, share, whole
-from .check import AXIS, Run, apart, difference, mesh_of, parts_of, piece
+from ..layout import (
+    Axis,
+    Block,
+    Layout,
+    Mesh,
+    Partial,
+    Reduction,
+    Shard,
+    chunk_bounds,
+    make_layout,
+    make_shard,
+    replicated,
+)
+from .check import AXIS, Run, apart, difference, local_value, mesh_of, parts_of
 from .samples import NotProbed, Sample, numbers, with_numbers
 
 Place = tuple[int, Block]
@@ -33,7 +45,7 @@ TRIES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class ProbedSplit:
     """One way to split the op at the sizes of the sample. `shares` are the arguments that shrink with it."""
 
     units: int
@@ -44,20 +56,20 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbeResult:
     """What the search found: splits, and groups of inputs in which the op is linear."""
 
-    splits: tuple[Split, ...]
+    splits: tuple[ProbedSplit, ...]
     linear: tuple[tuple[int, ...], ...]
 
 
-def search(sample: Sample, run: Run) -> Found:
+def search(sample: Sample, run: Run) -> ProbeResult:
     """All splits of the sample's op that recombine, forward."""
     with torch.no_grad():
-        return _Search(sample, run).found()
+        return _Probe(sample, run).found()
 
 
-class _Search:
+class _Probe:
     def __init__(self, sample: Sample, run: Run) -> None:
         self.op, self.call, self.run = sample.call.op, sample.call, run
         self.given, self.other = sample.draw(1), sample.draw(2)
@@ -71,13 +83,13 @@ class _Search:
         self.shapes = [tuple(x.shape) for x in self.given]
         self.results = [tuple(x.shape) for x in self.made]
         self.arguments = dict(numbers(self.op))
-        self.splits: list[Split] = []
+        self.splits: list[ProbedSplit] = []
         self.tried: set[object] = set()
         self.blocks = False  # whether parts of dims are looked at yet
         self.touched: dict[tuple[int, Place], list[list[Tensor]]] = {}
         self.masks: dict[Block, Tensor] = {}
 
-    def found(self) -> Found:
+    def found(self) -> ProbeResult:
         """Whole dims first, then the blocks that are left, large ones first."""
         sizes = {size for shape in (*self.shapes, *self.results) for size in shape if size > 1}
         top = max(sizes, default=1)
@@ -93,7 +105,7 @@ class _Search:
         for at, shape in enumerate(self.results):
             for dim, size in enumerate(shape):
                 self._stretched(at, dim, size)
-        return Found(tuple(self.splits), self._linear())
+        return ProbeResult(tuple(self.splits), self._linear())
 
     # Outputs that have the units: by concatenation.
 
@@ -163,7 +175,7 @@ class _Search:
         """The elements of a dim that the first of two pieces has."""
         if block not in self.masks:
             mask = torch.zeros(block.elements, dtype=torch.bool)
-            for start, length in Cut(axis=AXIS, blocks=(block,)).spans(2, 0):
+            for start, length in Shard(axis=AXIS, blocks=(block,)).spans(2, 0):
                 mask[start : start + length] = True
             self.masks[block] = mask
         return self.masks[block]
@@ -241,7 +253,7 @@ class _Search:
             return False
         self.tried.add((inputs, outputs, added))
         for shares in islice(self._shares(units, inputs, outputs), TRIES):
-            split = Split(units=units, inputs=inputs, outputs=outputs, added=added, shares=shares)
+            split = ProbedSplit(units=units, inputs=inputs, outputs=outputs, added=added, shares=shares)
             if self._holds(split, parts_of(units)[-1]):
                 self.splits.append(split)
                 return True
@@ -257,7 +269,7 @@ class _Search:
         for count in range(1, len(able) + 1):
             yield from combinations(able, count)
 
-    def _holds(self, split: Split, parts: int) -> bool:
+    def _holds(self, split: ProbedSplit, parts: int) -> bool:
         mesh = mesh_of(parts)
         inputs = [
             layout_of(place, x.ndim, mesh, "sum" if k in split.added else None)
@@ -266,9 +278,9 @@ class _Search:
         outputs = [layout_of(place, y.ndim, mesh) for place, y in zip(split.outputs, self.made, strict=True)]
         ranks: list[Sequence[Tensor]] = []
         for index in range(parts):
-            mine = share(split.units, parts, index)[1]
+            mine = chunk_bounds(split.units, parts, index)[1]
             op = with_numbers(self.op, {path: self.arguments[path] // split.units * mine for path in split.shares})
-            local = [piece(x, layout, mesh, index) for x, layout in zip(self.given, inputs, strict=True)]
+            local = [local_value(x, layout, mesh, index) for x, layout in zip(self.given, inputs, strict=True)]
             try:
                 ranks.append(self.run(op, local))
             except Exception:  # it can't run on such pieces, and may say so in any way
@@ -313,10 +325,10 @@ def layout_of(place: Place | Reduction | None, rank: int, mesh: Mesh, partial: R
     """The layout of a tensor in a split."""
     if isinstance(place, tuple):
         dim, block = place
-        cut = make_cut(Axis(name=AXIS, size=mesh.size), (block,))
+        cut = make_shard(Axis(name=AXIS, size=mesh.size), (block,))
         return make_layout([[cut] if at == dim else [] for at in range(rank)])
     kind = place or partial
-    return whole(rank) if kind is None else whole(rank).with_placement(AXIS, Partial(kind))
+    return replicated(rank) if kind is None else replicated(rank).with_placement(AXIS, Partial(kind))
 
 
 def _rest(place: Place | Reduction | None) -> int:

@@ -19,8 +19,8 @@ import torch
 
 from ..errors import LoweringError, raise_all
 from ..ir import Op
-from ..rules import FAN, ROWS, Analysis, Call, Rule, analyse, find_rule
-from ..rules.kept import OPAQUE
+from ..rules import FAN, ROWS, Analysis, OpCall, Rule, analyse, find_rule
+from ..rules.user_calls import OPAQUE
 from .check import WrongSplit, check_role, parts_of
 from .discover import UNCHECKED, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
@@ -63,11 +63,11 @@ def _fault(facts: Analysis, op: Op, rule: Rule, choice: str) -> str:
     key = (op.target, arguments, op.autocast, op.no_grad, shapes, choice)
     if key not in _TRIED:
         inputs = len(op.inputs)
-        _TRIED[key] = _try(Call(op, tuple(values[:inputs]), tuple(values[inputs:])), rule, choice)
+        _TRIED[key] = _try(OpCall(op, tuple(values[:inputs]), tuple(values[inputs:])), rule, choice)
     return _TRIED[key]
 
 
-def _try(call: Call, rule: Rule, choice: str) -> str:
+def _try(call: OpCall, rule: Rule, choice: str) -> str:
     if any(word in call.op.target for word in (*UNCHECKED, *UNDEFINED, OPAQUE)) or not call.inputs:
         return ""
 

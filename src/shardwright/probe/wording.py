@@ -12,16 +12,16 @@ from dataclasses import replace
 from itertools import chain, count
 
 from ..layout import Block
-from ..rules import Call, Rule, parse
+from ..rules import OpCall, Rule, parse
 from ..rules.registry import letters
 from .samples import Sample, numbers
-from .search import Found, Split
+from .search import ProbedSplit, ProbeResult
 
 
 class Wording:
     """A rule being written. `names` are the letters of the splits that are in it."""
 
-    def __init__(self, found: Found, call: Call, sample: Sample) -> None:
+    def __init__(self, found: ProbeResult, call: OpCall, sample: Sample) -> None:
         self.found, self.call, self.sample = found, call, sample
         self.shapes = [value.shape for value in (*call.inputs, *call.outputs)]
         self.small = [value.shape for value in (*sample.call.inputs, *sample.call.outputs)]
@@ -43,11 +43,11 @@ class Wording:
                 local[path] = (*local.get(path, ()), name)
         return replace(parse(text), local=local, probed=True).with_sizes(self.sizes)
 
-    def _size(self, split: Split) -> int:
+    def _size(self, split: ProbedSplit) -> int:
         """The size of a label in the real call: that of a dim it is all of, of an argument, or what others leave."""
         return self._own_size(split) or self._left_size(split)
 
-    def _own_size(self, split: Split) -> int:
+    def _own_size(self, split: ProbedSplit) -> int:
         for tensor, place in enumerate((*split.inputs, *split.outputs)):
             if isinstance(place, tuple) and place[1].elements == split.units:
                 return self.shapes[tensor][place[0]]
@@ -55,7 +55,7 @@ class Wording:
         given = (real[path] for path in split.shares if small[path] == split.units)
         return next(given, self.sample.real.get(split.units, 0))
 
-    def _left_size(self, split: Split) -> int:
+    def _left_size(self, split: ProbedSplit) -> int:
         """What is left of a dim for a label beside others that have sizes of their own; 0 if that can't be told."""
         for tensor, place in enumerate((*split.inputs, *split.outputs)):
             if isinstance(place, tuple):
@@ -66,7 +66,7 @@ class Wording:
                     return self.shapes[tensor][place[0]] // taken
         return 0
 
-    def _misfits(self, splits: Sequence[Split]) -> list[Split]:
+    def _misfits(self, splits: Sequence[ProbedSplit]) -> list[ProbedSplit]:
         """The splits on a dim that they don't tile, the most entangled one first."""
         for tensor, shape in enumerate(self.shapes):
             for dim in range(len(shape)):
@@ -75,7 +75,7 @@ class Wording:
                     return [split for _, split in sorted(held, key=lambda one: -one[0].outer * one[0].inner)]
         return []
 
-    def _held(self, splits: Sequence[Split], tensor: int, dim: int) -> list[tuple[Block, Split]]:
+    def _held(self, splits: Sequence[ProbedSplit], tensor: int, dim: int) -> list[tuple[Block, ProbedSplit]]:
         """The splits on a dim, outermost first."""
         places = ((*split.inputs, *split.outputs)[tensor] for split in splits)
         held = [(place[1], split) for place, split in zip(places, splits, strict=True)
@@ -83,11 +83,11 @@ class Wording:
         return sorted(held, key=lambda one: one[0].outer)
 
     def _factors(
-        self, tensor: int, dim: int, held: Sequence[tuple[Block, Split]]
-    ) -> list[tuple[Split | None, int]] | None:
+        self, tensor: int, dim: int, held: Sequence[tuple[Block, ProbedSplit]]
+    ) -> list[tuple[ProbedSplit | None, int]] | None:
         """What a real dim is a product of, outermost first; None if it is not one."""
         small, size = self.small[tensor][dim], self.shapes[tensor][dim]
-        found: list[tuple[Split | None, int]] = []
+        found: list[tuple[ProbedSplit | None, int]] = []
         at = 1
         for block, split in held:
             found += [(None, block.outer // at), (split, self._size(split))]
@@ -121,7 +121,7 @@ class Wording:
             words.append(self._whole(tensor, dim, at, real) if split is None else self._label(split, tensor))
         return words[0] if len(words) == 1 else f"({' '.join(words)})"
 
-    def _label(self, split: Split, tensor: int) -> str:
+    def _label(self, split: ProbedSplit, tensor: int) -> str:
         joined = split.outputs[0]
         if tensor >= len(self.call.inputs) or not isinstance(joined, str):
             return self.names[split]
@@ -139,6 +139,6 @@ class Wording:
         return f"{self.whole[key]}^"
 
 
-def _first_place(split: Split) -> tuple[int, int, int]:
+def _first_place(split: ProbedSplit) -> tuple[int, int, int]:
     places = enumerate(chain(split.inputs, split.outputs))
     return min((at, place[0], place[1].outer) for at, place in places if isinstance(place, tuple))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..compile import skeleton_of
+from ..compile import copy_to_meta
 from ..ir import Graph, Op, Value
 
 LOOKED_UP: dict[str, tuple[str, int]] = {
@@ -111,7 +111,7 @@ def module_of(
     generator = torch.Generator().manual_seed(seed)
     root: nn.Module = type(graph.name, (Plain,), {})()  # what is said of it names the user's model
     for path, before in paths.items():
-        _place(root, path, skeleton_of(original.get_submodule(before)))  # a copy: the user's is not changed
+        _place(root, path, copy_to_meta(original.get_submodule(before)))  # a copy: the user's is not changed
     known = dict(original.named_buffers(remove_duplicate=False))
     for source in graph.parameters:
         weights = nn.Parameter(parameter(graph.values[source.value], generator), requires_grad=source.trainable)

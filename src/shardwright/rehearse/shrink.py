@@ -17,12 +17,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..capture import Function
+from ..capture import ImportedFunction
 from ..capture.interpret import run_op
 from ..errors import PlanError
 from ..ir import Dtype, Graph, Op, Value, check
 from ..rules import Analysis
-from ..rules.kept import OPAQUE
+from ..rules.user_calls import OPAQUE
 from .arguments import Resized, resize_arguments
 from .sizes import Sizes, leaves
 
@@ -77,7 +77,9 @@ def shrunk(graph: Graph, sizes: Sizes) -> Graph:
     return replace(graph, values=values, ops=ops, batch=batch)
 
 
-def fit(graph: Graph, sizes: Sizes, functions: Mapping[str, Function], attempt: Callable[[Graph], None]) -> Graph:
+def fit(
+    graph: Graph, sizes: Sizes, functions: Mapping[str, ImportedFunction], attempt: Callable[[Graph], None]
+) -> Graph:
     """The graph at small sizes that it runs at, some of them mended. `attempt` runs it with values."""
     while True:
         small = check(shrunk(graph, sizes))
@@ -106,7 +108,7 @@ def _check_room(graph: Graph, sizes: Sizes) -> None:
         )
 
 
-def try_shapes(graph: Graph, functions: Mapping[str, Function]) -> None:
+def try_shapes(graph: Graph, functions: Mapping[str, ImportedFunction]) -> None:
     """Call every op on tensors without memory; Unfit for the first that does not make what the graph says."""
     values = {
         name: torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
@@ -118,7 +120,7 @@ def try_shapes(graph: Graph, functions: Mapping[str, Function]) -> None:
         expect(op, graph, run_fitting(op, [values[name] for name in op.inputs], functions))
 
 
-def run_fitting(op: Op, tensors: Sequence[Tensor], functions: Mapping[str, Function]) -> tuple[Tensor, ...]:
+def run_fitting(op: Op, tensors: Sequence[Tensor], functions: Mapping[str, ImportedFunction]) -> tuple[Tensor, ...]:
     """What an op gives; Unfit if it can't be called."""
     try:
         with torch.device("meta") if tensors and tensors[0].is_meta else torch.device("cpu"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain, product
 
 from ..errors import PlanError
-from ..layout import Mesh, fills
+from ..layout import Mesh, fills_every_chunk
 from ..plan.pipeline import MB
 from ..rules import FAN, Analysis
 from ..rules.atoms import Dim
@@ -133,7 +133,7 @@ def small_axes(
     for use in shared:
         left = facts.atoms.size[use.atom]
         for name, size in () if use.even else use.axes:
-            if name != MB and (left % size or not fills(left, size)):
+            if name != MB and (left % size or not fills_every_chunk(left, size)):
                 least[name] = min(axes[name], 3)
             left = -(-left // size)
 
@@ -216,7 +216,7 @@ def _alike(size: int, image: int, shared: Shared, small: Mapping[str, int]) -> b
     if shared.even:
         return not image % math.prod(now for _, now in few)
     for count, now in few:
-        if (size % count == 0) != (image % now == 0) or fills(size, count) != fills(image, now):
+        if (size % count == 0) != (image % now == 0) or fills_every_chunk(size, count) != fills_every_chunk(image, now):
             return False
         size, image = -(-size // count), -(-image // now)
     return (size > 1) == (image > 1)  # what is left is no dim of one

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from ..capture import Captured
+from ..capture import CapturedGraph
 from ..errors import PlanError
 from ..ir import Graph
-from ..lower import Program
+from ..lower import LoweredProgram
 from ..plan import Plan
 from ..probe import probing
 from ..rules import Analysis, analyse
@@ -43,7 +43,7 @@ class SmallPlan:
     sizes: Sizes
     graph: Graph
     plan: Plan
-    programs: tuple[Program, ...]
+    programs: tuple[LoweredProgram, ...]
     changed: tuple[str, ...]
     small_call: SmallCall
 
@@ -60,7 +60,7 @@ class SmallPlan:
         )  # fmt: skip
 
 
-def shrink(plan: Plan, captured: Captured, model: nn.Module, leaves: Sequence[Any], seed: int = 0) -> SmallPlan:
+def shrink(plan: Plan, captured: CapturedGraph, model: nn.Module, leaves: Sequence[Any], seed: int = 0) -> SmallPlan:
     """A plan for a captured call at small sizes, seen to run on one device. `leaves` are the call's arguments."""
     graph = captured.graph
     _check(plan, graph)
@@ -92,7 +92,7 @@ class _Shrinker:
     layers: tuple[KeptLayers, ...]
     facts: Analysis
     real: Plan
-    programs: tuple[Program, ...]
+    programs: tuple[LoweredProgram, ...]
     shared: tuple[Shared, ...]
     small_call: SmallCall
 
@@ -134,7 +134,7 @@ class _Shrinker:
             small_call=self.small_call,
         )  # fmt: skip
 
-    def _stored_otherwise(self, programs: Sequence[Program], plan: Plan) -> list[str]:
+    def _stored_otherwise(self, programs: Sequence[LoweredProgram], plan: Plan) -> list[str]:
         """The parameters that are not stored as in the plan."""
         real = storage_of(self.programs, [segment.mesh for segment in self.real.segments])
         small = storage_of(programs, [segment.mesh for segment in plan.segments])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..layout import Axis, Mesh
 from ..plan import Plan
-from ..plan.plan import Segment
+from ..plan.plan import PlanStage
 from ..schedule import Schedule, fewer, spread
 
 Devices = tuple[int, ...]
@@ -57,7 +57,7 @@ class SmallCluster:
         return spread(self.schedule, seats).to_json()
 
 
-def shrink_cluster(plan: Plan, segments: Sequence[Segment]) -> SmallCluster:
+def shrink_cluster(plan: Plan, segments: Sequence[PlanStage]) -> SmallCluster:
     """Which stages and how many microbatches stand for those of a plan."""
     meshes = [segment.mesh for segment in segments]
     seats = list(dict.fromkeys(mesh.devices for mesh in meshes))

@@ -9,12 +9,12 @@ import torch
 
 from ..ir import Graph
 from ..layout import Layout, Mesh
-from ..lower import Holding, Program, lower, lower_pipeline
-from ..plan import Plan, Segment
+from ..lower import LoweredProgram, ParameterPlacement, lower, lower_pipeline
+from ..plan import Plan, PlanStage
 from ..plan.pipeline import parts_like, timed
-from ..plan.segments import Line
+from ..plan.stages import OpSequence
 from ..rules import Analysis
-from ..runtime.holding import Held, storage_layout
+from ..runtime.parameters.spec import ParameterSpec, storage_layout
 from .layers import Decided
 from .sizes import Shared, shared_atoms
 from .stages import SmallCluster
@@ -37,9 +37,9 @@ def translated(plan: Plan, decided: Decided, facts: Analysis, meshes: Sequence[M
     graph = decided.graph
     parts = [tuple(op.name for op in graph.ops)]
     if len(meshes) > 1:
-        parts = list(parts_like(Line(facts), decided.stage, len(meshes)))
+        parts = list(parts_like(OpSequence(facts), decided.stage, len(meshes)))
     segments = tuple(
-        Segment(
+        PlanStage(
             mesh=mesh,
             choices={name: decided.choices.get(name, {}) for name in part},
             recompute=_inside(decided, number, set(part)),
@@ -57,7 +57,7 @@ def _inside(decided: Decided, number: int, part: set[str]) -> tuple[str, ...]:
     return tuple(path for path in wanted if any(op.name in part for op in decided.graph.under[path]))
 
 
-def lowered(graph: Graph, plan: Plan, facts: Analysis) -> tuple[Program, ...]:
+def lowered(graph: Graph, plan: Plan, facts: Analysis) -> tuple[LoweredProgram, ...]:
     """The programs of a plan, one for each stage."""
     return lower_pipeline(graph, plan, facts).programs if plan.is_pipeline else (lower(graph, plan, facts),)
 
@@ -71,7 +71,7 @@ def shared_by(decided: Decided, facts: Analysis, meshes: Sequence[Mesh], microba
             yield from shared_atoms(facts, times[decided.stage[op.name]], op.name, choice)
 
 
-def stored_by(facts: Analysis, programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[Shared]:
+def stored_by(facts: Analysis, programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]) -> Iterator[Shared]:
     """What ZeRO shares out of parameters, or would if it had room: it takes the first dim that is long enough.
 
     A dim of one atom is shared as that atom is; of several the largest is a multiple, if the dim divides evenly.
@@ -89,19 +89,21 @@ def stored_by(facts: Analysis, programs: Sequence[Program], meshes: Sequence[Mes
                 break
 
 
-def _layouts(programs: Sequence[Program], meshes: Sequence[Mesh]) -> Iterator[tuple[Holding, Layout, Mesh]]:
+def _layouts(
+    programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]
+) -> Iterator[tuple[ParameterPlacement, Layout, Mesh]]:
     """For every parameter that ZeRO stores split: how."""
     for program, mesh in zip(programs, meshes, strict=True):
         for holding in program.holdings:
             if holding.zero:
-                parameter = Held(
+                parameter = ParameterSpec(
                     keys=holding.keys, shape=holding.shape, dtype=torch.float64, layout=holding.layout,
                     trainable=holding.trainable, zero=holding.zero,
                 )  # fmt: skip
                 yield holding, storage_layout(parameter, mesh.sizes), mesh
 
 
-def storage_of(programs: Sequence[Program], meshes: Sequence[Mesh]) -> list[str]:
+def storage_of(programs: Sequence[LoweredProgram], meshes: Sequence[Mesh]) -> list[str]:
     """How parameters are stored, without sizes: the axes that cut each dim, and whether evenly."""
     return [
         f"{holding.key} stored as {layout} "

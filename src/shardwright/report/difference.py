@@ -11,19 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cluster import Cluster
-from ..cost import Training
+from ..cost import TrainingSetup
 from ..ir import Graph
 from ..ir.paths import layer_of
 from ..plan import Plan
 from ..plan.folding import star
-from ..plan.price import Price, price
+from ..plan.price import PlanPrice, price
 from ..probe import probing
 from ..rules import Analysis, analyse
 from ..verify.measure import render
-from .made import Made, made_for, spelled_out
-from .parts import said_time
+from .communication import format_bytes
+from .conditions import PlanConditions, made_for, spelled_out
 from .screen import KINDS
-from .traffic import said_bytes
+from .text import format_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartDifference:
     """What changes in a step of the first plan if one part of the model is as in the second: seconds and bytes."""
 
     name: str
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
+class TotalDifference:
     """A number that both plans predict: seconds, or bytes if it is of memory."""
 
     what: str
@@ -63,8 +63,8 @@ class Difference:
 
     names: tuple[str, str]
     rows: tuple[Changed, ...]
-    totals: tuple[Total, ...] = ()
-    parts: tuple[Part, ...] = ()
+    totals: tuple[TotalDifference, ...] = ()
+    parts: tuple[PartDifference, ...] = ()
     why_not: str = ""  # why parts have no cost, if that was asked for
 
     def __bool__(self) -> bool:
@@ -95,7 +95,7 @@ class Difference:
             table.add_column(head, justify="right")
         for part in self.parts:
             time = f"{1e3 * part.seconds:+.3f} ms" if abs(part.seconds) > 5e-7 else "the same"
-            held = f"{'+' if part.memory > 0 else '-'}{said_bytes(abs(part.memory))}"
+            held = f"{'+' if part.memory > 0 else '-'}{format_bytes(abs(part.memory))}"
             changed = (str(part.ops), str(part.stored), time, held if abs(part.memory) >= 1 else "the same")
             table.add_row(Text(part.name), *changed)
         return table
@@ -106,7 +106,7 @@ class Difference:
         for head in (*self.names, "difference", ""):
             table.add_column(head, justify="right")
         for one in self.totals:
-            said = said_bytes if one.bytes else said_time
+            said = format_bytes if one.bytes else format_time
             change = one.b - one.a
             sign = "+" if change > 0 else "-" if change < 0 else ""
             part = f"{100 * change / one.a:+.1f} %" if one.a and change else ""
@@ -120,7 +120,7 @@ def diff(
     graph: Graph | None = None,
     *,
     cluster: Cluster | str | Path | None = None,
-    training: Training | None = None,
+    training: TrainingSetup | None = None,
 ) -> Difference:
     """Which ops and parameters two plans treat differently, and what they cost if they say so.
 
@@ -141,7 +141,7 @@ def diff(
     return replace(found, parts=tuple(part_costs(one, other, analyse(graph, probing()), made)))
 
 
-def part_costs(a: Plan, b: Plan, facts: Analysis, made: Made) -> list[Part]:
+def part_costs(a: Plan, b: Plan, facts: Analysis, made: PlanConditions) -> list[PartDifference]:
     """What each part of the model costs that the plans treat differently, the largest change of time first."""
     entry = facts.graph.entry
     one, other = a.choices(entry), b.choices(entry)
@@ -154,15 +154,15 @@ def part_costs(a: Plan, b: Plan, facts: Analysis, made: Made) -> list[Part]:
         if dict(a.storage.get(key, ())) != dict(b.storage.get(key, ())):
             keys.setdefault(part_of(key.rpartition(".")[0]), []).append(key)
 
-    def priced(plan: Plan) -> Price:
+    def priced(plan: Plan) -> PlanPrice:
         return price(facts, made.cluster, made.training, plan, rows=made.rows)
 
     base, segment = priced(a), a.entries[entry][0]
 
-    def part(name: str, plan: Plan) -> Part:
+    def part(name: str, plan: Plan) -> PartDifference:
         now, changed = priced(plan), (len(held.get(name, ())) for held in (ops, keys))
         time, memory = now.seconds - base.seconds, now.memory.peak - base.memory.peak
-        return Part(name=name, ops=next(changed), stored=next(changed), seconds=time, memory=memory)
+        return PartDifference(name=name, ops=next(changed), stored=next(changed), seconds=time, memory=memory)
 
     found = []
     for name in dict.fromkeys((*ops, *keys)):
@@ -182,18 +182,20 @@ def part_of(path: str) -> str:
     return star(".".join(held for held in (layer, below) if held)) or "the model itself"
 
 
-def _totals(a: Plan, b: Plan) -> Iterator[Total]:
+def _totals(a: Plan, b: Plan) -> Iterator[TotalDifference]:
     """What both plans predict for their first common entry."""
     entry = next((entry for entry in a.predicted if entry in b.predicted), None)
     if entry is None:
         return
     one, other = a.predicted[entry], b.predicted[entry]
     for key, said in TIMES.items():
-        yield Total(what=said, a=one[key], b=other[key])
+        yield TotalDifference(what=said, a=one[key], b=other[key])
     for key in ("peak", *KINDS):
         held = one["memory"][key], other["memory"][key]
         if any(held):
-            yield Total(what=f"memory, {'at most' if key == 'peak' else key}", a=held[0], b=held[1], bytes=True)
+            yield TotalDifference(
+                what=f"memory, {'at most' if key == 'peak' else key}", a=held[0], b=held[1], bytes=True
+            )
 
 
 TIMES = {
@@ -232,7 +234,7 @@ def _terms(a: Plan, b: Plan) -> Iterator[Changed]:
 
 def _choices(plan: Plan, entry: str) -> dict[str, str]:
     segments = plan.entries.get(entry, ())
-    return {name: said(choice) for segment in segments for name, choice in segment.choices.items()}
+    return {name: describe_choice(choice) for segment in segments for name, choice in segment.choices.items()}
 
 
 def _recomputed(plan: Plan, entry: str) -> dict[str, str]:
@@ -264,6 +266,6 @@ def _changes(what: str, a: Mapping[str, str], b: Mapping[str, str], otherwise: s
     return [Changed(what=what, name=name, a=one, b=other) for name, (one, other) in rows.items()]
 
 
-def said(choice: Mapping[str, str]) -> str:
+def describe_choice(choice: Mapping[str, str]) -> str:
     """A choice in words: "dp: b, tp: n"."""
     return ", ".join(f"{axis}: {role}" for axis, role in choice.items()) or "whole"

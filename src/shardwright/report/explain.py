@@ -16,19 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cluster import Cluster
-from ..cost import Training
+from ..cost import TrainingSetup
 from ..errors import InputError
 from ..ir import Graph
-from ..layout import FANNED
-from ..lower import Holding, Program, lower
+from ..layout import REPLICATE
+from ..lower import LoweredProgram, ParameterPlacement, lower
 from ..plan import Plan
 from ..plan.folding import fold, star
 from ..probe import probing
 from ..rules import analyse
 from ..verify.measure import render
-from .made import made_for, spelled_out
+from .communication import format_bytes, stored_bytes, totals
+from .conditions import made_for, spelled_out
 from .screen import MOST_NOTES, in_ranges, notes_of, priced_for, screen
-from .traffic import said_bytes, stored_bytes, totals
 from .why import Why, why
 
 ROLES = {"fan": "whole, gradients in parts", "whole": "whole"}
@@ -39,7 +39,7 @@ class Explanation:
     """A plan, and the program that it makes of a graph if one was given. Prints as a screen, or with all tables."""
 
     plan: Plan
-    program: Program | None = None
+    program: LoweredProgram | None = None
     entry: str = "train"
     full: bool = False
 
@@ -111,7 +111,7 @@ def explain(
 @overload
 def explain(
     plan: Plan, graph: Graph, *, op: str, cluster: Cluster | str | Path | None = None,
-    training: Training | None = None, full: bool = False,
+    training: TrainingSetup | None = None, full: bool = False,
 ) -> Why: ...  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def explain(
     *,
     op: str | None = None,
     cluster: Cluster | str | Path | None = None,
-    training: Training | None = None,
+    training: TrainingSetup | None = None,
     full: bool = False,
 ) -> Explanation | Why:
     """What a plan costs and decides. Print it.
@@ -155,7 +155,7 @@ def _laid_out(plan: Plan) -> str:
     return f"{seats} stage{'s' if seats > 1 else ''} by {plan.schedule}, mesh {meshes}"
 
 
-def _layouts(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _layouts(program: LoweredProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
     for op in program.graph.ops:
         if not program.facts.is_constant(op):
             held = program.layouts.get(op.outputs[0])
@@ -178,14 +178,14 @@ def _modules(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(found[:most]) + more
 
 
-def _held(program: Program) -> Table:
+def _held(program: LoweredProgram) -> Table:
     table = Table("parameter", "count", "shape", "a rank has", "laid out", "gradient summed over", "stored split",
                   title="how parameters are held", title_justify="left")  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}
     first = dict.fromkeys(program.mesh.names, 0)
     for holding in program.holdings:
         local = holding.layout.local_shape(holding.shape, program.mesh.sizes, first)
-        sums = ", ".join(axis for axis, held in holding.layout.rest if held == FANNED)
+        sums = ", ".join(axis for axis, held in holding.layout.rest if held == REPLICATE)
         sums = sums if holding.trainable else "frozen"
         zero = ", ".join(f"{_zero(level)} over {axis}" for axis, level in holding.zero)
         cuts = str(holding.layout).split(" (")[0]
@@ -200,11 +200,11 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "one number"
 
 
-def _memory(program: Program) -> Iterator[Text]:
+def _memory(program: LoweredProgram) -> Iterator[Text]:
     every, trained = program.holdings, [held for held in program.holdings if held.trainable]
 
-    def total(held: Sequence[Holding], level: int, times: int = 1) -> str:
-        return said_bytes(times * sum(stored_bytes(program, one, level) for one in held))
+    def total(held: Sequence[ParameterPlacement], level: int, times: int = 1) -> str:
+        return format_bytes(times * sum(stored_bytes(program, one, level) for one in held))
 
     yield Text(
         f"a rank keeps {total(every, 3)} of parameters, {total(trained, 2)} of gradients, "
@@ -212,13 +212,13 @@ def _memory(program: Program) -> Iterator[Text]:
     )
 
 
-def _sent(program: Program) -> Table:
+def _sent(program: LoweredProgram) -> Table:
     heads = ("when", "collective", "over", "count", "bytes a rank")
     table = Table(*heads, title="what a training step sends", title_justify="left")
     found = totals(program)
     for total in found:
         over = ", ".join(total.axes)
-        table.add_row(total.when, total.collective, over, str(total.count), said_bytes(total.bytes))
+        table.add_row(total.when, total.collective, over, str(total.count), format_bytes(total.bytes))
     if not found:
         table.add_row("-", "nothing", "-", "0", "0 B")
     return table

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan import Plan
-from ..schedule import Edge, Schedule, Times, draw, fewer, kind_named
-from .parts import indented, parts_of_time, percent, said_time, table_of
-from .traffic import said_bytes
+from ..schedule import Schedule, StageEdge, StageTimes, draw, fewer, schedule_kind
+from .communication import format_bytes
+from .text import format_time, indented, parts_of_time, percent, table_of
 
 MOST_LINES = 8  # of the picture
 MOST_STAGES = 8
@@ -35,7 +35,7 @@ def pipeline_screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
 
 def _time(said: Said) -> Iterator[RenderableType]:
     step, pipeline = said["seconds"], said["pipeline"]
-    yield Text(f"a step takes {said_time(step)}", style="bold")
+    yield Text(f"a step takes {format_time(step)}", style="bold")
     kinds = {
         "compute": said["compute"],
         "waiting for communication in stages": said["waited"],
@@ -55,13 +55,13 @@ def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     if plan.steps is not None:
         schedule = fewer(Schedule.from_json(plan.steps), some)
     else:
-        schedule = kind_named(plan.schedule).make(seats, some)
+        schedule = schedule_kind(plan.schedule).make(seats, some)
     apart = schedule.splits_weights
     times = [
-        Times(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
+        StageTimes(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)
         for stage in stages
     ]
-    edges = [Edge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
+    edges = [StageEdge(at, at + 1, stage["enters"], stage["enters"]) for at, stage in enumerate(stages[1:])]
     head, *lines = draw(schedule, times, edges, width).splitlines()
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
@@ -79,7 +79,7 @@ def _stages(stages: Sequence[Said]) -> Table:
         if cut and at == MOST_STAGES // 2:
             table.add_row(f"  .. {len(rows) - MOST_STAGES} more")
         again = str(stage["recompute"]) if stage["recompute"] else "-"
-        numbers = (again, said_time(stage["forward"]), said_time(stage["backward"]), said_bytes(stage["memory"]))
+        numbers = (again, format_time(stage["forward"]), format_time(stage["backward"]), format_bytes(stage["memory"]))
         table.add_row(f"  {number}", stage["devices"], stage["mesh"], Text(_layers(stage["layers"])), *numbers)
     return table
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ..errors import PlanError
-from ..plan import Plan, Segment
+from ..plan import Plan, PlanStage
 from ..plan.file import mesh_of, validate
 
 
@@ -21,7 +21,7 @@ def read_plan(path: str | Path) -> Plan:
     validate(data, path)
     entries = {
         entry: tuple(
-            Segment(
+            PlanStage(
                 mesh=mesh_of(data, held),
                 choices={name: {} for name in held.get("ops", ())} | held["choices"],
                 recompute=tuple(held["recompute"]),

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from ..plan import Plan
 from ..plan.folding import star
-from .parts import indented, parts_of_time, percent, said_time, table_of
+from .communication import format_bytes
 from .pipeline import pipeline_screen
-from .traffic import said_bytes
+from .text import format_time, indented, parts_of_time, percent, table_of
 
 MOST_SENT = 7  # rows of the table of what is sent
 MOST_MESHES = 4
@@ -75,7 +75,7 @@ def _stored(said: Said) -> Iterator[RenderableType]:
     total = sum(said["stored"].values())
     if total:
         shares = [f"{how} {percent(size / total)}" for how, size in said["stored"].items()]
-        yield indented(f"parameters ({said_bytes(total)}): {'; '.join(shares)}")
+        yield indented(f"parameters ({format_bytes(total)}): {'; '.join(shares)}")
 
 
 def _pipelines(said: Said) -> Iterator[RenderableType]:
@@ -96,7 +96,7 @@ def _outcome(mesh: Said, best: float) -> str:
     if kind == "slower":
         return f"is {percent(mesh['seconds'] / best - 1)} slower"
     if kind == "does not fit":
-        return f"does not fit ({said_bytes(mesh['memory'])} at least)" if "memory" in mesh else "was not made to fit"
+        return f"does not fit ({format_bytes(mesh['memory'])} at least)" if "memory" in mesh else "was not made to fit"
     at_best = "" if bound is None else _against(bound, best)
     return f"was not solved for lack of time ({at_best})" if kind == "not solved" else f"is {at_best}"
 
@@ -111,10 +111,10 @@ def _against(bound: float, best: float) -> str:
 
 def _time(said: Said) -> Iterator[RenderableType]:
     step = said["seconds"]
-    line = f"a step takes {said_time(step)}"
+    line = f"a step takes {format_time(step)}"
     if "bound" in said:
         where = "on the meshes that were looked at" if said["stopped"] else "of all that was searched"
-        line += f"; nothing {where} takes less than {said_time(said['bound'])} (gap {percent(said['gap'])})"
+        line += f"; nothing {where} takes less than {format_time(said['bound'])} (gap {percent(said['gap'])})"
     yield Text(line, style="bold")
     kinds = {
         "compute": said["compute"],
@@ -136,12 +136,12 @@ def _sent(sent: Sequence[Said]) -> Table:
     table = table_of("communication", "over", "how", ">tensors", ">takes", ">shows", ">hidden")
     ordered = sorted(rows.items(), key=lambda item: -item[1][1])
     for (axes, collective, how), (count, seconds, hidden) in ordered[:MOST_SENT]:
-        times = (said_time(held) for held in (seconds, seconds - hidden, hidden))
+        times = (format_time(held) for held in (seconds, seconds - hidden, hidden))
         table.add_row(f"  {collective}", axes, how, str(int(count)), *times)
     rest = ordered[MOST_SENT:]
     if rest:
         count, seconds, hidden = (sum(held[at] for _, held in rest) for at in range(3))
-        times = (said_time(held) for held in (seconds, seconds - hidden, hidden))
+        times = (format_time(held) for held in (seconds, seconds - hidden, hidden))
         table.add_row(f"  {len(rest)} more kinds", "", "", str(int(count)), *times)
     if not ordered:
         table.add_row("  none")
@@ -150,12 +150,12 @@ def _sent(sent: Sequence[Said]) -> Table:
 
 def _memory(said: Said) -> Iterator[RenderableType]:
     held, limit, at = said["memory"], said["limit"], said["at"]
-    part = f"{percent(held['peak'] / limit)} of the {said_bytes(limit)} that may be used"
-    line = f"memory {said_bytes(held['peak'])}, {part}"
+    part = f"{percent(held['peak'] / limit)} of the {format_bytes(limit)} that may be used"
+    line = f"memory {format_bytes(held['peak'])}, {part}"
     if held["peak"] > limit:
         line += ": IT DOES NOT FIT"
     yield Text(line, style="bold" if held["peak"] <= limit else "bold red")
-    kinds = ", ".join(f"{kind} {said_bytes(held[kind])}" for kind in KINDS if held[kind])
+    kinds = ", ".join(f"{kind} {format_bytes(held[kind])}" for kind in KINDS if held[kind])
     yield indented(f"{kinds}; most in {at['phase']}, at {star(at['op'].strip(' /'))}")
 
 
@@ -163,7 +163,7 @@ def _dearest(title: str, parts: Sequence[Said], step: float, *more: str) -> Tabl
     table = table_of(title, *more, ">count", ">takes", ">share")
     for part in parts:
         sends = (Text(part["sends"]),) if more else ()
-        numbers = (str(part["count"]), said_time(part["seconds"]), percent(part["seconds"] / step))
+        numbers = (str(part["count"]), format_time(part["seconds"]), percent(part["seconds"] / step))
         table.add_row(Text(f"  {part['name']}"), *sends, *numbers)
     if not parts:
         table.add_row("  none")
@@ -174,7 +174,7 @@ def notes_of(plan: Plan, most: int | None = MOST_NOTES) -> Iterator[RenderableTy
     """The plan's notes, those of equal layers as one; `most` of them."""
     count: dict[str, list[str]] = {}
     for note in plan.notes:
-        count.setdefault(star_words(note), []).append(note)
+        count.setdefault(star_names(note), []).append(note)
     if not count:
         return
     yield Text("notes", style="bold")
@@ -185,7 +185,7 @@ def notes_of(plan: Plan, most: int | None = MOST_NOTES) -> Iterator[RenderableTy
         yield indented(f"- and {len(count) - len(shown)} more, which explain(plan, full=True) shows")
 
 
-def star_words(note: str) -> str:
+def star_names(note: str) -> str:
     """A note with stars for the numbers of layers."""
     return " ".join(star(word) if "." in word else word for word in note.split(" "))
 

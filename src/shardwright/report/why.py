@@ -13,12 +13,12 @@ from rich.text import Text
 from ..plan import Plan
 from ..plan.digest import atom_kinds
 from ..plan.folding import star
-from ..plan.whatif import Asked, Way, alternatives, find_ops
+from ..plan.whatif import Alternative, WhatIfQuery, alternatives, find_ops
 from ..rules import FAN, ROWS, Analysis
 from ..verify.measure import render
-from .made import Made
-from .parts import said_time
-from .traffic import said_bytes
+from .communication import format_bytes
+from .conditions import PlanConditions
+from .text import format_time
 
 MOST = 24  # ways that are looked at
 
@@ -29,11 +29,11 @@ SAID = {FAN: "whole, its gradients in parts"}
 class Why:
     """The ways to split an op (or the same op of all layers), the fastest first. Prints as a table."""
 
-    asked: Asked
-    ways: tuple[Way, ...]
+    asked: WhatIfQuery
+    ways: tuple[Alternative, ...]
 
     @property
-    def chosen(self) -> Way:
+    def chosen(self) -> Alternative:
         return next(way for way in self.ways if way.chosen)
 
     def __rich__(self) -> Group:
@@ -52,7 +52,7 @@ class Why:
         shapes = ", ".join(str(list(values[name].shape)) for name in (*op.inputs, *op.outputs[:1]))
         yield Text(f"  {f'{op.source}; ' if op.source else ''}rule {rule.text if rule else 'none'}; shapes {shapes}")
         others = [way for way in self.ways if not way.chosen]
-        line = f"split {self._said(self.chosen.choice)}: a step takes {said_time(self.chosen.seconds)}"
+        line = f"split {self._said(self.chosen.choice)}: a step takes {format_time(self.chosen.seconds)}"
         if others:
             best = min(others, key=lambda way: way.follow)
             line += f"; the best other way {_change(best.follow, self.chosen.seconds)}"
@@ -70,7 +70,7 @@ class Why:
                 "*" if way.chosen else "",
                 Text(self._said(way.choice)),
                 *_times(way.seconds, base.seconds),
-                said_bytes(way.memory) if math.isfinite(way.memory) else "-",
+                format_bytes(way.memory) if math.isfinite(way.memory) else "-",
                 *_times(way.follow, base.seconds),
             )
         return table
@@ -94,9 +94,9 @@ class Why:
         return ", ".join(f"{axis}: {one(picked)}" for axis, picked in choice.items()) or "not split"
 
 
-def why(plan: Plan, facts: Analysis, op: str, made: Made) -> Why:
+def why(plan: Plan, facts: Analysis, op: str, made: PlanConditions) -> Why:
     """Why a plan splits an op the way it does."""
-    asked = Asked(
+    asked = WhatIfQuery(
         facts=facts,
         cluster=made.cluster,
         training=made.training,
@@ -119,4 +119,4 @@ def _change(seconds: float, base: float) -> str:
     if not math.isfinite(seconds):
         return "does not fit"
     kind = "slower" if seconds >= base else "FASTER"
-    return f"is {said_time(abs(seconds - base))} ({100 * abs(seconds / base - 1):.2f} %) {kind}, others following"
+    return f"is {format_time(abs(seconds - base))} ({100 * abs(seconds / base - 1):.2f} %) {kind}, others following"

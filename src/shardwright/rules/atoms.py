@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..layout import Axis, Block, Cut, make_cut
+from ..layout import Axis, Block, Shard, make_shard
 
 Dim = tuple[int, ...]
 """Atoms multiplied, outermost first."""
@@ -206,7 +206,7 @@ class Atoms:
                 return outer, tuple(Block(row.outer, row.size, row.inner * inner) for row in rows)
         return None
 
-    def cut(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Cut | None:
+    def cut(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Shard | None:
         """The cut that `axis` makes by taking `atom` of `dim`, after others have `taken` (atom, parts)."""
         found = self.blocks(dim, atom)
         if found is None:
@@ -228,4 +228,4 @@ class Atoms:
                 blocks = (Block(block.outer // parts, block.size, block.inner),)
             else:
                 blocks = (Block(block.outer, block.size, block.inner // parts),)
-        return make_cut(axis, blocks, repeat)
+        return make_shard(axis, blocks, repeat)

@@ -15,17 +15,17 @@ from typing import Any, cast
 
 from ..errors import PlanError
 from ..ir import Graph, Op
-from ..layout import FANNED, SUMMED, WHOLE, Axis, Cut, Layout, Mesh, Partial, Placement, make_layout
+from ..layout import INVARIANT, PARTIAL, REPLICATE, Axis, Layout, Mesh, Partial, Placement, Shard, make_layout
 from . import notation
 from .atoms import Atoms, Dim
-from .chance import constants_of, is_drawn_whole
 from .notation import Rule, Term
-from .registry import Call, find_rule
+from .random_ops import constants_of, is_random
+from .registry import OpCall, find_rule
 from .role import FAN, ROWS, Picked, Place, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class LabelledTensor:
     """A tensor of an op with the labels of its dims."""
 
     value: str
@@ -46,8 +46,8 @@ class Signature:
 
     op: Op
     rule: Rule | None
-    inputs: tuple[Bound, ...]
-    outputs: tuple[Bound, ...]
+    inputs: tuple[LabelledTensor, ...]
+    outputs: tuple[LabelledTensor, ...]
     labels: Mapping[str, Dim]
     blocked: frozenset[str]
     facts: Analysis = field(repr=False, compare=False)
@@ -93,7 +93,7 @@ class Signature:
             return None
         return next((atom for atom in self.facts.atoms.splittable(self.labels[other]) if self._fits(other, atom)), None)
 
-    def _dim_of(self, bound: Bound, label: str) -> int | None:
+    def _dim_of(self, bound: LabelledTensor, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
         key = (bound.dims, label)
         if key not in self.known:
@@ -156,8 +156,8 @@ class Signature:
             once[key] = once.setdefault(made, made)
         return once[key]
 
-    def _made(self, bound: Bound, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
-        cuts: list[list[Cut]] = [[] for _ in bound.dims]
+    def _made(self, bound: LabelledTensor, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
+        cuts: list[list[Shard]] = [[] for _ in bound.dims]
         taken: list[list[tuple[int, int]]] = [[] for _ in bound.dims]
         rest: dict[str, Placement] = {}
         for (name, size, place), (_, _, role) in zip(places, picked, strict=True):
@@ -176,14 +176,14 @@ class Signature:
             taken[at].append((atom, size))
         return make_layout(cuts, rest)
 
-    def _place(self, number: int, bound: Bound, picked: str) -> Place:
+    def _place(self, number: int, bound: LabelledTensor, picked: str) -> Place:
         """What a role does to a tensor, whatever the axis."""
         key = (self.op.name, number, picked)  # ops that are alike have atoms of their own
         if key not in self.known:
             self.known[key] = self._placed(bound, picked, number < len(self.inputs))
         return cast("Place", self.known[key])
 
-    def _placed(self, bound: Bound, picked: str, is_input: bool) -> Place:
+    def _placed(self, bound: LabelledTensor, picked: str, is_input: bool) -> Place:
         if picked == FAN or picked.startswith(ROWS):
             held = self._unsplit(bound, picked, is_input)
         else:
@@ -194,26 +194,26 @@ class Signature:
             if at is not None:
                 return at, atom
             held = self._absent(bound, role, is_input)
-        return held if held != FANNED or self.facts.graph.values[bound.value].gradient else WHOLE
+        return held if held != REPLICATE or self.facts.graph.values[bound.value].gradient else INVARIANT
 
-    def _unsplit(self, bound: Bound, picked: str, is_input: bool) -> Placement:
+    def _unsplit(self, bound: LabelledTensor, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
-            return FANNED
+            return REPLICATE
         if not is_input or bound.bias or bound.linear == int(picked.removeprefix(ROWS)):
-            return SUMMED  # a bias is added once, so it comes in parts as well
-        return FANNED
+            return PARTIAL  # a bias is added once, so it comes in parts as well
+        return REPLICATE
 
-    def _absent(self, bound: Bound, role: Role, is_input: bool) -> Placement:
+    def _absent(self, bound: LabelledTensor, role: Role, is_input: bool) -> Placement:
         assert self.rule is not None
         algorithm = self.rule.algorithms.get(role.label)
         if is_input:
-            return SUMMED if bound.bias and role.label in self.rule.sums else FANNED
+            return PARTIAL if bound.bias and role.label in self.rule.sums else REPLICATE
         if algorithm is not None:
-            return SUMMED if algorithm.partial else WHOLE
+            return PARTIAL if algorithm.partial else INVARIANT
         if role.label in self.rule.sums:
             return Partial(self.rule.sums[role.label])
         if not self.facts.graph.values[bound.value].gradient:
-            return WHOLE  # another output has the label, and this one does not depend on it
+            return INVARIANT  # another output has the label, and this one does not depend on it
         raise PlanError(f"{self.op} can't be split on {role.name}: {bound.value} neither has it nor sums it")
 
 
@@ -273,16 +273,16 @@ class Analysis:
         return {atom: tuple(uses) for atom, uses in found.items()}
 
 
-Find = Callable[[Call], "tuple[Rule | None, str]"]
+Find = Callable[[OpCall], "tuple[Rule | None, str]"]
 """How the rule of a call is found; without one, why there is none."""
 
 
-def written(call: Call) -> tuple[Rule | None, str]:
+def has_written_rule(call: OpCall) -> tuple[Rule | None, str]:
     """The rule that somebody wrote, and no other."""
     return find_rule(call), ""
 
 
-def analyse(graph: Graph, find: Find = written) -> Analysis:
+def analyse(graph: Graph, find: Find = has_written_rule) -> Analysis:
     """Give every dim its atoms and every op its signature."""
     atoms = Atoms()
     dims: dict[str, tuple[Dim, ...]] = {}
@@ -305,11 +305,11 @@ def _bind(op: Op, facts: Analysis, find: Find) -> Signature:
     graph = facts.graph
     inputs = tuple(graph.values[name] for name in op.inputs)
     outputs = tuple(graph.values[name] for name in op.outputs)
-    rule, why = (None, "") if is_drawn_whole(op) else find(Call(op, inputs, outputs))
+    rule, why = (None, "") if is_random(op) else find(OpCall(op, inputs, outputs))
     labels: dict[str, Dim] = {}
     blocked: set[str] = set(rule.blocked) if rule else set()
-    bound_in: list[Bound] = []
-    bound_out: list[Bound] = []
+    bound_in: list[LabelledTensor] = []
+    bound_out: list[LabelledTensor] = []
     if rule is not None and (len(rule.inputs), len(rule.outputs)) != (len(inputs), len(outputs)):
         raise PlanError(
             f"the rule {rule.text!r} of {op} has {len(rule.inputs)} inputs and {len(rule.outputs)} outputs, "
@@ -318,13 +318,13 @@ def _bind(op: Op, facts: Analysis, find: Find) -> Signature:
     terms = rule.inputs if rule else (Term(anything=True),) * len(inputs)
     for term, value in zip(terms, inputs, strict=True):
         patterns = tuple(_patterns(term, len(value.shape), op))
-        bound_in.append(Bound(value.name, patterns, term.linear, term.bias))
+        bound_in.append(LabelledTensor(value.name, patterns, term.linear, term.bias))
         for pattern, dim, size in zip(patterns, facts.dims[value.name], value.shape, strict=True):
             _bind_input(pattern, dim, size, rule, labels, blocked, facts.atoms)
     terms = rule.outputs if rule else (Term(anything=True),) * len(outputs)
     for term, value in zip(terms, outputs, strict=True):
         patterns = tuple(_patterns(term, len(value.shape), op))
-        bound_out.append(Bound(value.name, patterns))
+        bound_out.append(LabelledTensor(value.name, patterns))
         facts.dims[value.name] = tuple(
             _bind_output(pattern, size, rule, labels, facts.atoms)
             for pattern, size in zip(patterns, value.shape, strict=True)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 from ..errors import ScheduleError, raise_all
-from .memory import Kept, fullest
+from .dependencies import Dependencies, Edges, StageEdge, dependencies_of, merged
+from .memory import MicrobatchMemory, fullest
 from .step import STEP_KINDS, Devices, Schedule, Step, StepKind, show_devices
-from .wiring import Edge, Edges, Wiring, merged, wire
 
 MOST_FAULTS = 12
 
@@ -23,7 +23,7 @@ def check(
     edges: Edges,
     *,
     limit: float | Sequence[float] | None = None,
-    sizes: Sequence[Kept] | None = None,
+    sizes: Sequence[MicrobatchMemory] | None = None,
 ) -> Schedule:
     """Return the schedule, or raise one error that says what is wrong with it.
 
@@ -42,7 +42,7 @@ def check(
         *_too_full(schedule, rows, limit, sizes),
     ]
     _refuse(schedule, faults)
-    if circle := deadlock(wire(schedule, joined.values())):
+    if circle := deadlock(dependencies_of(schedule, joined.values())):
         _refuse(schedule, [circle])
     return schedule
 
@@ -63,7 +63,7 @@ def _refuse(schedule: Schedule, faults: list[str]) -> None:
     raise_all(ScheduleError, f"the schedule {schedule} can't run:", faults[:MOST_FAULTS] + more)
 
 
-def _odd_edges(schedule: Schedule, edges: dict[tuple[int, int], Edge]) -> Iterator[str]:
+def _odd_edges(schedule: Schedule, edges: dict[tuple[int, int], StageEdge]) -> Iterator[str]:
     for source, target in edges:
         if not 0 <= min(source, target) <= max(source, target) < schedule.segments:
             yield f"a value crosses from segment {source} to {target}; there are only 0 to {schedule.segments - 1}"
@@ -110,7 +110,7 @@ def _natural(step: Step) -> tuple[int, int]:
     return step.microbatch, STEP_KINDS.index(step.kind)
 
 
-def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, int], Edge]) -> Iterator[str]:
+def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, int], StageEdge]) -> Iterator[str]:
     """Steps of one device of which the later one makes what the earlier one needs."""
     for row in rows:
         own = sorted(row.segments)
@@ -147,7 +147,10 @@ def _disagreeing(rows: list[_Row]) -> Iterator[str]:
 
 
 def _too_full(
-    schedule: Schedule, rows: list[_Row], limit: float | Sequence[float] | None, sizes: Sequence[Kept] | None
+    schedule: Schedule,
+    rows: list[_Row],
+    limit: float | Sequence[float] | None,
+    sizes: Sequence[MicrobatchMemory] | None,
 ) -> Iterator[str]:
     if limit is None:
         return
@@ -164,7 +167,7 @@ def _too_full(
             )
 
 
-def deadlock(wiring: Wiring) -> str | None:
+def deadlock(wiring: Dependencies) -> str | None:
     """The devices that wait for each other in a circle, or None if every step gets its turn."""
     waits, microbatches = list(wiring.waits), wiring.microbatches
     todo = [row[0] for row in wiring.rows if row]
@@ -183,7 +186,7 @@ def deadlock(wiring: Wiring) -> str | None:
     return None if stuck is None else _circle(wiring, heads, done, stuck)
 
 
-def _circle(wiring: Wiring, heads: list[int | None], done: set[int], group: int) -> str:
+def _circle(wiring: Dependencies, heads: list[int | None], done: set[int], group: int) -> str:
     """From a device that stands still to the one that it waits for, until one comes again."""
     legs: dict[int, str] = {}
     while group not in legs:

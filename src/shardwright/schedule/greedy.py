@@ -12,10 +12,10 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from ..errors import ScheduleError
-from .memory import ONE, Kept
-from .simulate import Times
+from .dependencies import Edges, merged
+from .memory import ONE, MicrobatchMemory
+from .simulate import StageTimes
 from .step import STEP_KINDS, Devices, Schedule, Step, StepKind, show_devices
-from .wiring import Edges, merged
 
 Lane = tuple[StepKind, int]  # all microbatches of one kind and segment
 Event = tuple[float, StepKind, int, int, bool]  # when, what, and whether it ends there or a message for it arrives
@@ -24,11 +24,11 @@ Event = tuple[float, StepKind, int, int, bool]  # when, what, and whether it end
 def greedy(
     holders: Sequence[Devices],
     microbatches: int,
-    times: Sequence[Times],
+    times: Sequence[StageTimes],
     edges: Edges,
     *,
     limit: float | None = None,
-    sizes: Sequence[Kept] | None = None,
+    sizes: Sequence[MicrobatchMemory] | None = None,
     kinds: str = "FBW",
     name: str = "greedy",
 ) -> Schedule:
@@ -48,10 +48,10 @@ class _Maker:
         self,
         holders: tuple[Devices, ...],
         microbatches: int,
-        times: tuple[Times, ...],
+        times: tuple[StageTimes, ...],
         edges: Edges,
         limit: float | None,
-        sizes: Sequence[Kept] | None,
+        sizes: Sequence[MicrobatchMemory] | None,
         kinds: str,
     ) -> None:
         self.holders, self.microbatches, self.kinds = holders, microbatches, kinds

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .step import Schedule, Step
 
 
-class Kept(NamedTuple):
+class MicrobatchMemory(NamedTuple):
     """Bytes that one microbatch of a segment keeps on each of its devices.
 
     forward    from the end of its F to the end of its B
@@ -19,10 +19,10 @@ class Kept(NamedTuple):
     backward: float
 
 
-ONE = Kept(1, 1)  # counts microbatches, each until its last step
+ONE = MicrobatchMemory(1, 1)  # counts microbatches, each until its last step
 
 
-def in_flight(schedule: Schedule, sizes: Sequence[Kept] | None = None) -> tuple[float, ...]:
+def in_flight(schedule: Schedule, sizes: Sequence[MicrobatchMemory] | None = None) -> tuple[float, ...]:
     """For each device the most that it keeps at once: in bytes, or without sizes in microbatches of segments."""
     peaks = [0.0] * len(schedule.devices)
     for group in schedule.groups():
@@ -32,7 +32,7 @@ def in_flight(schedule: Schedule, sizes: Sequence[Kept] | None = None) -> tuple[
     return tuple(peaks)
 
 
-def fullest(steps: Sequence[Step], sizes: Sequence[Kept]) -> tuple[float, Step | None]:
+def fullest(steps: Sequence[Step], sizes: Sequence[MicrobatchMemory]) -> tuple[float, Step | None]:
     """The most that these steps keep at once, and the step that brings it there."""
     apart = {step[1:] for step in steps if step[0] == "W"}
     backward = any(step[0] == "B" for step in steps)

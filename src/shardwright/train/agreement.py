@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime.faults import told
+from ..runtime.faults.watch import report_failure
 from ..runtime.world import cpu_group
 
 
@@ -29,7 +29,7 @@ class Agreement:
         if self._group is not None:
             self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    @told
+    @report_failure
     def answer(self) -> float:
         """The largest number that any rank has said."""
         if self._sent is None:
@@ -39,7 +39,7 @@ class Agreement:
         found, self._sent, self._work = float(self._sent[0]), None, None
         return found
 
-    @told
+    @report_failure
     def largest(self, number: float) -> float:
         """The largest number of all ranks; a question may be under way beside."""
         if self._group is None:
@@ -48,7 +48,7 @@ class Agreement:
         dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
         return float(held[0])
 
-    @told
+    @report_failure
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
         held = numbers.double().cpu().clone()
@@ -56,7 +56,7 @@ class Agreement:
             dist.all_reduce(held, group=self._group)
         return held
 
-    @told
+    @report_failure
     def said(self, text: str) -> list[str]:
         """What every rank has to say, without repeats, the first rank's first."""
         if self._group is None:

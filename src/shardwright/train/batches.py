@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..parallelize import arguments_of
-from ..runtime.model import ParallelModel
+from ..runtime.model.parallel_model import ParallelModel
 
 Reduction = Literal["mean", "sum", "tokens"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,7 +31,7 @@ def arguments(batch: Any) -> Arguments:
     )
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def move_to(batch: Any, device: torch.device) -> Any:
     """The same batch on a device."""
     if device.type == "cpu":
         return batch
@@ -42,7 +42,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [held for held in pytree.tree_leaves(arguments(batch)) if isinstance(held, Tensor)]
 
 
-def rows_in(batch: Any, model: ParallelModel) -> int:
+def samples_in(batch: Any, model: ParallelModel) -> int:
     """How many rows a batch for a model has; if neither sizes nor the user tell, those of its first tensor."""
     tensors = [held for held in tensors_of(batch) if held.dim()]
     found = model.call_inputs.samples(*arguments(batch))
@@ -59,7 +59,7 @@ def tokens_in(batch: Any) -> int:
     return 0
 
 
-def counted(batch: Any) -> Tensor:
+def count_labels_in(batch: Any) -> Tensor:
     """How many labels of a batch count in its loss: those that are not ignored."""
     args, kwargs = arguments(batch)
     named = [kwargs[name] for name in LABELS if name in kwargs]

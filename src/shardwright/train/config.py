@@ -82,7 +82,7 @@ def _places(node: Any, route: Route) -> Iterator[tuple[Route, int]]:
 
 def check_config(config: Config, known: Keys) -> None:
     """Refuse a file with keys that nobody knows, keys that stand twice, and classes that can't be imported."""
-    faults = [f"{config.at(route)}: {said(route)} stands twice" for route in config.twice]
+    faults = [f"{config.at(route)}: {dotted_key(route)} stands twice" for route in config.twice]
     faults += _unknown(config, config.values, known, ())
     faults += _classes(config, config.values, ())
     raise_all(InputError, f"{config.path} can't be run:", faults)
@@ -94,7 +94,7 @@ def _unknown(config: Config, values: Mapping[str, Any], known: Keys, route: Rout
         inner = (*route, key)
         below = known.get(key)
         if key not in known:
-            faults.append(f"{config.at(inner)}: there is no setting {said(inner)}{meant(str(key), known)}")
+            faults.append(f"{config.at(inner)}: there is no setting {dotted_key(inner)}{meant(str(key), known)}")
         elif below is not None and isinstance(value, dict) and CLASS not in value:
             faults += _unknown(config, value, below, inner)
     return faults
@@ -123,7 +123,7 @@ def _class_faults(config: Config, value: Mapping[str, Any], route: Route) -> lis
     try:
         found = find(value[CLASS])
     except InputError as error:
-        return [*faults, f"{config.at((*route, CLASS))}: {said((*route, CLASS))}: {error}"]
+        return [*faults, f"{config.at((*route, CLASS))}: {dotted_key((*route, CLASS))}: {error}"]
     given, known = value.get(ARGS) or {}, arguments_of(found)
     if isinstance(given, dict) and known is not None:
         for key in given:
@@ -185,7 +185,7 @@ def meant(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def said(route: Route) -> str:
+def dotted_key(route: Route) -> str:
     """A key with those above it."""
     return ".".join(map(str, route))
 
@@ -213,7 +213,7 @@ def explained(message: str, configs: Sequence[Config], known: Keys, given: Seque
     route: Route = tuple(part for key in _KEY.findall(message) for part in key.split("."))
     refused = _REFUSED.search(message)
     if refused:
-        text = f"{said(route)}: there is no {refused[1]!r}" if route else f"there is no setting {refused[1]!r}"
+        text = f"{dotted_key(route)}: there is no {refused[1]!r}" if route else f"there is no setting {refused[1]!r}"
         text += meant(refused[1], _accepted(message, route, known))
         route = (*route, refused[1])
     else:
@@ -241,11 +241,11 @@ def _mistyped(message: str, route: Route) -> str:
     got = _GOT.search(tail)
     wanted = [one or other for one, other in _EXPECTED.findall(tail[: got.end()] if got else "")]
     if got is None or not wanted:
-        return f"{said(route)}: {tail.lstrip(': ').strip()}" if route else message
+        return f"{dotted_key(route)}: {tail.lstrip(': ').strip()}" if route else message
     names = dict.fromkeys(name.replace("NoneType", "null").replace("Literal", "one of ") for name in wanted)
     value = got[1].partition(". Got value")[0]
     near = meant(value, [word for name in names for word in re.findall(r"'([^']+)'", name)])
-    return f"{said(route)}: this must be {' or '.join(names)}, and is {value}{near}"
+    return f"{dotted_key(route)}: this must be {' or '.join(names)}, and is {value}{near}"
 
 
 def _placed(config: Config, route: Route) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DriftError, InputError
-from ..runtime.finite import agree_finite, explain_nonfinite
-from ..runtime.replicas import check_replicas
-from ..runtime.signals import USUAL, StopSignals
+from ..runtime.faults.nonfinite import agree_finite, explain_nonfinite
+from ..runtime.faults.replicas import check_replicas
+from ..runtime.faults.signals import USUAL, StopSignals
 from .batches import arguments, loss_of
 from .callbacks import Callback
 

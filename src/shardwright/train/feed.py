@@ -18,15 +18,15 @@ from ..data import Loader, loader
 from ..data.loader import place_of
 from ..data.stream import is_stream
 from ..errors import InputError
-from ..runtime.model import ParallelModel
-from .batches import rows_in
+from ..runtime.model.parallel_model import ParallelModel
+from .batches import samples_in
 from .options import LoaderOptions
 
 MakeSampler = Callable[[Any], Iterable[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class UpdateBatch:
     """One batch of an update."""
 
     batch: Any
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class BatchSource:
     """Data, and how batches are made of it; for which rank is not known before there is a plan."""
 
     data: Any
@@ -87,15 +87,15 @@ class Source:
         return found
 
 
-def parts_of(batches: Loader, model: ParallelModel) -> Iterator[Part]:
+def update_batches(batches: Loader, model: ParallelModel) -> Iterator[UpdateBatch]:
     """The batches that are left of this epoch, with what must be known of each when its turn comes."""
     for batch in batches:
         shares = 1 if batches.whole or model.input_mode == "same" else model.data_size
-        rows = batches.total or rows_in(batch, model) * shares
-        yield Part(batch=batch, rows=rows, shares=shares, whole=batches.whole)
+        rows = batches.total or samples_in(batch, model) * shares
+        yield UpdateBatch(batch=batch, rows=rows, shares=shares, whole=batches.whole)
 
 
-def updates(parts: Iterator[Part], count: int) -> Iterator[list[Part]]:
+def updates(parts: Iterator[UpdateBatch], count: int) -> Iterator[list[UpdateBatch]]:
     """As many batches as an update takes; the last of an epoch may have fewer."""
     while taken := list(islice(parts, count)):
         yield taken

@@ -77,10 +77,10 @@ class ConsoleLogger(Logger):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._bar is not None and "val_loss" not in metrics:
-            self._bar.update(self._task, said=told(metrics))
+            self._bar.update(self._task, said=format_metrics(metrics))
         else:
             of = f" of {self._steps}" if self._steps is not None else ""
-            self.console.print(f"step {step}{of}  {told(metrics)}", markup=False)
+            self.console.print(f"step {step}{of}  {format_metrics(metrics)}", markup=False)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -102,7 +102,7 @@ SAID = {
 }  # fmt: skip
 
 
-def told(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     """Numbers on one line."""
     shown = []
     for name, value in metrics.items():

@@ -24,10 +24,10 @@ from ..planning import Batching, cluster_here, training_of
 from ..precision import read_precision
 from ..verify.parity import ranks_of
 from ..verify.program import compile_program
-from .batches import arguments, moved, rows_in
+from .batches import arguments, move_to, samples_in
 from .groups import grouped
-from .joined import joined
 from .meters import Meter, peak_of
+from .model_with_loss import with_loss
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -36,7 +36,7 @@ LONG = 20  # a list of more is data, not a setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
+class CompiledTraining:
     """A model and its optimizer as they run.
 
     rows    of the call that they were compiled for, over all ranks
@@ -55,19 +55,19 @@ def module_of(trainer: Trainer) -> nn.Module:
     if found is None:
         raise InputError("this trainer has compiled its model already; make another one")
     if trainer.loss_function is not None:
-        found = joined(found, trainer.loss_function, trainer.target)
+        found = with_loss(found, trainer.loss_function, trainer.target)
     elif trainer.target is not None:
         raise InputError(f"target={trainer.target!r} is for a loss that is given too, and there is none")
     return found.train()
 
 
-def compile_model(trainer: Trainer) -> Compiled:
+def compile_model(trainer: Trainer) -> CompiledTraining:
     """Compile for the ranks of this run."""
     module, world = module_of(trainer), trainer.world
     optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
     dtype = arithmetic(module, trainer.precision)
     shares = count_replicas(trainer.plan, world) if trainer.inputs == "rows" else 1  # groups with rows of their own
-    batch = moved(trainer.source.example(shares), world.device)
+    batch = move_to(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
         constraints=trainer.constraints, microbatches=trainer.microbatches,
@@ -76,7 +76,7 @@ def compile_model(trainer: Trainer) -> Compiled:
         precision=trainer.precision, unbatched=trainer.unbatched,
     )  # fmt: skip
     model.sync_by_hand()
-    return Compiled(model=model, optimizer=optimizer, rows=rows_in(batch, model) * shares, dtype=dtype)
+    return CompiledTraining(model=model, optimizer=optimizer, rows=samples_in(batch, model) * shares, dtype=dtype)
 
 
 def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
@@ -110,7 +110,7 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 
 
-def meter_of(trainer: Trainer, made: Compiled) -> Meter:
+def meter_of(trainer: Trainer, made: CompiledTraining) -> Meter:
     """A meter that knows the model's arithmetic and the devices' peak, if the catalogue has the device."""
     world = trainer.world
     if made.model.flops is None or not made.rows:

@@ -21,25 +21,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint import CheckpointFolder, load_weights
-from ..checkpoint.meeting import meet
+from ..checkpoint.ranks import checkpoint_ranks
 from ..data import Loader
 from ..errors import InputError, raise_all
 from ..plan import Plan
 from ..precision import read_precision
-from ..runtime.inputs import Mode
+from ..runtime.model.inputs import Mode
 from ..runtime.world import here, start
 from .agreement import Agreement
 from .batches import Reduction
 from .callbacks import Callback, Metrics
 from .faults import StopOnSignal
-from .feed import Source, sizes_of
+from .feed import BatchSource, sizes_of
 from .loggers import ConsoleLogger, CSVLogger, Logger, RunFacts
-from .loop import Loop, Progress
+from .loop import Progress, TrainingLoop
 from .meters import Meter
 from .options import Checkpoints, LoaderOptions, Profile
 from .profile import Profiler
 from .run import RunFolder
-from .saved import NAME, Saved, load_run
 from .scaling import LossScale, scale_for
 from .setup import (
     compile_model,
@@ -49,6 +48,7 @@ from .setup import (
     needs_ranks,
     seed_everything,
 )
+from .trainer_state import NAME, TrainerState, load_run
 
 OptimizerMaker = Callable[[Any], Optimizer]
 SchedulerMaker = Callable[[Optimizer], LRScheduler]
@@ -153,9 +153,9 @@ class Trainer:
         self._check()
         rows, self.accumulate = sizes_of(batch_size, micro_batch_size, accumulate, train_data)
         options = loader or LoaderOptions()
-        self.source = Source(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
+        self.source = BatchSource(data=train_data, rows=rows, options=options, seed=seed, shuffle=options.shuffle,
                              sampler=sampler)  # fmt: skip
-        self.val_source = None if val_data is None else Source(
+        self.val_source = None if val_data is None else BatchSource(
             data=val_data, rows=rows, options=options, seed=seed, shuffle=False
         )  # fmt: skip
         self.run, self.progress = RunFolder(directory), Progress()
@@ -195,7 +195,7 @@ class Trainer:
     def fit(self) -> Progress:
         """Train to the end; how far it came."""
         with self._running(write=True):
-            how = Loop(self).run()
+            how = TrainingLoop(self).run()
             self.wait()
             if self.world.rank == 0:
                 self.run.end(how)
@@ -210,14 +210,14 @@ class Trainer:
         with self._running(write=False):
             self.val_source = self.max_epochs = None
             self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
-            Loop(self).run()
+            TrainingLoop(self).run()
 
     def validate(self) -> Metrics:
         """Look at the validation data once, with the weights of `resume` or `weights` if given."""
         if self.val_source is None:
             raise InputError("there is nothing to validate on: give val_data")
         with self._running(write=False):
-            return Loop(self).validate()
+            return TrainingLoop(self).validate()
 
     def compile(self) -> Plan:
         """Plan the run and write its code and its plan, and no more. One process is enough for any plan."""
@@ -284,7 +284,7 @@ class Trainer:
             self.fire("on_save_checkpoint", added)
             self._folder.save(
                 step, self.model, self.optimizer, schedulers=self.scheduler, data=self.batches,
-                extra={NAME: Saved(self, added)}, background=kept.background,
+                extra={NAME: TrainerState(self, added)}, background=kept.background,
                 metrics=self.last_val if self.progress.val_step == step else None,
             )  # fmt: skip
         self._saved_step = step
@@ -335,7 +335,7 @@ class Trainer:
 
     def _found(self, write: bool) -> Path | None:
         """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
-        self.world, meeting, kept = start(), meet(), self.checkpoints or Checkpoints()
+        self.world, meeting, kept = start(), checkpoint_ranks(), self.checkpoints or Checkpoints()
 
         def find() -> Path | None:
             if not meeting.first:
@@ -356,7 +356,7 @@ class Trainer:
         elif self.weights is not None:
             load_weights(self.weights, self.model)
         self.last_step = self._last_step()
-        meet().together(lambda: self._open(write))
+        checkpoint_ranks().together(lambda: self._open(write))
         kept = self.checkpoints
         if write and kept is not None:
             self._folder = CheckpointFolder(

@@ -12,36 +12,36 @@ from typing import Any
 
 from torch import Tensor
 
-from ..capture import Captured, copy_module
+from ..capture import CapturedGraph, copy_module
 from ..compile import Compiler
 from ..planning import Batching, PlanLike
-from ..runtime.holding import Held, gather, storage_layout
-from ..runtime.model import Holding, ParallelModel
-from ..runtime.parameters import ShardParameter, raw_gradient
-from ..runtime.state import spread_out
+from ..runtime.model.parallel_model import ParallelModel, RankState
+from ..runtime.parameters.sharded import ShardedParameter, raw_gradient
+from ..runtime.parameters.spec import ParameterSpec, gather_tensor, storage_layout
+from ..runtime.parameters.state_dicts import spread_out
 from ..runtime.world import start
-from .run import Entry, Task, Tensors, first_names, trainable
+from .run import Entry, Tensors, VerifyTask, first_names, trainable
 
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class CompileTask:
     """How a task is compiled. `captures` by (training, which program), is filled for all ranks of a process."""
 
-    task: Task
+    task: VerifyTask
     plan: PlanLike
     directory: Path
     batching: Batching = field(default_factory=Batching)
-    captures: dict[tuple[bool, int], Captured] = field(default_factory=dict)
+    captures: dict[tuple[bool, int], CapturedGraph] = field(default_factory=dict)
 
 
 class SharingCompiler(Compiler):
     """A compiler that captures once for all ranks of a process."""
 
-    captures: dict[tuple[bool, int], Captured]
+    captures: dict[tuple[bool, int], CapturedGraph]
 
-    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         key = (model.training, len(self.programs))
         with _ONE_AT_A_TIME:
             if key not in self.captures:
@@ -49,10 +49,10 @@ class SharingCompiler(Compiler):
             return self.captures[key]
 
 
-class Compiled:
+class CompiledSide:
     """The compiled model on this rank."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: CompileTask) -> None:
         task = order.task
         self.task = task
         module = copy_module(task.module)
@@ -72,7 +72,7 @@ class Compiled:
         self.model.prepare(task.args, task.kwargs)
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> RankState:
         return self.model._ready()
 
     def forward(self, entry: Entry) -> Any:
@@ -86,16 +86,16 @@ class Compiled:
         whole = spread_out(own, self.holding.seats)
         return {self.first[one.name]: whole[one.name] for one in every if one.trainable}
 
-    def _gradient(self, held: Held) -> Tensor | None:
+    def _gradient(self, held: ParameterSpec) -> Tensor | None:
         groups = self.holding.groups
-        parameter: ShardParameter = self.holding.parameters[held.name]
+        parameter: ShardedParameter = self.holding.parameters[held.name]
         local = raw_gradient(parameter)
         if local is None and held.level == 2 and parameter.shard is not None:
             local = raw_gradient(parameter.shard)
         if local is None:
             return None
         layout = storage_layout(held, groups.mesh.sizes) if held.level >= 2 else None
-        return gather(local, held, groups, layout)
+        return gather_tensor(local, held, groups, layout)
 
     def parameters(self) -> Tensors:
         whole = self.model.full_state_dict()

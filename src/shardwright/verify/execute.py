@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from .. import runtime
-from ..capture import Captured, Function
+from ..capture import CapturedGraph, ImportedFunction
 from ..capture.interpret import filled, run_op
 from ..errors import ParityError
 from ..ir import Op, Slot
-from ..layout import Layout, piece_of
-from ..lower import Program, Size
-from ..lower.program import base_of
-from ..rules import is_drawn_whole
-from ..rules.kept import OPAQUE
-from ..runtime import Group, Groups, comm
-from ..runtime.experts import experts
-from ..runtime.random import Randomness
+from ..layout import Layout, local_region
+from ..lower import LoweredProgram, Size
+from ..lower.program import graph_value
+from ..rules import is_random
+from ..rules.user_calls import OPAQUE
+from ..runtime import Group, Groups
+from ..runtime.algorithms.experts import experts
+from ..runtime.algorithms.random import Randomness
+from ..runtime.collectives import comm
 
 Use = tuple[str, str, int]
 """An op, the graph's name of a value that it reads, and which of its readings of it (x * x has two)."""
@@ -38,14 +39,14 @@ REDUCTIONS: tuple[Literal["none", "mean", "sum"], ...] = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class ObservedValues:
     """Every value of a run, and every use of one."""
 
     values: dict[str, Tensor]
     uses: dict[Use, Tensor]
 
 
-def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> Watched:
+def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> ObservedValues:
     """Run ops one after the other from the values that there are."""
     values = dict(start)
     uses: dict[Use, Tensor] = {}
@@ -53,7 +54,7 @@ def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> 
         seen: Counter[str] = Counter()
         given = []
         for name in op.inputs:
-            base = base_of(name)
+            base = graph_value(name)
             given.append(_own(values[name]))
             uses[op.name, base, seen[base]] = given[-1]
             seen[base] += 1
@@ -65,7 +66,7 @@ def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> 
         for name, tensor in zip(op.outputs, made, strict=True):
             if tensor is not None:
                 values[name] = _own(tensor)
-    return Watched(values=values, uses=uses)
+    return ObservedValues(values=values, uses=uses)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -77,10 +78,12 @@ def _own(tensor: Tensor) -> Tensor:
     return alias
 
 
-class Executor:
+class ProgramInterpreter:
     """A program on this rank. Parameters and buffers are given whole, and cut here."""
 
-    def __init__(self, program: Program, captured: Captured, random: Randomness, device: torch.device) -> None:
+    def __init__(
+        self, program: LoweredProgram, captured: CapturedGraph, random: Randomness, device: torch.device
+    ) -> None:
         self.program, self.captured, self.random, self.device = program, captured, random, device
         wanted = {
             axes
@@ -91,12 +94,14 @@ class Executor:
         self.groups = Groups(program.mesh, sorted(wanted))
         self.at = {name: self.groups[name].index for name in program.mesh.names}
 
-    def run(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Watched:
+    def run(
+        self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> ObservedValues:
         """Every value that the program makes of these inputs."""
         program, graph = self.program, self.program.graph
         start = {held.value: self.piece(x, held.value) for held, x in zip(graph.inputs, inputs, strict=True)}
         for holding in program.holdings:
-            local = cut(parameters[holding.key].detach(), holding.layout, program, self.at)
+            local = shard_tensor(parameters[holding.key].detach(), holding.layout, program, self.at)
             start[holding.value] = local.requires_grad_(holding.trainable and local.is_floating_point())
         for buffer in graph.buffers:
             constant = self.captured.constants.get(buffer.value)
@@ -106,10 +111,10 @@ class Executor:
         return step_through(program.body, fixed.values, self.call)
 
     def piece(self, whole: Tensor, value: str) -> Tensor:
-        local = cut(whole.detach(), self.program.layouts[value], self.program, self.at)
+        local = shard_tensor(whole.detach(), self.program.layouts[value], self.program, self.at)
         return local.requires_grad_(whole.requires_grad)
 
-    def outputs(self, watched: Watched) -> Any:
+    def outputs(self, watched: ObservedValues) -> Any:
         """What the model returns."""
         return self.captured.unflatten(
             [None if name is None else watched.values[name] for name in self.program.outputs]
@@ -123,12 +128,12 @@ class Executor:
             found = getattr(self, f"_{kind}")(_Arguments(op, given))
             made = found if isinstance(found, tuple) else (found,)
             return made[: len(op.outputs)]
-        key = op.argument("op_key") if op.target == OPAQUE else op.name if is_drawn_whole(op) else None
+        key = op.argument("op_key") if op.target == OPAQUE else op.name if is_random(op) else None
         with self.random.drawing(key) if key is not None else nullcontext():
             return run_op(replace(op, arguments=self._local(op.arguments)), given, self._functions)
 
     @property
-    def _functions(self) -> Mapping[str, Function]:
+    def _functions(self) -> Mapping[str, ImportedFunction]:
         return self.captured.functions
 
     def _local(self, held: Any) -> Any:
@@ -197,11 +202,11 @@ class Executor:
         )()
 
     def _fan_out_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
-        return runtime.fan_out_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])
+        return runtime.replicate_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])
 
     def _gather_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
         group = self.groups[a["axes"]]
-        return runtime.gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["cut"])
+        return runtime.all_gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["cut"])
 
     def _batch_norm(self, a: _Arguments) -> tuple[Tensor | None, ...]:
         return runtime.batch_norm(
@@ -210,8 +215,8 @@ class Executor:
         )  # fmt: skip
 
     def _own(self, a: _Arguments) -> Any:
-        call = runtime.own(a["path"], a["label"], self.groups[a["axes"]], a["size"])
-        return own_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.given)
+        call = runtime.custom_algorithm(a["path"], a["label"], self.groups[a["axes"]], a["size"])
+        return custom_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.given)
 
     def _dropout(self, a: _Arguments) -> Tensor:
         return self.random.dropout(a.given[0], a["p"], a["op_key"], self._splits(a))
@@ -226,7 +231,7 @@ class Executor:
         return [(dim, self.groups[held.axis], held) for dim, held in a["splits"]]
 
 
-def own_call(call: Callable[..., Any], op: Op, given: Sequence[Tensor]) -> Any:
+def custom_call(call: Callable[..., Any], op: Op, given: Sequence[Tensor]) -> Any:
     """Call an own algorithm with the arguments of its op."""
     pairs = [(name, filled(held, given)) for name, held in op.argument("given")]
     return call(*(held for name, held in pairs if not name), **{name: held for name, held in pairs if name})
@@ -248,16 +253,18 @@ class _Arguments:
         return self.given[held.index] if isinstance(held, Slot) else default if held is None else held
 
 
-def cut(whole: Tensor, layout: Layout, program: Program, at: Mapping[str, int]) -> Tensor:
+def shard_tensor(whole: Tensor, layout: Layout, program: LoweredProgram, at: Mapping[str, int]) -> Tensor:
     """The piece of a whole tensor that the rank at some coordinates holds."""
-    piece = piece_of(layout, whole.shape, program.mesh.sizes, at)
+    piece = local_region(layout, whole.shape, program.mesh.sizes, at)
     local = whole.new_empty(piece.local_shape)
     for there, here, sizes in piece.boxes:
         local[_slices(here, sizes)] = whole[_slices(there, sizes)]
     return local
 
 
-def join(pieces: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: Program) -> list[Tensor] | None:
+def unshard_tensor(
+    pieces: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: LoweredProgram
+) -> list[Tensor] | None:
     """The whole from the pieces of all ranks, once for each copy there is; None if a piece has a wrong shape.
 
     Axes that cut are joined, axes with parts are reduced, and every place on the other axes is a copy.
@@ -268,7 +275,7 @@ def join(pieces: Sequence[Tensor], layout: Layout, shape: Sequence[int], program
     first = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[reduction]
     for rank, local in zip(mesh.devices, pieces, strict=True):
         at = mesh.coordinates(rank)
-        piece = piece_of(layout, shape, mesh.sizes, at)
+        piece = local_region(layout, shape, mesh.sizes, at)
         if piece.local_shape != tuple(local.shape):
             return None
         wide = local.detach().to(torch.complex128 if local.is_complex() else torch.float64)

@@ -29,20 +29,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..capture import AUTO, Captured, capture, cast, casting, copy_module, find_opaque, register_containers
-from ..compile import skeleton_of
+from ..capture import AUTO, CapturedGraph, capture, cast, casting, copy_module, find_opaque, register_containers
+from ..compile import copy_to_meta
 from ..errors import InputError, LoweringError, PlanError, raise_all
 from ..ir import Graph
-from ..plan import Plan, read_request
+from ..plan import Plan, parse_plan_string
 from ..planning import Batching, PlanLike
 from ..precision import NARROW, Precision, PrecisionLike, name_of, read_precision
 from ..runtime.world import here, start
 from ..wrapping import unwrapped
 from . import ranks, rebind
-from .compiled import Compiled, Order
+from .compiled import CompiledSide, CompileTask
 from .measure import TOLERANCE, Report, Row, compare, largest, worst_of
 from .original import Original, check_original
-from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, Run, Task, follow, loss_of
+from .run import OPTIMIZERS, Entry, Loss, MakeOptimizer, TrainingRun, VerifyTask, follow, loss_of
 
 Where = Literal["world", "threads", "processes"]
 
@@ -108,22 +108,22 @@ def verify(
     count = here().size if method == "world" else size or _some_ranks(plan or "auto")
     if method == "world":
         _share(task.module)
-    return hold(refer(task), wish, said=_said(plan or "auto"), count=count, limit=limit, directory=directory,
+    return compare_plan(make_reference(task), wish, said=_said(plan or "auto"), count=count, limit=limit, directory=directory,
                 method=method, timeout=timeout, batching=batching)  # fmt: skip
 
 
 def _each_kind(
-    task: Task, *, limit: float, directory: str | Path | None, method: Where, timeout: float, batching: Batching
+    task: VerifyTask, *, limit: float, directory: str | Path | None, method: Where, timeout: float, batching: Batching
 ) -> Report:
     """One report of a plan of each kind. What the model can't do is a note, as long as it can do something."""
-    reference = refer(task)
+    reference = make_reference(task)
     rows: list[Row] = []
     notes: list[str] = [reference.said] if reference.said else []
     tried: list[str] = []
     for plan in KINDS:
         cut = batching if plan.startswith("pp") else Batching()  # only a pipeline cuts the batch
         try:
-            report = hold(replace(reference, checks=()), plan, said=plan, count=ranks_of(plan), limit=limit,
+            report = compare_plan(replace(reference, checks=()), plan, said=plan, count=ranks_of(plan), limit=limit,
                           directory=directory, method=method, timeout=timeout, batching=cut)  # fmt: skip
         except (PlanError, LoweringError) as error:
             if isinstance(error, LoweringError) and cut is not batching:
@@ -144,12 +144,12 @@ class Reference:
     """The original, captured and run: what any number of plans can be held against."""
 
     side: Original
-    run: Run
+    run: TrainingRun
     checks: tuple[Row, ...]
     said: str
 
 
-def refer(task: Task) -> Reference:
+def make_reference(task: VerifyTask) -> Reference:
     """Run the original of a task."""
     side = Original(task)
     run = follow(side, task)
@@ -157,7 +157,7 @@ def refer(task: Task) -> Reference:
     return Reference(side=side, run=run, checks=tuple(checks), said=said)
 
 
-def hold(
+def compare_plan(
     reference: Reference, plan: PlanLike, *, said: str, count: int, limit: float, method: Where,
     directory: str | Path | None = None, timeout: float = 600.0, batching: Batching | None = None,
 ) -> Report:  # fmt: skip
@@ -167,7 +167,7 @@ def hold(
         folder = Path(directory) if directory else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         captures = _captures(reference.side) if method == "threads" else {}
         asked = batching or Batching()
-        order = Order(task=task, plan=plan, directory=folder, captures=captures, batching=asked)
+        order = CompileTask(task=task, plan=plan, directory=folder, captures=captures, batching=asked)
         if method == "world":
             rows = _agree(_on_rank(here().rank, order, reference.run, limit))
         else:
@@ -183,7 +183,7 @@ def make_task(
     model: nn.Module, example: Any, dtype: torch.dtype, device: torch.device,
     optimizer: MakeOptimizer | str = "sgd", loss: Loss | None = None, steps: int = 3,
     entries: tuple[Entry, ...] = ("train",), seed: int = 0, precision: Precision | None = None,
-) -> Task:  # fmt: skip
+) -> VerifyTask:  # fmt: skip
     """A copy of the model and its arguments in the dtype of the comparison."""
     if not entries or not set(entries) <= {"train", "eval"}:
         raise InputError(f'entries={entries!r}: use ("train",), ("eval",) or ("train", "eval")')
@@ -203,14 +203,14 @@ def make_task(
     called = arguments_of(example)
     register_containers(called)  # or tree_map would take an object with tensors for a leaf
     args, kwargs = pytree.tree_map(moved, called)
-    return Task(
+    return VerifyTask(
         module=copy_module(model).to(device=device, dtype=dtype), args=args, kwargs=kwargs,
         optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer, loss=loss or loss_of,
         steps=steps, entries=entries, seed=seed, precision=precision or Precision(),
     )  # fmt: skip
 
 
-def _limit(task: Task) -> float:
+def _limit(task: VerifyTask) -> float:
     """How far apart things may be: twice the step of the narrowest dtype that a precision has."""
     said = task.precision
     names = {said.compute, said.parameters, said.sync, said.buffers, said.inputs, *dict(said.overrides).values()}
@@ -218,14 +218,14 @@ def _limit(task: Task) -> float:
     return 2 * max(narrow) if narrow else TOLERANCE.get(task.dtype, 1e-2)
 
 
-def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: Task) -> PlanLike:
+def plan_for(model: nn.Module, example: Any, plan: PlanLike, task: VerifyTask) -> PlanLike:
     """The plan, for the copy in the dtype of the comparison."""
     is_file = isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json"))
     if not isinstance(plan, Plan) and not is_file:
         return plan
     args, kwargs = arguments_of(example)
     entry = "train" if "train" in task.entries else "eval"
-    skeleton = cast(skeleton_of(model), task.precision)
+    skeleton = cast(copy_to_meta(model), task.precision)
     find_opaque(skeleton, "auto" if AUTO in vars(task.module) else "marked")
     if skeleton.training != (entry == "train"):
         skeleton.train(entry == "train")
@@ -260,18 +260,18 @@ def ranks_of(plan: PlanLike) -> int:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{plan} is not a plan file: it has no mesh ({error})") from error
     if isinstance(plan, str):
-        return 1 if plan == "auto" else read_request(plan).size
+        return 1 if plan == "auto" else parse_plan_string(plan).size
     raise InputError("a policy function does not say for how many ranks it is; pass size=2")
 
 
-def _captures(side: Original) -> dict[tuple[bool, int], Captured]:
+def _captures(side: Original) -> dict[tuple[bool, int], CapturedGraph]:
     """The graphs that the reference has captured already, for ranks in this process."""
     return {(entry == "train", number): side.captured(entry) for number, entry in enumerate(side.task.entries)}
 
 
-def _on_rank(rank: int, order: Order, original: Run, tolerance: float) -> list[Row]:
+def _on_rank(rank: int, order: CompileTask, original: TrainingRun, tolerance: float) -> list[Row]:
     """The compiled run of this rank, compared with the original."""
-    mine = follow(Compiled(order), order.task)
+    mine = follow(CompiledSide(order), order.task)
     scale = 0.0
     runs: list[list[Row]] = []
     for taken, step in zip(mine.steps, original.steps, strict=True):

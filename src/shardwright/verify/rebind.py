@@ -14,7 +14,7 @@ from ..ir import Graph, Op
 from ..plan import Plan
 from ..plan.file import load
 from ..plan.pipeline import parts_like
-from ..plan.segments import Line
+from ..plan.stages import OpSequence
 from ..rules import analyse
 
 CAST = "aten._to_copy.default"
@@ -38,7 +38,7 @@ def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
         parts: tuple[tuple[str, ...], ...] = (tuple(choices),)
     else:
         homes = {name: number for number, segment in enumerate(held) for name in segment.choices}
-        parts = parts_like(Line(analyse(new)), {name: homes[before] for name, before in names.items()}, len(held))
+        parts = parts_like(OpSequence(analyse(new)), {name: homes[before] for name, before in names.items()}, len(held))
     segments = tuple(
         replace(segment, choices={name: choices.get(name, {}) for name in part})
         for segment, part in zip(held, parts, strict=True)

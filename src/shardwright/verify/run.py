@@ -25,7 +25,7 @@ Loss = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class VerifyTask:
     """A call of a model in the dtype of the comparison, and what to do with it."""
 
     module: nn.Module
@@ -51,7 +51,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class TrainingStep:
     """One training step: what the model returned, and the gradients it left."""
 
     outputs: Tensors
@@ -59,16 +59,16 @@ class Taken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TrainingRun:
     """Everything about a run that is compared."""
 
-    steps: tuple[Taken, ...] = ()
+    steps: tuple[TrainingStep, ...] = ()
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     evaluated: Tensors = field(default_factory=dict)
 
 
-class Side(Protocol):
+class ComparedModel(Protocol):
     """The original or the compiled model, ready to train."""
 
     optimizer: torch.optim.Optimizer
@@ -82,9 +82,9 @@ class Side(Protocol):
     def buffers(self) -> Tensors: ...
 
 
-def follow(side: Side, task: Task) -> Run:
+def follow(side: ComparedModel, task: VerifyTask) -> TrainingRun:
     """Train for the task's steps, then evaluate if it asks for that."""
-    taken: list[Taken] = []
+    taken: list[TrainingStep] = []
     for _ in range(task.steps if "train" in task.entries else 0):
         side.optimizer.zero_grad()
         output = side.forward("train")
@@ -92,13 +92,13 @@ def follow(side: Side, task: Task) -> Run:
         loss = task.loss(output)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        taken.append(Taken(outputs=outputs, gradients=side.gradients()))
+        taken.append(TrainingStep(outputs=outputs, gradients=side.gradients()))
         side.optimizer.step()
     evaluated: Tensors = {}
     if "eval" in task.entries:
         with torch.no_grad():
             evaluated = named_outputs(side.forward("eval"))
-    return Run(steps=tuple(taken), parameters=side.parameters(), buffers=side.buffers(), evaluated=evaluated)
+    return TrainingRun(steps=tuple(taken), parameters=side.parameters(), buffers=side.buffers(), evaluated=evaluated)
 
 
 def named_outputs(output: Any) -> Tensors:

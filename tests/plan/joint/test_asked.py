@@ -3,11 +3,11 @@
 import pytest
 
 from shardwright.cluster import find
-from shardwright.cost import Training
+from shardwright.cost import TrainingSetup
 from shardwright.errors import PlanError
-from shardwright.plan.auto import Wishes
+from shardwright.plan.auto import SearchOptions
 from shardwright.plan.constraints import read_constraints
-from shardwright.plan.joint import find as find_joint
+from shardwright.plan.joint import find_plan as find_joint
 
 from .models import chain, language
 
@@ -16,7 +16,9 @@ CLASSES = {"": "Chain", "layers": "ModuleList", **{f"layers.{n}": "Sequential" f
 
 def found(*entries, facts=None, size=4, **wishes):
     asked = read_constraints(list(entries), CLASSES)
-    return find_joint(facts or chain(), find(f"{size}xA100-80GB"), Training(), Wishes(constraints=asked, **wishes))
+    return find_joint(
+        facts or chain(), find(f"{size}xA100-80GB"), TrainingSetup(), SearchOptions(constraints=asked, **wishes)
+    )
 
 
 def firsts(plan):

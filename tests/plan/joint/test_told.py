@@ -6,10 +6,10 @@ import pytest
 
 import shardwright as sw
 from shardwright.cluster import find
-from shardwright.plan.auto import Wishes
+from shardwright.plan.auto import SearchOptions
 from shardwright.plan.constraints import read_constraints
 from shardwright.plan.file import load
-from shardwright.plan.joint import find as find_joint
+from shardwright.plan.joint import find_plan as find_joint
 from shardwright.plan.joint import predicted
 
 from .models import language
@@ -20,7 +20,7 @@ from .test_planner import MIXED
 def plan():
     facts, cluster = language(layers=4), find("4xA100-80GB")
     asked = read_constraints([{"stages": 4}, {"microbatches": 8}, {"schedule": "1f1b"}])
-    found = find_joint(facts, cluster, MIXED, Wishes(constraints=asked))
+    found = find_joint(facts, cluster, MIXED, SearchOptions(constraints=asked))
     return replace(found.plan, predicted={"train": predicted(found, cluster, MIXED, facts.graph)})
 
 

@@ -13,7 +13,7 @@ from shardwright.plan.search import Problem
 from shardwright.plan.search import pareto as module
 from shardwright.plan.search.dual import Dual
 from shardwright.plan.search.elimination import eliminate
-from shardwright.plan.search.pareto import Fronts, Stopped, TooMany, nondominated, spread
+from shardwright.plan.search.pareto import ParetoSearch, Stopped, TooMany, nondominated, spread
 from tests.plan.search.drawn import PHASES, best_time, everything, layered, repeat
 
 
@@ -45,11 +45,11 @@ def test_thinning_keeps_the_ends_of_every_group():
     assert kept.astype(int).tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]
 
 
-def fronts_of(problem) -> tuple[Dual, Fronts]:
+def fronts_of(problem) -> tuple[Dual, ParetoSearch]:
     dual = Dual(problem, eliminate(problem), limited=math.isfinite(problem.limit))
     for _ in dual.steps():
         pass
-    return dual, Fronts(dual)
+    return dual, ParetoSearch(dual)
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardwright.errors import PlanError
-from shardwright.plan.search import Factor, Problem, elimination, relax, solve
+from shardwright.plan.search import CostFactor, Problem, elimination, relax, solve
 from tests.plan.search.drawn import (
     MEMORY,
     PHASES,
@@ -140,7 +140,7 @@ def test_a_limit_that_only_the_leanest_meets_is_met():
 
 def test_everything_is_forbidden():
     table = np.full((2, 3), [np.inf, 0.0, 0.0])
-    problem = Problem((2,), (Factor((0,), table),), (0,), PHASES[0], MEMORY)
+    problem = Problem((2,), (CostFactor((0,), table),), (0,), PHASES[0], MEMORY)
 
     found = solve(problem)
 
@@ -150,7 +150,7 @@ def test_everything_is_forbidden():
 def test_layers_mix_two_ways_to_be_run():
     """40 layers, each fast and large or slow and lean, joined by nothing: as many as fit are fast."""
     table = np.array([[1.0, 0.0, 10.0], [3.0, 0.0, 2.0]])
-    factors = tuple(Factor((v,), table) for v in range(40))
+    factors = tuple(CostFactor((v,), table) for v in range(40))
     problem = Problem((2,) * 40, factors, tuple(range(40)), PHASES[0], MEMORY, 8.0 * 17 + 2 * 40 + 5)
 
     found = solve(problem, aim=0.0)
@@ -163,7 +163,7 @@ def test_a_chain_changes_over_where_mixing_needs_it():
     """60 layers in two ways that are dear to change between: what fits is a run of one and then a run of the other."""
     change = np.array([[[0.0] * 3, [2.0, 0.0, 0.0]], [[2.0, 0.0, 0.0], [0.0] * 3]])
     way = np.array([[1.0, 0.0, 10.0], [3.0, 0.0, 2.0]])
-    factors = [Factor((v,), way) for v in range(60)] + [Factor((v, v + 1), change) for v in range(59)]
+    factors = [CostFactor((v,), way) for v in range(60)] + [CostFactor((v, v + 1), change) for v in range(59)]
     problem = Problem((2,) * 60, tuple(factors), tuple(range(60)), PHASES[0], MEMORY, 8.0 * 25 + 2 * 60)
 
     found = solve(problem, aim=0.0)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwright.layout import Axis, Mesh, make_layout, plain_cut, whole
-from shardwright.runtime.pipeline import Crossing, Leaving, Pipeline, Placed
-from shardwright.runtime.pipeline.executor import Executor, Run
+from shardwright.layout import Axis, Mesh, contiguous_shard, make_layout, replicated
+from shardwright.runtime.algorithms.random import Randomness
+from shardwright.runtime.model.program import Program
+from shardwright.runtime.pipeline import PipelineOutput, PipelineSpec, PlacedStage, StageCrossing
+from shardwright.runtime.pipeline.executor import PipelineExecutor, ScheduleRun
 from shardwright.runtime.pipeline.script import WHOLE_STEP, write
-from shardwright.runtime.random import Randomness
-from shardwright.runtime.stage import Stage
 from shardwright.runtime.world import Moment
-from shardwright.schedule import Edge, Schedule, Step
+from shardwright.schedule import Schedule, StageEdge, Step
 
 ROWS, WIDTH = 3, 2  # of a microbatch
 
@@ -35,7 +35,7 @@ class Case:
     @property
     def edges(self):
         return [
-            Edge(source, target, 0.0, 0.0 if self.smooth[source] else None)
+            StageEdge(source, target, 0.0, 0.0 if self.smooth[source] else None)
             for target, found in enumerate(self.sources)
             for source in found
         ]
@@ -109,12 +109,12 @@ def mutated(case: Case, seed: int) -> Case:
     return replace(case, schedule=replace(case.schedule, devices=tuple(map(tuple, rows))))
 
 
-class Tiny(Stage):
+class Tiny(Program):
     def __init__(self, number, sources, sink, cut, place, ranks, weight, moment):
         super().__init__(None, (), torch.device("cpu"), Randomness(), moment)
         self.number, self.sources, self.sink, self.weight = number, sources, sink, weight
         axis = Axis(name="d", size=ranks)
-        self.rows = plain_cut(axis, ROWS).spans(ranks, place) if cut else [(0, ROWS)]
+        self.rows = contiguous_shard(axis, ROWS).spans(ranks, place) if cut else [(0, ROWS)]
 
     def local(self, x):
         start, length = self.rows[0] if self.rows else (0, 0)
@@ -139,11 +139,11 @@ def batch(case):
 
 def layout_of(case, segment, mesh):
     if not case.cut[segment] or mesh.size == 1:
-        return whole(2)
-    return make_layout([[plain_cut(mesh.axes[0], ROWS)], []])
+        return replicated(2)
+    return make_layout([[contiguous_shard(mesh.axes[0], ROWS)], []])
 
 
-def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor]]:
+def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Tensor]]:
     moment = Moment(case.schedule.microbatches)
     meshes = [Mesh(axes=(Axis(name="d", size=len(held)),), devices=held) for held in case.schedule.holders]
     placed, leaves = [], {}
@@ -155,7 +155,7 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
             place = mesh.devices.index(rank)
             stage = Tiny(number, found, sink, case.cut[number], place, mesh.size, leaves[number], moment)
         placed.append(
-            Placed(
+            PlacedStage(
                 number=number,
                 mesh=mesh,
                 takes=(0, *(f"v{source}" for source in found)),
@@ -164,7 +164,7 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
             )
         )
     crossings = tuple(
-        Crossing(
+        StageCrossing(
             value=f"v{source}",
             giver=source,
             taker=target,
@@ -178,10 +178,10 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
         for source in found
     )
     leaving = tuple(
-        Leaving(value=f"sum{sink}", segment=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
+        PipelineOutput(value=f"sum{sink}", segment=sink, how="sum", shape=(), dtype=torch.float64, gradient=True)
         for sink in case.sinks
     )
-    pipeline = Pipeline(
+    pipeline = PipelineSpec(
         placed=tuple(placed),
         crossings=crossings,
         leaving=leaving,
@@ -195,8 +195,8 @@ def pipeline_of(case: Case, rank: int) -> tuple[Pipeline, dict[int, torch.Tensor
 def run_rank(case: Case, rank: int, transport, apart=False) -> tuple[dict, dict]:
     """The sums and the weights' gradients that a rank has, by segment; `apart`: all forwards, then all backwards."""
     pipeline, leaves = pipeline_of(case, rank)
-    executor = Executor(pipeline, rank, transport, torch.device("cpu"))
-    run = Run((batch(case),), frozenset(range(len(case.sinks))))
+    executor = PipelineExecutor(pipeline, rank, transport, torch.device("cpu"))
+    run = ScheduleRun((batch(case),), frozenset(range(len(case.sinks))))
     run.seed = lambda out, microbatch: torch.ones((), dtype=torch.float64)
     for kinds in ("PF", "BW") if apart else (WHOLE_STEP,):
         executor.run(write(pipeline, case.schedule, rank, kinds), run)

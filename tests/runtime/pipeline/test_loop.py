@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.errors import InputError, RankError
-from shardwright.schedule import forward_only, kind_named, spread, with_prologue
+from shardwright.schedule import forward_only, schedule_kind, spread, with_prologue
 from tests.runtime.ranks import run_processes
 
 from . import chain
@@ -27,7 +27,7 @@ PARTS = {1: (4,), 2: (2, 2), 3: (1, 2, 1), 4: (1, 1, 1, 1)}
 
 def schedules(kind, seats, microbatches):
     """The training schedule, the one for inference, and how many parts each segment has."""
-    made = spread(kind_named(kind).make(len(seats), microbatches), seats)
+    made = spread(schedule_kind(kind).make(len(seats), microbatches), seats)
     last = [made.segments - 1]
     forward = forward_only(made.holders, microbatches)
     return with_prologue(made, last), with_prologue(forward, last), PARTS[made.segments]

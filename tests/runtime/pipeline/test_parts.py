@@ -8,34 +8,34 @@ import pytest
 import torch
 
 from shardwright.errors import LayoutError
-from shardwright.layout import FANNED, WHOLE, Block, Cut, Mesh, Partial, make_layout, whole
-from shardwright.runtime.pipeline import Leaving, Pipeline, Placed
-from shardwright.runtime.pipeline.parts import Crossing
+from shardwright.layout import INVARIANT, REPLICATE, Block, Mesh, Partial, Shard, make_layout, replicated
+from shardwright.runtime.pipeline import PipelineOutput, PipelineSpec, PlacedStage
+from shardwright.runtime.pipeline.spec import StageCrossing
 from shardwright.runtime.world import Moment
-from shardwright.schedule.kinds import forward_only, one_f_one_b
+from shardwright.schedule.known import forward_only, one_f_one_b
 
 KIND = {"dtype": torch.float64, "gradient": True}
 
 
-def crossing(**changes) -> Crossing:
-    return Crossing(**{"value": "h", "giver": 0, "taker": 1, "shape": (4,), "given": whole(1), "taken": whole(1),
+def crossing(**changes) -> StageCrossing:
+    return StageCrossing(**{"value": "h", "giver": 0, "taker": 1, "shape": (4,), "given": replicated(1), "taken": replicated(1),
                        **KIND, **changes})  # fmt: skip
 
 
-def pipeline(**changes) -> Pipeline:
+def pipeline(**changes) -> PipelineSpec:
     meshes = [Mesh(axes=(), devices=(number,)) for number in range(2)]
     usual = {
         "placed": (
-            Placed(number=0, mesh=meshes[0], takes=(0,), gives=("h",)),
-            Placed(number=1, mesh=meshes[1], takes=("h",), gives=("y",)),
+            PlacedStage(number=0, mesh=meshes[0], takes=(0,), gives=("h",)),
+            PlacedStage(number=1, mesh=meshes[1], takes=("h",), gives=("y",)),
         ),
         "crossings": (crossing(),),
-        "leaving": (Leaving(value="y", segment=1, how="sum", shape=(), **KIND),),
+        "leaving": (PipelineOutput(value="y", segment=1, how="sum", shape=(), **KIND),),
         "schedule": one_f_one_b(2, 4),
         "forward": forward_only(2, 4),
         "moment": Moment(4),
     }
-    return Pipeline(**{**usual, **changes})
+    return PipelineSpec(**{**usual, **changes})
 
 
 def test_parts_that_fit_are_a_pipeline():
@@ -46,10 +46,10 @@ def test_parts_that_fit_are_a_pipeline():
     ("changes", "fault"),
     [
         ({"taker": 0}, "from segment 0 to itself"),
-        ({"given": whole(2)}, "given with 2 dims"),
-        ({"taken": whole(0)}, "taken with 0 dims"),
+        ({"given": replicated(2)}, "given with 2 dims"),
+        ({"taken": replicated(0)}, "taken with 0 dims"),
         ({"given": make_layout(((),), {"tp": Partial("sum")})}, "given as .*sums must be settled"),
-        ({"taken": make_layout(((),), {"tp": FANNED})}, "taken as .*sums must be settled"),
+        ({"taken": make_layout(((),), {"tp": REPLICATE})}, "taken as .*sums must be settled"),
         ({"dtype": torch.int64}, "torch.int64 has no gradient"),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_value_that_can_not_cross_is_refused(changes, fault):
 
 
 def test_what_is_cut_or_whole_crosses():
-    cut = make_layout(((Cut(axis="tp", blocks=(Block(1, 4, 1),)),),), {"dp": WHOLE})
+    cut = make_layout(((Shard(axis="tp", blocks=(Block(1, 4, 1),)),),), {"dp": INVARIANT})
     assert crossing(given=cut).given == cut
     assert crossing(dtype=torch.complex64).gradient
     assert not crossing(dtype=torch.int64, gradient=False).gradient
@@ -88,7 +88,7 @@ def test_all_faults_are_named_at_once():
 @pytest.mark.parametrize(("dim", "fine"), [(-2, True), (1, True), (2, False), (-3, False)])
 def test_an_output_is_joined_along_one_of_its_dims(dim, fine):
     if fine:
-        assert Leaving(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND).dim == dim
+        assert PipelineOutput(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND).dim == dim
     else:
         with pytest.raises(LayoutError, match="to join"):
-            Leaving(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND)
+            PipelineOutput(value="y", segment=0, how="cat", shape=(4, 2), dim=dim, **KIND)

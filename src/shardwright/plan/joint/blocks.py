@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...cost import Training, flops
+from ...cost import TrainingSetup, flops
 from ...errors import PlanError
 from ...ir import Op
+from ..problem_structure import FactorEntry, OpTable, ProblemStructure, StorageTable, Table
 from ..recompute import layers_of
-from ..segments import Line
-from ..skeleton import Entry, HomeTable, OpTable, Skeleton, Table
+from ..stages import OpSequence
 
 MOST = 256
 FEW = 48
@@ -34,7 +34,12 @@ class Blocks:
     """
 
     def __init__(
-        self, line: Line, training: Training, *, pivots: Sequence[Op] = (), uncut: Iterable[Sequence[Op]] = ()
+        self,
+        line: OpSequence,
+        training: TrainingSetup,
+        *,
+        pivots: Sequence[Op] = (),
+        uncut: Iterable[Sequence[Op]] = (),
     ) -> None:
         """`pivots`: ops before which there is a bound. `uncut`: ops between which there is none."""
         self.line, self.training = line, training
@@ -116,7 +121,7 @@ class Blocks:
         return np.maximum(np.cumsum(rows)[at], 0.0), np.maximum(np.cumsum(rest)[at], 0.0)
 
 
-class Where:
+class BlockOfEntries:
     """In which block each entry of a skeleton is. Entries are sorted by blocks.
 
     tables    the number of each entry's table
@@ -125,14 +130,14 @@ class Where:
     shared    parameters that several blocks use: the entry, and the blocks
     """
 
-    def __init__(self, skeleton: Skeleton, blocks: Blocks) -> None:
+    def __init__(self, skeleton: ProblemStructure, blocks: Blocks) -> None:
         self.skeleton, self.blocks = skeleton, blocks
         kinds = list(skeleton.tables)
         values = {parameter.key: parameter.value for parameter in skeleton.graph.parameters}
         places: list[int] = []
         shared: list[tuple[int, tuple[int, ...]]] = []
         for number, entry in enumerate(skeleton.entries):
-            if isinstance(kinds[entry.table], HomeTable):
+            if isinstance(kinds[entry.table], StorageTable):
                 used = self._users(values[entry.name])
                 places.append(used[0])
                 if len(used) > 1:
@@ -184,7 +189,7 @@ class Where:
         graph, block_of = self.skeleton.graph, self.blocks.block_of
         return sorted({block_of[user.name] for user, _ in graph.users[value] if user.name in self.skeleton.ops})
 
-    def _block(self, table: Table, entry: Entry) -> int:
+    def _block(self, table: Table, entry: FactorEntry) -> int:
         """What is made for a reader is in the reader's block, what is made for several in the maker's."""
         block_of, graph = self.blocks.block_of, self.skeleton.graph
         if isinstance(table, OpTable):

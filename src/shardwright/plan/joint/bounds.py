@@ -31,7 +31,7 @@ HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class LeastCosts:
     """What all blocks take on one seat: for some prices of memory, the first 0, the least of seconds + price * bytes.
 
     bytes    that they need in any case
@@ -42,7 +42,7 @@ class Priced:
     bytes: float = 0.0
 
 
-class Load(NamedTuple):
+class RankLoad(NamedTuple):
     """What all blocks take on one of `seats` that are alike.
 
     whole     for each price the least of seconds + price * bytes
@@ -60,15 +60,15 @@ class Load(NamedTuple):
         return min(self.most, float(((seconds + self.relief) / self.whole).min()))
 
 
-def load_of(seats: int, priced: Priced, room: float) -> Load:
+def load_of(seats: int, priced: LeastCosts, room: float) -> RankLoad:
     """A load from what is least at some prices; `room`: bytes of a seat."""
     most = math.inf if priced.bytes <= 0 else room / priced.bytes
     if math.isinf(room):  # then only a price of nothing, which is the first, says something
-        return Load(seats, priced.least[:1], np.zeros(1), most)
-    return Load(seats, priced.least, priced.prices * room, most)
+        return RankLoad(seats, priced.least[:1], np.zeros(1), most)
+    return RankLoad(seats, priced.least, priced.prices * room, most)
 
 
-def together(loads: Sequence[Load]) -> float:
+def least_seconds(loads: Sequence[RankLoad]) -> float:
     """Seconds in which seats do all that there is between them, at least; infinity if it does not fit."""
     if sum(load.seats * load.most for load in loads) < 1.0:
         return math.inf
@@ -99,10 +99,10 @@ def bound_of(alone: Sequence[float], microbatches: int, schedule: str, after: Se
     if math.inf in alone:
         return math.inf
     whole = [microbatches * each + more for each, more in zip(alone, after or [0.0] * len(alone), strict=True)]
-    return _shared(whole) + waiting(alone, fill_of(schedule))
+    return _shared(whole) + idle_seconds(alone, fill_of(schedule))
 
 
-def waiting(alone: Sequence[float], fill: float) -> float:
+def idle_seconds(alone: Sequence[float], fill: float) -> float:
     """Seconds that a seat has nothing to do, at least, from those that a microbatch takes on each seat alone."""
     return fill * (min(alone) - _shared(alone))
 

@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...schedule import kind_named
+from ...schedule import schedule_kind
 from .blocks import Blocks
 from .bounds import SCHEDULES, bound_of
-from .fronts import Alike, Fronts
-from .seats import Seat, rows_of_seats, seated
-from .setup import Setup
+from .fronts import Alike, StageFronts
+from .ranks import RankDevices, place_ranks, rank_assignments
+from .setup import PipelineSetup
 
 MOST_COUNTS = 8
 """Numbers of microbatches that are looked at on some seats."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Candidate:
+class PipelineCandidate:
     """A pipeline without its cuts. Nothing of its kind takes less than `bound` seconds, which is rough until `sure`.
 
     alike     the numbers of the seats of each kind
@@ -26,7 +26,7 @@ class Candidate:
     """
 
     bound: float
-    seats: tuple[Seat, ...]
+    seats: tuple[RankDevices, ...]
     alike: Alike
     microbatches: int
     schedule: str
@@ -35,7 +35,7 @@ class Candidate:
 
 
 def for_each(
-    seats: Sequence[Seat], alike: Alike, measure: Callable[[Seat, int], float], microbatches: int
+    seats: Sequence[RankDevices], alike: Alike, measure: Callable[[RankDevices, int], float], microbatches: int
 ) -> list[float]:
     """A number for each seat, asked once for those of a kind."""
     found = [0.0] * len(seats)
@@ -46,50 +46,50 @@ def for_each(
     return found
 
 
-class Candidates:
+class PipelineCandidates:
     """All candidates of a setup. `cut` says whether the batch may be cut at all."""
 
-    def __init__(self, setup: Setup, blocks: Blocks, fronts: Fronts, *, cut: bool) -> None:
+    def __init__(self, setup: PipelineSetup, blocks: Blocks, fronts: StageFronts, *, cut: bool) -> None:
         self.setup, self.blocks, self.fronts, self.cut = setup, blocks, fronts, cut
         self.batch = setup.facts.graph.batch or 1
 
-    def __iter__(self) -> Iterator[Candidate]:
+    def __iter__(self) -> Iterator[PipelineCandidate]:
         asked = self.setup.asked
-        for runs in rows_of_seats(self.setup.cluster, self.setup.size):
+        for runs in rank_assignments(self.setup.cluster, self.setup.size):
             stages = sum(count for count, _, _ in runs)
             if stages > self.blocks.count or asked.stages not in (None, stages):
                 continue
-            for seats in seated(runs, self.setup.cluster, self.setup.names):
+            for seats in place_ranks(runs, self.setup.cluster, self.setup.names):
                 if all(self._has_axes(seat) for seat in dict.fromkeys(seats)):
                     yield from self._on(seats)
             if self.setup.stop():
                 return
 
-    def _on(self, seats: tuple[Seat, ...]) -> Iterator[Candidate]:
+    def _on(self, seats: tuple[RankDevices, ...]) -> Iterator[PipelineCandidate]:
         alike = self.fronts.alike(seats)
         for microbatches in self.counts(seats):
             alone = for_each(seats, alike, self.fronts.rough, microbatches)
             after = for_each(seats, alike, self.fronts.after, microbatches)
             for schedule in self._schedules(len(seats), microbatches):
                 bound = bound_of(alone, microbatches, schedule, after)
-                yield Candidate(bound, seats, alike, microbatches, schedule)
+                yield PipelineCandidate(bound, seats, alike, microbatches, schedule)
 
-    def by_now(self, candidate: Candidate) -> Candidate:
+    def by_now(self, candidate: PipelineCandidate) -> PipelineCandidate:
         """The same with what is known by now of larger microbatches."""
         return self._bounded(candidate, self.fronts.rough)
 
-    def sure(self, candidate: Candidate) -> Candidate:
+    def sure(self, candidate: PipelineCandidate) -> PipelineCandidate:
         """The same with a bound of its own size of microbatches."""
         return replace(self._bounded(candidate, self.fronts.quick), sure=True)
 
-    def _bounded(self, candidate: Candidate, measure: Callable[[Seat, int], float]) -> Candidate:
+    def _bounded(self, candidate: PipelineCandidate, measure: Callable[[RankDevices, int], float]) -> PipelineCandidate:
         seats, alike, microbatches = candidate.seats, candidate.alike, candidate.microbatches
         alone = for_each(seats, alike, measure, microbatches)
         after = for_each(seats, alike, self.fronts.after, microbatches)
         bound = bound_of(alone, microbatches, candidate.schedule, after)
         return replace(candidate, bound=max(bound, candidate.bound))
 
-    def _has_axes(self, seat: Seat) -> bool:
+    def _has_axes(self, seat: RankDevices) -> bool:
         """Whether a seat has the axes that people name, in their sizes."""
         sizes = dict(zip(seat.names, (seat.data, seat.inner), strict=True))
         return all(
@@ -103,11 +103,11 @@ class Candidates:
             yield asked or "1f1b"
             return
         for name in (asked,) if asked is not None else SCHEDULES:
-            segments = kind_named(name).segments
+            segments = schedule_kind(name).segments
             if stages * segments <= self.blocks.count and (segments == 1 or microbatches >= stages):
                 yield name
 
-    def counts(self, seats: Sequence[Seat]) -> list[int]:
+    def counts(self, seats: Sequence[RankDevices]) -> list[int]:
         """Numbers of microbatches: the batch divides by them on all seats."""
         asked = self.setup.asked.microbatches
         if any(self.batch % seat.data for seat in seats):

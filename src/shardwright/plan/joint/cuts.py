@@ -24,7 +24,7 @@ MOST_CAPS = 24
 """Caps on the slowest stage that are looked at; where there are more, they are picked evenly."""
 
 
-class Cutting(NamedTuple):
+class StageCuts(NamedTuple):
     """Bounds of the stages, the first 0 and the last the end of the line, and what they come to."""
 
     bounds: tuple[int, ...]
@@ -33,7 +33,9 @@ class Cutting(NamedTuple):
     seconds: float
 
 
-def cut_line(stages: Sequence[Floats], entering: Sequence[Floats], rounds: float, fill: float = 1.0) -> Cutting | None:
+def cut_into_stages(
+    stages: Sequence[Floats], entering: Sequence[Floats], rounds: float, fill: float = 1.0
+) -> StageCuts | None:
     """The best cutting, or None if there is none."""
     ends = _ends(stages[0])
     low = _lowest_cap(stages, ends)
@@ -96,11 +98,11 @@ def _least_sum(
 
 def _score(
     stages: Sequence[Floats], bounds: tuple[int, ...], entering: Sequence[Floats], rounds: float, fill: float
-) -> Cutting:
+) -> StageCuts:
     pairs = zip(stages, bounds, bounds[1:], strict=False)
     each = [float(stage[begin, end - begin - 1]) for stage, begin, end in pairs]
     total = sum(each) + float(sum(more[begin] for more, begin in zip(entering[1:], bounds[1:-1], strict=True)))
-    return Cutting(bounds, max(each), total, rounds * max(each) + fill * total)
+    return StageCuts(bounds, max(each), total, rounds * max(each) + fill * total)
 
 
 def _caps(stages: Sequence[Floats], low: float, high: float) -> list[float]:

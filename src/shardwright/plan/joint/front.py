@@ -16,14 +16,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...cost import call_of, is_product
+from ...cost import is_matmul, local_call
 from ...cost.resources import COUNT, Resource, memory, phases, row
+from ..problem_structure import OpTable
 from ..search.elimination import Elimination
-from ..skeleton import OpTable
 from ..tables import Tables
-from .blocks import Blocks, Where
-from .bounds import Priced
-from .parameters import Parameters
+from .blocks import BlockOfEntries, Blocks
+from .bounds import LeastCosts
+from .parameters import ParameterBounds
 from .solver import Solver
 from .timed import NEVER
 
@@ -43,7 +43,7 @@ DEPTH = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class StageSolution:
     """One solution for all blocks. `runs` holds the sums of all blocks before each bound: [bound, column]."""
 
     states: np.ndarray
@@ -84,18 +84,23 @@ class Way:
         return found
 
 
-class Front:
+class StageFront:
     """The ways of one kind of seat at one number of microbatches."""
 
     def __init__(
-        self, plain: Tables, again: Callable[[], Tables | None], where: dict[bool, Where], solver: Solver, times: int
+        self,
+        plain: Tables,
+        again: Callable[[], Tables | None],
+        where: dict[bool, BlockOfEntries],
+        solver: Solver,
+        times: int,
     ) -> None:
         """`again` makes the tables with layers that may be recomputed, when they are wanted."""
         self.plain, self._make_again, self.where, self.solver, self.microbatches = plain, again, where, solver, times
         self.overlap = plain.moves.cluster.overlap
         self.time = np.sum([forms[0] for forms in phases(self.overlap, times)], axis=0)
         self._busy = self.time * sum(row(**{name: 1.0}) for name in BUSY)
-        self._ways: dict[float, list[Way]] = {}
+        self._ways: dict[float, list[StageSolution]] = {}
         self._extra: dict[int, np.ndarray] = {}
         self._eliminations: dict[int, Elimination | None] = {}
         self._cells: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -105,12 +110,12 @@ class Front:
         return self._make_again()
 
     @cached_property
-    def fastest(self) -> Way | None:
+    def fastest(self) -> StageSolution | None:
         """Whatever the memory; None if it can't be done at all."""
         found = self._solve(self.plain, self.time)
         return found if found is not None and self._time(found) < NEVER / 2 else None
 
-    def _time(self, way: Way) -> float:
+    def _time(self, way: StageSolution) -> float:
         return float(self.time @ way.total[:COUNT])
 
     @cached_property
@@ -120,7 +125,7 @@ class Front:
             return math.inf
         return float(self._busy @ self.fastest.total[:COUNT]) / self.microbatches - self._added
 
-    def ways(self, flight: float) -> list[Way]:
+    def ways(self, flight: float) -> list[StageSolution]:
         """The ways worth having if `flight` microbatches are kept at once, the fastest first."""
         if self.fastest is None:
             return []
@@ -134,7 +139,7 @@ class Front:
             self._ways[flight] = _undominated(found, self.time, weights)
         return self._ways[flight]
 
-    def tight(self, times: float, flight: float, room: float) -> Priced:
+    def tight(self, times: float, flight: float, room: float) -> LeastCosts:
         """About what a step takes at least if all blocks are on one seat, at some prices of memory.
 
         `times`: microbatches, with those that are waited for; `flight`: those that are kept at once. Where the fastest
@@ -143,14 +148,14 @@ class Front:
         assert self.fastest is not None
         weights = memory() + (flight - 1.0) * row(kept=1.0)
 
-        def point(way: Way) -> tuple[float, float]:
+        def point(way: StageSolution) -> tuple[float, float]:
             used = way.total[:COUNT]
             once = float(used[Resource.UPDATE])
             return (float(self.time @ used) - once) * times / self.microbatches + once, float(weights @ used)
 
         first = point(self.fastest)
         if first[1] <= room:
-            return Priced(np.zeros(1), np.array(first[:1]))
+            return LeastCosts(np.zeros(1), np.array(first[:1]))
         points = [point(way) for way in self.ways(flight)]
         found = [(0.0, first[0])]
         for (fast, more), (slow, less) in pairwise(points):
@@ -158,10 +163,10 @@ class Front:
                 price = (slow - fast) / (more - less)
                 found.append((price, slow + price * less))
         prices, least = np.array(found).T
-        return Priced(prices, least, points[-1][1])
+        return LeastCosts(prices, least, points[-1][1])
 
     @cached_property
-    def floor(self) -> Priced | None:
+    def floor(self) -> LeastCosts | None:
         """What a microbatch takes at least in ops and conversions, at some prices of what it keeps.
 
         Unlike what is made of `ways` it is a bound: nothing is less at its price, whatever is recomputed. None if the
@@ -170,7 +175,7 @@ class Front:
         busy, kept, tables = self._busy / self.microbatches, row(kept=1.0), self.again or self.plain
         prices: dict[float, float] = {}
 
-        def point(way: Way) -> tuple[float, float]:
+        def point(way: StageSolution) -> tuple[float, float]:
             return float(busy @ way.total[:COUNT]), float(way.total[Resource.KEPT])
 
         def solved(price: float) -> tuple[float, float]:
@@ -194,15 +199,17 @@ class Front:
         every = np.array(sorted(prices.items()))
         more = np.interp(np.arange(0, len(every), 1 / BETWEEN), np.arange(len(every)), every[:, 0])
         least = np.interp(more, every[:, 0], every[:, 1])  # the least bends down, so that between two it is more
-        return Priced(more, least - self._added, point(leanest)[1])
+        return LeastCosts(more, least - self._added, point(leanest)[1])
 
     @cached_property
     def _added(self) -> float:
         """Seconds that parameters add to the kernels of a microbatch, at most."""
-        held = Parameters(self.plain.skeleton, self.plain.homes, self.overlap)
+        held = ParameterBounds(self.plain.skeleton, self.plain.homes, self.overlap)
         return held.most(self._busy) / self.microbatches
 
-    def _between(self, fast: Way, lean: Way, weights: np.ndarray, depth: int = DEPTH) -> list[Way]:
+    def _between(
+        self, fast: StageSolution, lean: StageSolution, weights: np.ndarray, depth: int = DEPTH
+    ) -> list[StageSolution]:
         """Ways on the lower hull of time and memory, by halving."""
         more = self._time(lean) - self._time(fast)
         less = float(weights @ (fast.total - lean.total)[:COUNT])
@@ -219,7 +226,7 @@ class Front:
             *self._between(fast, found, weights, depth - 1), found, *self._between(found, lean, weights, depth - 1)
         ]  # fmt: skip
 
-    def _solve(self, tables: Tables, weights: np.ndarray) -> Way | None:
+    def _solve(self, tables: Tables, weights: np.ndarray) -> StageSolution | None:
         if max(tables.sizes) == 1:  # one device, and nothing to choose
             return self._way(tables, np.zeros(len(tables.sizes), dtype=np.intp))
         if id(tables) not in self._eliminations:
@@ -228,7 +235,7 @@ class Front:
         run = elimination.run(weights) if elimination is not None else None
         return self._way(tables, run.walk()) if run is not None and math.isfinite(run.value) else None
 
-    def _way(self, tables: Tables, states: np.ndarray) -> Way:
+    def _way(self, tables: Tables, states: np.ndarray) -> StageSolution:
         where = self.where[bool(tables.skeleton.layers)]
         cells, offsets, strides = self._stacked(tables)
         at = offsets[where.tables] + (states[where.rows] * strides[where.tables]).sum(axis=1)
@@ -236,7 +243,7 @@ class Front:
         total = np.zeros((where.blocks.count, COLUMNS))
         total[where.filled] = np.add.reduceat(used, where.firsts, axis=0)
         runs = np.concatenate([np.zeros((1, COLUMNS)), np.cumsum(total, axis=0)])
-        return Way(states, tables, runs, tuple((blocks, used[entry]) for entry, blocks in where.shared))
+        return StageSolution(states, tables, runs, tuple((blocks, used[entry]) for entry, blocks in where.shared))
 
     def _stacked(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The cells of all tables one after the other, where each table begins, and the strides of its variables."""
@@ -273,11 +280,11 @@ def weights_of(tables: Tables, kind: int) -> np.ndarray:
     values, graph = tables.graph.values, tables.graph
     trained = [graph.parameter_of(name) is not None and values[name].gradient for name in op.inputs]
     given = [values[name].gradient for name in op.inputs]
-    if not is_product(signature) or not any(trained) or not spaces.backward:
+    if not is_matmul(signature) or not any(trained) or not spaces.backward:
         return found
     share = sum(trained) / max(sum(given), 1)
     for state, choice in enumerate(space.choices):
-        call = call_of(signature, choice, spaces.mesh, spaces.training)
+        call = local_call(signature, choice, spaces.mesh, spaces.training)
         others = sum(held.bytes for held, own in zip(call.inputs, trained, strict=True) if not own)
         found[state] = (
             share * space.used[state, Resource.COMPUTE_BACKWARD], others + sum(held.bytes for held in call.outputs)
@@ -285,9 +292,9 @@ def weights_of(tables: Tables, kind: int) -> np.ndarray:
     return found
 
 
-def _undominated(ways: Sequence[Way], time: np.ndarray, weights: np.ndarray) -> list[Way]:
+def _undominated(ways: Sequence[StageSolution], time: np.ndarray, weights: np.ndarray) -> list[StageSolution]:
     ordered = sorted(ways, key=lambda way: (float(time @ way.total[:COUNT]), float(weights @ way.total[:COUNT])))
-    found: list[Way] = []
+    found: list[StageSolution] = []
     least = math.inf
     for way in ordered:
         held = float(weights @ way.total[:COUNT])
@@ -297,4 +304,4 @@ def _undominated(ways: Sequence[Way], time: np.ndarray, weights: np.ndarray) -> 
     return found
 
 
-__all__ = ["COLUMNS", "QUEUED", "WEIGHT", "Blocks", "Front", "Way"]
+__all__ = ["COLUMNS", "QUEUED", "WEIGHT", "Blocks", "StageFront", "StageSolution"]

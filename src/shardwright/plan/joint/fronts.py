@@ -10,14 +10,14 @@ import numpy as np
 
 from ...cost.resources import Resource
 from ..tables import Tables
-from .blocks import Blocks, Where
-from .bounds import Priced
-from .front import Front, Way
-from .seats import Seat
-from .setup import Setup
+from .blocks import BlockOfEntries, Blocks
+from .bounds import LeastCosts
+from .front import StageFront, StageSolution
+from .ranks import RankDevices
+from .setup import PipelineSetup
 from .solver import Solver
-from .stage import Sums, sums_of
-from .timed import Timed
+from .stage import StageSums, sums_of
+from .timed import MicrobatchTables
 
 Alike = tuple[tuple[int, ...], ...]
 """Numbers of things that are alike, for each kind."""
@@ -26,55 +26,55 @@ COARSE = (1, 16, 64, 256, 1024)
 """Numbers of parts of a batch from which bounds of those with more parts are made."""
 
 
-class Fronts:
+class StageFronts:
     """What the blocks of a graph use on seats, whatever the number of microbatches."""
 
-    def __init__(self, setup: Setup, blocks: Blocks) -> None:
+    def __init__(self, setup: PipelineSetup, blocks: Blocks) -> None:
         self.setup, self.blocks, self.cluster = setup, blocks, setup.cluster
-        self.timed = Timed(
+        self.timed = MicrobatchTables(
             setup.facts, setup.cluster, setup.training, setup.limits, setup.names,
             recompute=setup.recompute, local=setup.local, like=setup.frame,
         )  # fmt: skip
-        self.where: dict[bool, Where] = {}
+        self.where: dict[bool, BlockOfEntries] = {}
         self._solver = Solver()
-        self._fronts: dict[tuple[object, ...], Front | None] = {}
+        self._fronts: dict[tuple[object, ...], StageFront | None] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
         self._known: dict[tuple[int, int], dict[int, float]] = {}  # the same for each group and inner axis
         self._scales = [group.node.device.scales for group in self.cluster.groups]
         self._after: dict[tuple[object, ...], float] = {}
-        self._sums: dict[tuple[int, int], Sums] = {}
+        self._sums: dict[tuple[int, int], StageSums] = {}
 
-    def kind(self, seat: Seat) -> tuple[object, ...]:
+    def kind(self, seat: RankDevices) -> tuple[object, ...]:
         return self.timed.kinds.of(seat)
 
-    def alike(self, seats: Sequence[Seat]) -> Alike:
+    def alike(self, seats: Sequence[RankDevices]) -> Alike:
         """The numbers of the seats of each kind."""
         found: dict[tuple[object, ...], list[int]] = {}
         for number, seat in enumerate(seats):
             found.setdefault(self.kind(seat), []).append(number)
         return tuple(map(tuple, found.values()))
 
-    def of(self, seat: Seat, microbatches: int) -> Front | None:
+    def of(self, seat: RankDevices, microbatches: int) -> StageFront | None:
         """None if some op can't be split as a seat asks for."""
         key = (self.kind(seat), microbatches)
         if key not in self._fronts:
             self._fronts[key] = self._made(seat, microbatches)
         return self._fronts[key]
 
-    def _made(self, seat: Seat, microbatches: int) -> Front | None:
+    def _made(self, seat: RankDevices, microbatches: int) -> StageFront | None:
         plain = self.timed.tables(seat, microbatches)
         if plain is None:
             return None
         for skeleton in (self.timed.frame.plain, self.timed.frame.recomputing):
             if bool(skeleton.layers) not in self.where:
-                self.where[bool(skeleton.layers)] = Where(skeleton, self.blocks)
+                self.where[bool(skeleton.layers)] = BlockOfEntries(skeleton, self.blocks)
 
         def again() -> Tables | None:
             return self.timed.tables(seat, microbatches, again=True)
 
-        return Front(plain, again, self.where, self._solver, microbatches)
+        return StageFront(plain, again, self.where, self._solver, microbatches)
 
-    def quick(self, seat: Seat, microbatches: int) -> float:
+    def quick(self, seat: RankDevices, microbatches: int) -> float:
         """Seconds of a microbatch if all blocks were on this seat, at least, of ops and conversions alone."""
         key = self._key(seat, microbatches)
         if key not in self._quick:
@@ -83,11 +83,11 @@ class Fronts:
             self._known.setdefault((key[0], key[2]), {})[key[1]] = self._quick[key]
         return self._quick[key]
 
-    def _key(self, seat: Seat, microbatches: int) -> tuple[int, int, int]:
+    def _key(self, seat: RankDevices, microbatches: int) -> tuple[int, int, int]:
         """What decides how long a microbatch takes: the group of devices, parts of the batch, the inner axis."""
         return self.cluster.node_of(seat.devices[0])[0], seat.data * self.setup.parts(microbatches), seat.inner
 
-    def rough(self, seat: Seat, microbatches: int) -> float:
+    def rough(self, seat: RankDevices, microbatches: int) -> float:
         """The same from below, from what larger parts of the batch take; exact where that says nothing."""
         group, parts, inner = key = self._key(seat, microbatches)
         if key in self._quick or not self._scales[group]:
@@ -100,12 +100,12 @@ class Fronts:
             if parts % larger == 0 and seconds < math.inf
         )
 
-    def _coarse(self, seat: Seat, parts: int) -> Front | None:
+    def _coarse(self, seat: RankDevices, parts: int) -> StageFront | None:
         """The front of the inner axis alone with the batch in so many parts, if there is one."""
         one = replace(seat, devices=seat.devices[: seat.inner], data=1)
         return self.of(one, parts) if self.quick(one, parts) < math.inf else None
 
-    def fits(self, seat: Seat, microbatches: int, flight: float, room: float) -> bool:
+    def fits(self, seat: RankDevices, microbatches: int, flight: float, room: float) -> bool:
         """Whether the fastest of all has room, if all blocks are on this seat: then bounds need not know of memory."""
         whole = self._coarse(seat, 1)
         if whole is None or whole.fastest is None:
@@ -113,7 +113,7 @@ class Fronts:
         kept = float(whole.fastest.total[Resource.KEPT]) / seat.data / self.setup.parts(microbatches)
         return flight * kept + self.timed.parameters(seat, microbatches).fast_stored(microbatches) <= room
 
-    def floor(self, seat: Seat, microbatches: int, times: float, flight: float) -> Priced | None:
+    def floor(self, seat: RankDevices, microbatches: int, times: float, flight: float) -> LeastCosts | None:
         """About `Front.tight` from below, as parts of what larger parts take; None where that says nothing."""
         parts = seat.data * self.setup.parts(microbatches)
         larger = 1 if self.setup.local else max(at for at in COARSE if parts % at == 0)
@@ -124,16 +124,16 @@ class Fronts:
         held, share = self.timed.parameters(seat, microbatches), larger / parts
         prices = floor.prices * times / flight
         least = times * share * floor.least + held.least_at(prices, microbatches)
-        return Priced(prices, least, flight * share * floor.bytes + held.stored)
+        return LeastCosts(prices, least, flight * share * floor.bytes + held.stored)
 
-    def after(self, seat: Seat, microbatches: int) -> float:
+    def after(self, seat: RankDevices, microbatches: int) -> float:
         """Seconds of a step that parameters take by themselves, at least, if all are on this seat."""
         key = (self.kind(seat), microbatches)
         if key not in self._after:
             self._after[key] = float(self.timed.parameters(seat, microbatches).least_at(np.zeros(1), microbatches)[0])
         return self._after[key]
 
-    def sums(self, front: Front, way: Way, width: int) -> Sums:
+    def sums(self, front: StageFront, way: StageSolution, width: int) -> StageSums:
         key = (id(way), width)
         if key not in self._sums:
             self._sums[key] = sums_of(front, way, width)

@@ -9,17 +9,17 @@ from functools import cached_property
 import numpy as np
 
 from ...cost.resources import COUNT, phases, row
-from ..homes import Homes
-from ..skeleton import Skeleton
+from ..problem_structure import ProblemStructure
+from ..storage_options import StorageOptions
 
 SECONDS = row(compute_backward=1.0, beside_forward=1.0, beside_backward=1.0, update=1.0)
 """What the time of parameters is made of."""
 
 
-class Parameters:
+class ParameterBounds:
     """What all parameters of a graph take at least on a seat, each in its best home by itself."""
 
-    def __init__(self, skeleton: Skeleton, homes: Sequence[Homes], overlap: float) -> None:
+    def __init__(self, skeleton: ProblemStructure, homes: Sequence[StorageOptions], overlap: float) -> None:
         many = Counter(skeleton.variables[at].kind for at in skeleton.homes.values())
         kept = [(held.used, many[kind]) for kind, held in enumerate(homes) if len(held.used)]
         self.overlap, self.counts = overlap, np.array([count for _, count in kept], dtype=float)

@@ -13,20 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...cluster import Cluster
-from ...cost import Memory, Training
+from ...cost import MemoryPeak, TrainingSetup
 from ...rules import Analysis
-from ..auto import Found, NothingFits, Progress, Wishes
+from ..auto import NothingFits, Progress, SearchOptions, SearchResult
 from ..auto import search as search_flat
-from ..frame import Frame
+from ..context import SearchContext
 from ..limits import bind
 from ..plan import Plan
-from .asked import asked_of, axes_of, check_asked, needs_pipeline, nothing_found
-from .made import Made
-from .refine import Refiner, Solved
-from .search import Piped, Search
-from .seats import Seat
-from .setup import Setup
-from .trial import Trial, flights
+from .ranks import RankDevices
+from .refine import Refiner, SolvedStage
+from .request import axes_of, check_pipeline_request, needs_pipeline, nothing_found, pipeline_request
+from .search import PipelineSearch, PipelineSearchResult
+from .setup import PipelineSetup
+from .solved import SolvedPipeline
+from .trial import PipelineTrial, flights
 
 ATTEMPTS = 4
 """How often a pipeline is solved until it fits: what comes and goes is known only when there is one."""
@@ -42,44 +42,44 @@ MOST_SOLVED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineResult:
     """A pipeline that was solved and walked through."""
 
-    made: Made
-    memory: tuple[Memory, ...]  # of each seat
-    piped: Piped
+    made: SolvedPipeline
+    memory: tuple[MemoryPeak, ...]  # of each seat
+    piped: PipelineSearchResult
     rooms: tuple[float, ...]  # bytes that a device of each seat may use
 
     def room(self, seat: int) -> float:
         return self.rooms[seat]
 
     @property
-    def trial(self) -> Trial:
+    def trial(self) -> PipelineTrial:
         return self.made.trial
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JointResult:
     """The plan, and what both searches found."""
 
     plan: Plan
-    flat: Found | None
-    pipeline: Pipeline | None
-    piped: Piped | None
+    flat: SearchResult | None
+    pipeline: PipelineResult | None
+    piped: PipelineSearchResult | None
 
 
-class Planner:
+class JointPlanner:
     """Solves the trials of a search over pipelines."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.search = setup, Search(setup)
+    def __init__(self, setup: PipelineSetup) -> None:
+        self.setup, self.search = setup, PipelineSearch(setup)
         self.refiner = Refiner(self.search.fronts.where, setup.stop)
 
-    def run(self) -> Pipeline | None:
+    def run(self) -> PipelineResult | None:
         piped = self.search.run()
         self.piped = piped
         trials = [] if piped.best is None else [piped.best, *piped.others]
-        best: Pipeline | None = None
+        best: PipelineResult | None = None
         for number, trial in enumerate(trials):
             upper = min(self.setup.upper, math.inf if best is None else best.trial.seconds)
             if (number >= MOST_SOLVED and best is not None) or trial.seconds >= upper * (1.0 - self.setup.slack):
@@ -92,7 +92,7 @@ class Planner:
             self.setup.progress(f"solved {trial}", math.inf if best is None else best.trial.seconds)
         return best
 
-    def solved(self, trial: Trial, piped: Piped) -> Pipeline | None:
+    def solved(self, trial: PipelineTrial, piped: PipelineSearchResult) -> PipelineResult | None:
         """A trial solved so that a walk through it fits; None if that was not found."""
         refiner = self.refiner
         over = [self.search.reserve] * len(trial.seats)
@@ -104,7 +104,7 @@ class Planner:
                 trial.seats, trial.microbatches, trial.schedule, [held.stage for held in stages], trial.mixes,
                 trial.bounds,
             )  # fmt: skip
-            made = Made(
+            made = SolvedPipeline(
                 trial=again,
                 solved=tuple(stages),
                 line=self.search.line,
@@ -115,14 +115,14 @@ class Planner:
             more = [held.peak - self.setup.room(seat) for held, seat in zip(memory, trial.seats, strict=True)]
             if max(more) <= 0:
                 rooms = tuple(self.setup.room(seat) for seat in trial.seats)
-                return Pipeline(made=made, memory=memory, piped=piped, rooms=rooms)
+                return PipelineResult(made=made, memory=memory, piped=piped, rooms=rooms)
             over = [
                 max(old, held.peak - again.memory(seat)) * 1.01 if more[seat] > 0 else old
                 for seat, (old, held) in enumerate(zip(over, memory, strict=True))
             ]
         return None
 
-    def _stages(self, trial: Trial, refiner: Refiner, over: Sequence[float]) -> list[Solved] | None:
+    def _stages(self, trial: PipelineTrial, refiner: Refiner, over: Sequence[float]) -> list[SolvedStage] | None:
         found = []
         flight = flights(trial.schedule, len(trial.seats), trial.microbatches)
         for part, seat in enumerate(trial.holders):
@@ -139,22 +139,22 @@ class Planner:
         return found
 
 
-def find(
+def find_plan(
     facts: Analysis,
     cluster: Cluster,
-    training: Training,
-    wishes: Wishes,
+    training: TrainingSetup,
+    wishes: SearchOptions,
     *,
     size: int | None = None,
     progress: Progress | None = None,
-) -> Outcome:
+) -> JointResult:
     """The best plan for a graph on a cluster, flat or as a pipeline."""
     began, told = time.monotonic(), progress or (lambda what, best: None)
     limits = bind(wishes.constraints, facts)
-    asked = asked_of(limits, wishes)
+    asked = pipeline_request(limits, wishes)
     only = needs_pipeline(asked, limits)
-    frame = Frame(facts, cluster, training, limits, recompute=wishes.recompute)
-    flat: Found | None = None
+    frame = SearchContext(facts, cluster, training, limits, recompute=wishes.recompute)
+    flat: SearchResult | None = None
     fault: NothingFits | None = None
     try:
         flat = None if only else search_flat(facts, cluster, training, wishes, size=size, progress=progress, like=frame)
@@ -170,7 +170,7 @@ def find(
         return said or time.monotonic() - began > wishes.seconds
 
     upper = math.inf if flat is None else flat.best.time
-    setup = Setup(
+    setup = PipelineSetup(
         facts=facts,
         cluster=cluster,
         training=training,
@@ -187,32 +187,39 @@ def find(
         stop=late,
         progress=lambda what, best: told(what, min(best, upper)),
     )
-    planner = Planner(setup)
-    check_asked(planner.search)
+    planner = JointPlanner(setup)
+    check_pipeline_request(planner.search)
     found = planner.run()
     if found is None:
         return _flat(flat, planner.piped, fault, planner.search)
     notes = [f"keeps to {item.said}" for item in wishes.constraints.items]
     plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
-    return Outcome(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
+    return JointResult(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
 
 
-def _flat(flat: Found | None, piped: Piped | None, fault: NothingFits | None, search: Search | None) -> Outcome:
+def _flat(
+    flat: SearchResult | None,
+    piped: PipelineSearchResult | None,
+    fault: NothingFits | None,
+    search: PipelineSearch | None,
+) -> JointResult:
     """The flat plan, as there is no pipeline; or why there is none either."""
     if flat is not None:
-        return Outcome(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
+        return JointResult(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
     if fault is not None:
         raise fault
     assert search is not None
     raise nothing_found(search)
 
 
-def _room(cluster: Cluster, training: Training, wishes: Wishes, memory: float) -> Callable[[Seat], float]:
-    def room(seat: Seat) -> float:
+def _room(
+    cluster: Cluster, training: TrainingSetup, wishes: SearchOptions, memory: float
+) -> Callable[[RankDevices], float]:
+    def room(seat: RankDevices) -> float:
         device = min(cluster.device(rank).memory for rank in (seat.devices[0], seat.devices[-1]))
         return min(memory, training.room(device) if wishes.memory is None else wishes.memory)
 
     return room
 
 
-__all__ = ["Outcome", "Pipeline", "find"]
+__all__ = ["JointResult", "PipelineResult", "find_plan"]

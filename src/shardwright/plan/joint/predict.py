@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...cluster import Cluster
-from ...cost import Memory, Training
+from ...cost import MemoryPeak, TrainingSetup
 from ...ir import Graph
-from ..auto import Found
+from ..auto import SearchResult
 from ..digest import stored_bytes
-from .made import Made, layers_of_part
-from .planner import Outcome, Pipeline
-from .trial import Trial
+from .planner import JointResult, PipelineResult
+from .solved import SolvedPipeline, layers_of_part
+from .trial import PipelineTrial
 
 NEXT = 6
 """Other pipelines that a plan file names."""
@@ -20,7 +20,7 @@ NEXT = 6
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "inputs")
 
 
-def predicted(outcome: Outcome, cluster: Cluster, training: Training, graph: Graph) -> dict[str, Any]:
+def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, graph: Graph) -> dict[str, Any]:
     """Of a plan that is a pipeline."""
     assert outcome.pipeline is not None
     found, flat = outcome.pipeline, outcome.flat
@@ -44,7 +44,7 @@ def predicted(outcome: Outcome, cluster: Cluster, training: Training, graph: Gra
             "stages": [_stage(found, number) for number in range(len(trial.parts))],
             "flat": _flat(flat, trial),
             "others": [
-                {"said": said(other, made.names), "seconds": _short(other.seconds)}
+                {"said": describe_trial(other, made.names), "seconds": _short(other.seconds)}
                 for other in _distinct(found.piped.others, trial)
             ],
             "looked": found.piped.looked,
@@ -56,7 +56,7 @@ def predicted(outcome: Outcome, cluster: Cluster, training: Training, graph: Gra
     }
 
 
-def made_for(cluster: Cluster, training: Training, graph: Graph) -> dict[str, Any]:
+def made_for(cluster: Cluster, training: TrainingSetup, graph: Graph) -> dict[str, Any]:
     large = any(output.value is not None and graph.values[output.value].shape for output in graph.outputs)
     return {
         "cluster": str(cluster),
@@ -72,7 +72,7 @@ def made_for(cluster: Cluster, training: Training, graph: Graph) -> dict[str, An
     }
 
 
-def beside(outcome: Outcome) -> dict[str, Any]:
+def beside(outcome: JointResult) -> dict[str, Any]:
     """What a flat plan says of the pipelines that were looked at."""
     piped, flat = outcome.piped, outcome.flat
     if piped is None or flat is None:
@@ -81,7 +81,7 @@ def beside(outcome: Outcome) -> dict[str, Any]:
     names = {} if best is None else {best.seats[0].names[1]: "tp"}
     return {
         "pipelines": {
-            "best": None if best is None else {"said": said(best, names), "seconds": _short(best.seconds)},
+            "best": None if best is None else {"said": describe_trial(best, names), "seconds": _short(best.seconds)},
             "estimate": _short(min(piped.bound, 1e12)),
             "looked": piped.looked,
             "left": piped.left,
@@ -90,7 +90,7 @@ def beside(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def note_of(outcome: Outcome) -> str:
+def note_of(outcome: JointResult) -> str:
     """How the two kinds of plans compare, in words."""
     flat, found, piped = outcome.flat, outcome.pipeline, outcome.piped
     if found is not None:
@@ -103,16 +103,18 @@ def note_of(outcome: Outcome) -> str:
     if piped.best is not None and piped.best.seconds >= flat.best.time:
         more = piped.best.seconds / flat.best.time - 1.0
         best = piped.best
-        return f"the best pipeline that was tried ({said(best, {})}) takes {_ms(best.seconds)}, {more:.1%} more"
+        return (
+            f"the best pipeline that was tried ({describe_trial(best, {})}) takes {_ms(best.seconds)}, {more:.1%} more"
+        )
     return f"of {piped.looked + piped.left} pipelines none is faster"
 
 
-def said(trial: Trial, names: dict[str, str]) -> str:
+def describe_trial(trial: PipelineTrial, names: dict[str, str]) -> str:
     """A pipeline in words: "4 stages of 8 (dp=4 x tp=2), 16 microbatches, 1f1b"."""
     return trial.said({trial.seats[0].names[1]: "tp", **names})
 
 
-def _stage(found: Pipeline, number: int) -> dict[str, Any]:
+def _stage(found: PipelineResult, number: int) -> dict[str, Any]:
     made, trial, part = found.made, found.trial, found.trial.parts[number]
     devices = made.seat(number).devices
     return {
@@ -130,7 +132,7 @@ def _stage(found: Pipeline, number: int) -> dict[str, Any]:
     }
 
 
-def _flat(flat: Found | None, trial: Trial) -> dict[str, Any] | None:
+def _flat(flat: SearchResult | None, trial: PipelineTrial) -> dict[str, Any] | None:
     if flat is None:
         return None
     return {
@@ -140,15 +142,15 @@ def _flat(flat: Found | None, trial: Trial) -> dict[str, Any] | None:
     }
 
 
-def _distinct(others: Sequence[Trial], best: Trial) -> list[Trial]:
+def _distinct(others: Sequence[PipelineTrial], best: PipelineTrial) -> list[PipelineTrial]:
     """The fastest of those that differ from the best, and from each other, in more than the schedule."""
-    found: dict[tuple[object, ...], Trial] = {}
+    found: dict[tuple[object, ...], PipelineTrial] = {}
     for trial in others:
         found.setdefault((trial.seats, trial.microbatches, trial.schedule), trial)
     return [trial for trial in found.values() if trial.seconds >= best.seconds][:NEXT]
 
 
-def _mean(trial: Trial, what: str) -> float:
+def _mean(trial: PipelineTrial, what: str) -> float:
     """Seconds of a step that a seat computes, or waits for communication inside of a stage, on average."""
     total = sum(trial.busy) if what == "compute" else 0.0
     waited = sum(part.waited for part in trial.parts)
@@ -163,4 +165,4 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-__all__ = ["Made", "Memory", "beside", "note_of", "predicted", "said"]
+__all__ = ["MemoryPeak", "SolvedPipeline", "beside", "describe_trial", "note_of", "predicted"]

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cost.resources import phases, row
-from ..search import Factor, Problem, solve
+from ..search import CostFactor, Problem, solve
 from ..tables import Tables
-from .blocks import Where
-from .front import Front, Way
-from .stage import Stage, stage_of
+from .blocks import BlockOfEntries
+from .front import StageFront, StageSolution
+from .stage import StageCost, stage_of
 
 AIM = 0.01
 """The relative gap at which a stage is solved well enough."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Solved:
+class SolvedStage:
     """A stage that was solved: what it takes, and the states of all variables (its own are its own)."""
 
-    stage: Stage
-    way: Way
+    stage: StageCost
+    way: StageSolution
     begin: int
     end: int
 
@@ -35,22 +35,24 @@ class Solved:
 class Refiner:
     """Solves runs of blocks. Runs that are alike are solved once."""
 
-    def __init__(self, where: dict[bool, Where], stop: Callable[[], bool]) -> None:
+    def __init__(self, where: dict[bool, BlockOfEntries], stop: Callable[[], bool]) -> None:
         self.where, self.stop = where, stop
-        self._anchors: dict[int, Way | None] = {}
+        self._anchors: dict[int, StageSolution | None] = {}
         self._known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         self._problems: dict[tuple[object, ...], Problem] = {}  # whatever the room
 
-    def solve(self, front: Front, begin: int, end: int, flight: float, room: float) -> Solved | None:
+    def solve(self, front: StageFront, begin: int, end: int, flight: float, room: float) -> SolvedStage | None:
         """The fastest way for a run of blocks that keeps within `room` bytes; None if none was found."""
         assert front.fastest is not None
         plain = front.fastest.between(begin, end)
         stage = stage_of(plain, front.overlap)
         if stage.memory(flight) <= room:
-            return Solved(stage=stage, way=front.fastest, begin=begin, end=end)
+            return SolvedStage(stage=stage, way=front.fastest, begin=begin, end=end)
         return self._within(front, front.again or front.plain, begin, end, flight, room)
 
-    def _within(self, front: Front, tables: Tables, begin: int, end: int, flight: float, room: float) -> Solved | None:
+    def _within(
+        self, front: StageFront, tables: Tables, begin: int, end: int, flight: float, room: float
+    ) -> SolvedStage | None:
         if id(tables) not in self._anchors:
             self._anchors[id(tables)] = front._solve(tables, front.time)
         anchor = self._anchors[id(tables)]
@@ -80,16 +82,16 @@ class Refiner:
         free = ~held[variables]
         states[variables[free]] = np.array(found)[free]
         way = front._way(tables, states)
-        return Solved(stage=stage_of(way.between(begin, end), front.overlap), way=way, begin=begin, end=end)
+        return SolvedStage(stage=stage_of(way.between(begin, end), front.overlap), way=way, begin=begin, end=end)
 
     def _problem(
-        self, front: Front, tables: Tables, where: Where, entries: np.ndarray, variables: np.ndarray,
-        held: np.ndarray, anchor: Way, flight: float,
+        self, front: StageFront, tables: Tables, where: BlockOfEntries, entries: np.ndarray, variables: np.ndarray,
+        held: np.ndarray, anchor: StageSolution, flight: float,
     ) -> Problem:  # fmt: skip
         number = {int(variable): at for at, variable in enumerate(variables)}
         cut: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
-        def factor(entry: int) -> Factor:
+        def factor(entry: int) -> CostFactor:
             own = tuple(int(v) for v in where.rows[entry, : where.counts[entry]])
             at = tuple(int(anchor.states[v]) if held[v] else -1 for v in own)
             key = (int(where.tables[entry]), at)
@@ -98,7 +100,7 @@ class Refiner:
                 for dim, state in enumerate(at):
                     table = table if state < 0 else table.take([state], axis=dim)
                 cut[key] = table
-            return Factor(tuple(number[v] for v in own), cut[key])
+            return CostFactor(tuple(number[v] for v in own), cut[key])
 
         blocks = tables.blocks
         return Problem(

@@ -20,21 +20,21 @@ import numpy as np
 from ...cluster import collective_time
 from ...cost import strides_of
 from ...rules import Analysis
-from ...schedule import kind_named
-from ..segments import Line
+from ...schedule import schedule_kind
+from ..stages import OpSequence
 from .blocks import Blocks
-from .bounds import Priced, fill_of, load_of, together, waiting
-from .candidates import Candidate, Candidates, for_each
-from .cuts import cut_line
-from .front import Way
-from .fronts import Fronts
-from .seats import Seat
-from .setup import Setup
-from .stage import Choice, Stage
+from .bounds import LeastCosts, fill_of, idle_seconds, least_seconds, load_of
+from .candidates import PipelineCandidate, PipelineCandidates, for_each
+from .cuts import cut_into_stages
+from .front import StageSolution
+from .fronts import StageFronts
+from .ranks import RankDevices
+from .setup import PipelineSetup
+from .stage import StageChoice, StageCost
 from .timed import fault_of_time
-from .trial import Mix, Trial, flights, run_of
+from .trial import Mix, PipelineTrial, flights, run_of
 
-Prices = Callable[[Seat, float, float, float], Priced | None]
+Prices = Callable[[RankDevices, float, float, float], LeastCosts | None]
 """For a seat, times of a microbatch, microbatches in flight and bytes that there are: what is least at some prices."""
 
 DIVES = 2
@@ -45,11 +45,11 @@ KEPT_TRIALS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piped:
+class PipelineSearchResult:
     """The best pipeline, the others that were tried (the fastest first), and what was looked at."""
 
-    best: Trial | None
-    others: tuple[Trial, ...]
+    best: PipelineTrial | None
+    others: tuple[PipelineTrial, ...]
     blocks: Blocks
     bound: float
     looked: int
@@ -57,20 +57,20 @@ class Piped:
     stopped: bool
 
 
-class Search:
+class PipelineSearch:
     """One search. `fault` says why the batch can't be cut, if it can't."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: PipelineSetup) -> None:
         self.setup, self.facts, self.cluster = setup, setup.facts, setup.cluster
-        self.line, limits = Line(setup.facts), setup.limits
+        self.line, limits = OpSequence(setup.facts), setup.limits
         self.blocks = Blocks(self.line, setup.training, pivots=limits.pivots, uncut=limits.uncut.values())
-        self.fronts = Fronts(setup, self.blocks)
+        self.fronts = StageFronts(setup, self.blocks)
         self.fault = fault_of_time(setup.facts)
-        self.candidates = Candidates(setup, self.blocks, self.fronts, cut=self.fault is None)
+        self.candidates = PipelineCandidates(setup, self.blocks, self.fronts, cut=self.fault is None)
         self.reserve = standing_bytes(setup.facts)
         self.leaving = self._leaving()
-        self.best: Trial | None = None
-        self.trials: list[Trial] = []
+        self.best: PipelineTrial | None = None
+        self.trials: list[PipelineTrial] = []
         self._entering: dict[tuple[object, ...], np.ndarray] = {}
 
     def _leaving(self) -> float:
@@ -85,7 +85,7 @@ class Search:
         best = math.inf if self.best is None else self.best.seconds
         return min(best, self.setup.upper) * (1.0 - self.setup.slack)
 
-    def run(self) -> Piped:
+    def run(self) -> PipelineSearchResult:
         waiting = [(held.bound, number, held) for number, held in enumerate(self.candidates)]
         heapify(waiting)
         count, looked, stopped, bound = len(waiting), 0, False, math.inf
@@ -110,7 +110,7 @@ class Search:
                     self.best = trial
                 self.setup.progress(f"tried {trial}", self.best.seconds if self.best is not None else math.inf)
         others = sorted((held for held in self.trials if held is not self.best), key=lambda held: held.seconds)
-        return Piped(
+        return PipelineSearchResult(
             best=self.best,
             others=tuple(others[:KEPT_TRIALS]),
             blocks=self.blocks,
@@ -120,21 +120,21 @@ class Search:
             stopped=stopped,
         )
 
-    def any_seat(self) -> Seat:
+    def any_seat(self) -> RankDevices:
         """A seat of one device."""
-        return Seat(devices=(0,), data=1, inner=1, names=self.setup.names)
+        return RankDevices(devices=(0,), data=1, inner=1, names=self.setup.names)
 
-    def tried(self, candidate: Candidate) -> Trial | None:
+    def tried(self, candidate: PipelineCandidate) -> PipelineTrial | None:
         """The best cuts of a candidate, simulated; None if nothing fits, or if it can't be the best."""
         seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
-        kind = kind_named(schedule)
+        kind = schedule_kind(schedule)
         holders = [seat for (seat,) in kind.holders(len(seats))]
         flight = flights(schedule, len(seats), microbatches)
         if self.tight(candidate) >= self.upper:
             return None
         width = self.width(len(holders))
-        choices: list[Choice] = []
-        known: dict[tuple[object, ...], Choice] = {}
+        choices: list[StageChoice] = []
+        known: dict[tuple[object, ...], StageChoice] = {}
         for seat in holders:
             key = (self.fronts.kind(seats[seat]), flight[seat])
             if key not in known:
@@ -148,23 +148,23 @@ class Search:
         stages = self.stages(choices, entering)
         both = [2.0 * more for more in entering]
         fill = fill_of(schedule)
-        found = cut_line(stages, both, (microbatches - 1) * kind.segments, fill)
+        found = cut_into_stages(stages, both, (microbatches - 1) * kind.segments, fill)
         if found is None or found.seconds >= self.upper:
             return None
         return self.simulated(candidate, choices, found.bounds)
 
-    def closer(self, candidate: Candidate) -> Candidate:
+    def closer(self, candidate: PipelineCandidate) -> PipelineCandidate:
         """The same with the next better bound, the cheapest first."""
         if not candidate.within:
             return self.within(candidate)
         found = self.candidates.by_now(candidate)
         return found if found.bound > candidate.bound * (1 + 1e-9) else self.candidates.sure(candidate)
 
-    def within(self, candidate: Candidate) -> Candidate:
+    def within(self, candidate: PipelineCandidate) -> PipelineCandidate:
         """The same with a bound that knows of the memory."""
         microbatches, found = candidate.microbatches, replace(candidate, within=True)
 
-        def priced(seat: Seat, times: float, flight: float, room: float) -> Priced | None:
+        def priced(seat: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
             return self.fronts.floor(seat, microbatches, times, flight)
 
         if self.roomy(candidate):
@@ -172,38 +172,38 @@ class Search:
         alone = for_each(candidate.seats, candidate.alike, self.fronts.rough, microbatches)
         return replace(found, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
 
-    def roomy(self, candidate: Candidate) -> bool:
+    def roomy(self, candidate: PipelineCandidate) -> bool:
         """Whether the memory of all seats together is more than enough, so that it is not worth a look."""
         seats, microbatches = candidate.seats, candidate.microbatches
         flight = flights(candidate.schedule, len(seats), microbatches)
-        each = kind_named(candidate.schedule).segments
+        each = schedule_kind(candidate.schedule).segments
         rooms = sum(len(held) * (self.setup.room(seats[held[0]]) - self.reserve) for held in candidate.alike)
         return all(
             self.fronts.fits(seats[held[0]], microbatches, min(flight[number] for number in held) / each, rooms)
             for held in candidate.alike
         )
 
-    def tight(self, candidate: Candidate) -> float:
+    def tight(self, candidate: PipelineCandidate) -> float:
         """About what a step takes at least, from the ways of its seats, if all seats of a kind share one memory."""
         microbatches = candidate.microbatches
 
-        def priced(seat: Seat, times: float, flight: float, room: float) -> Priced | None:
+        def priced(seat: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
             front = self.fronts.of(seat, microbatches)
             if front is None or front.fastest is None:
-                return Priced(np.zeros(1), np.array([math.inf]))
+                return LeastCosts(np.zeros(1), np.array([math.inf]))
             return front.tight(times, 2.0 ** math.floor(math.log2(max(1.0, flight))), room)
 
         alone = for_each(candidate.seats, candidate.alike, self.fronts.quick, microbatches)
         return self.bounded(candidate, alone, priced)
 
-    def bounded(self, candidate: Candidate, alone: Sequence[float], priced: Prices) -> float:
+    def bounded(self, candidate: PipelineCandidate, alone: Sequence[float], priced: Prices) -> float:
         """Seconds of a step at least, from those of all blocks on each kind of seat at some prices of memory.
 
         `alone`: seconds of a microbatch on each seat, whatever the memory.
         """
         seats, microbatches, fill = candidate.seats, candidate.microbatches, fill_of(candidate.schedule)
         flight = flights(candidate.schedule, len(seats), microbatches)
-        each = kind_named(candidate.schedule).segments
+        each = schedule_kind(candidate.schedule).segments
         same = len(candidate.alike) == 1
         times = microbatches + fill * (len(seats) - 1) if same else float(microbatches)
         loads = []
@@ -214,9 +214,9 @@ class Search:
             if found is None:
                 return candidate.bound
             loads.append(load_of(len(held), found, room))
-        return together(loads) + self.leaving + (0.0 if same else waiting(alone, fill))
+        return least_seconds(loads) + self.leaving + (0.0 if same else idle_seconds(alone, fill))
 
-    def stages(self, choices: Sequence[Choice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def stages(self, choices: Sequence[StageChoice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Seconds of each stage: what it computes, or what its link is busy. Without the runs that are not allowed."""
         known: dict[tuple[int, int], np.ndarray] = {}
         found = []
@@ -242,19 +242,21 @@ class Search:
         ends = np.searchsorted(load, load[:-1] + most, side="right")
         return int(np.max(ends - np.arange(count)))
 
-    def choice(self, seat: Seat, microbatches: int, flight: float, segments: int, width: int) -> Choice | None:
+    def choice(
+        self, seat: RankDevices, microbatches: int, flight: float, segments: int, width: int
+    ) -> StageChoice | None:
         front = self.fronts.of(seat, microbatches)
         if front is None or front.fastest is None:
             return None
         room = (self.setup.room(seat) - self.reserve) / segments
         each = flight / segments
         fastest = self.fronts.sums(front, front.fastest, width)
-        ways: list[Way] = [front.fastest]
+        ways: list[StageSolution] = [front.fastest]
         if float((fastest.stored + each * fastest.kept).max()) > room:
             ways = front.ways(2.0 ** math.ceil(math.log2(max(1.0, each))))
-        return Choice(front, ways, [self.fronts.sums(front, way, width) for way in ways], each, room)
+        return StageChoice(front, ways, [self.fronts.sums(front, way, width) for way in ways], each, room)
 
-    def entering(self, giver: Seat, taker: Seat, microbatches: int) -> np.ndarray:
+    def entering(self, giver: RankDevices, taker: RankDevices, microbatches: int) -> np.ndarray:
         """Seconds that the values of a microbatch take from one seat to another, for each bound."""
         ends = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
         spans = tuple(self.cluster.span(pair) for pair in ends) if giver.devices != taker.devices else ()
@@ -269,17 +271,19 @@ class Search:
             ])  # fmt: skip
         return self._entering[key]
 
-    def simulated(self, candidate: Candidate, choices: Sequence[Choice], bounds: tuple[int, ...]) -> Trial:
+    def simulated(
+        self, candidate: PipelineCandidate, choices: Sequence[StageChoice], bounds: tuple[int, ...]
+    ) -> PipelineTrial:
         picked = [choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)]
         stages, mixes = [stage for stage, _ in picked], tuple(mix for _, mix in picked)
         return self.timed_trial(candidate.seats, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
 
     def timed_trial(
-        self, seats: tuple[Seat, ...], microbatches: int, schedule: str, stages: Sequence[Stage],
+        self, seats: tuple[RankDevices, ...], microbatches: int, schedule: str, stages: Sequence[StageCost],
         mixes: tuple[Mix, ...], bounds: tuple[int, ...],
-    ) -> Trial:  # fmt: skip
+    ) -> PipelineTrial:  # fmt: skip
         """A pipeline of these stages, with the time that it takes."""
-        holders = [seat for (seat,) in kind_named(schedule).holders(len(seats))]
+        holders = [seat for (seat,) in schedule_kind(schedule).holders(len(seats))]
         links = tuple(
             float(self.entering(seats[giver], seats[taker], microbatches)[bound])
             for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
@@ -290,7 +294,7 @@ class Search:
             for seat in range(len(seats))
         )
         busy = sum(part.forward + part.backward for part in stages) * microbatches / len(seats)
-        return Trial(
+        return PipelineTrial(
             seats=seats,
             microbatches=microbatches,
             schedule=schedule,

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...cluster import Cluster
-from ...cost import Training
+from ...cost import TrainingSetup
 from ...rules import Analysis
-from ..frame import Frame
+from ..context import SearchContext
 from ..limits import Limits
-from .seats import Seat
+from .ranks import RankDevices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PipelineRequest:
     """What is asked of a pipeline; None leaves it open."""
 
     stages: int | None = None
@@ -24,7 +24,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class PipelineSetup:
     """The graph, the cluster, what is asked.
 
     size       how many devices of the cluster
@@ -38,15 +38,15 @@ class Setup:
 
     facts: Analysis
     cluster: Cluster
-    training: Training
+    training: TrainingSetup
     limits: Limits
     size: int
-    room: Callable[[Seat], float]
+    room: Callable[[RankDevices], float]
     recompute: bool = True
     local: bool = False
     names: tuple[str, str] = ("x", "y")
-    asked: Asked = field(default_factory=Asked)
-    frame: Frame | None = None
+    asked: PipelineRequest = field(default_factory=PipelineRequest)
+    frame: SearchContext | None = None
     slack: float = 0.005
     upper: float = math.inf
     stop: Callable[[], bool] = lambda: False

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.resources import Resource
-from .front import QUEUED, WEIGHT, Front, Way
+from .front import QUEUED, WEIGHT, StageFront, StageSolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageCost:
     """What a run of blocks takes on a device: seconds of a microbatch, of what comes once a step, and bytes.
 
     forward, backward    of a microbatch; backward has `weight` in it
@@ -51,11 +51,11 @@ def seconds_of(used: np.ndarray, overlap: float) -> tuple[np.ndarray, np.ndarray
     return found[0], found[1]
 
 
-def stage_of(used: np.ndarray, overlap: float) -> Stage:
+def stage_of(used: np.ndarray, overlap: float) -> StageCost:
     """A stage from the columns that it uses."""
     forward, backward = seconds_of(used, overlap)
     kernels = used[Resource.COMPUTE_FORWARD] + used[Resource.COMPUTE_BACKWARD]
-    return Stage(
+    return StageCost(
         forward=float(forward),
         backward=float(backward),
         weight=float(min(used[WEIGHT], backward)),
@@ -67,7 +67,7 @@ def stage_of(used: np.ndarray, overlap: float) -> Stage:
     )
 
 
-class Sums(NamedTuple):
+class StageSums(NamedTuple):
     """For all runs of blocks under one way: seconds of a microbatch with its part of what comes once, and bytes."""
 
     seconds: np.ndarray
@@ -75,21 +75,23 @@ class Sums(NamedTuple):
     kept: np.ndarray
 
 
-def sums_of(front: Front, way: Way, width: int) -> Sums:
+def sums_of(front: StageFront, way: StageSolution, width: int) -> StageSums:
     """[first block, blocks less one], for runs of up to `width` blocks."""
     used = way.table(width)
     forward, backward = seconds_of(used, front.overlap)
     seconds = forward + backward + used[..., Resource.UPDATE] / front.microbatches
-    return Sums(seconds, used[..., Resource.STORED], used[..., Resource.KEPT])
+    return StageSums(seconds, used[..., Resource.STORED], used[..., Resource.KEPT])
 
 
-class Choice:
+class StageChoice:
     """For all runs of blocks on one kind of seat, with so many microbatches in flight, the best ways within a limit.
 
     seconds    [first block, blocks less one]: of a microbatch, with its part of what comes once; infinity: does not fit
     """
 
-    def __init__(self, front: Front, ways: Sequence[Way], sums: Sequence[Sums], flight: float, room: float) -> None:
+    def __init__(
+        self, front: StageFront, ways: Sequence[StageSolution], sums: Sequence[StageSums], flight: float, room: float
+    ) -> None:
         self.front, self.ways, self.flight, self.room = front, ways, flight, room
         bytes = [held.stored + flight * held.kept for held in sums]
         self.seconds = np.full(sums[0].seconds.shape, np.inf)
@@ -99,7 +101,7 @@ class Choice:
                 mixed = _mixed(sums[faster].seconds, bytes[faster], held.seconds, more, room)
                 np.minimum(self.seconds, mixed, out=self.seconds)
 
-    def pick(self, begin: int, end: int) -> tuple[Stage, tuple[tuple[Way, float], ...]]:
+    def pick(self, begin: int, end: int) -> tuple[StageCost, tuple[tuple[StageSolution, float], ...]]:
         """The stage of one run, and its ways with their shares."""
         used = [way.between(begin, end) for way in self.ways]
         best: tuple[float, tuple[tuple[int, float], ...]] = (np.inf, ())

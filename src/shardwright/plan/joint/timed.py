@@ -17,26 +17,26 @@ from dataclasses import replace
 import numpy as np
 
 from ...cluster import Cluster
-from ...conversion import SENDS
-from ...cost import Training
-from ...cost.moves import LETTERS, STEPS, Moves
+from ...cost import TrainingSetup
+from ...cost.reshard_prices import LETTERS, STEPS, ReshardPrices
 from ...cost.resources import Resource
 from ...errors import PlanError
 from ...ir import Graph, Parameter
 from ...ir.graph import ITEM_SIZE
 from ...layout import Axis, Layout, Mesh
+from ...reshard import COLLECTIVES
 from ...rules import Analysis, Signature
-from ..constraints import Demand
-from ..draft import Draft
-from ..frame import Frame
-from ..homes import Homes, Sent, Storage, Storing, level_of
+from ..builder import PlanBuilder
+from ..constraints import ChoiceDemand
+from ..context import SearchContext
 from ..limits import Limits
 from ..policies import dp
-from ..skeleton import Skeleton
-from ..spaces import Spaces
-from ..tables import Tables, homes_of
-from .parameters import Parameters
-from .seats import Seat, SeatKinds
+from ..problem_structure import ProblemStructure
+from ..spaces import ChoiceSpaces
+from ..storage_options import ParameterCollective, Storage, StorageOptions, StoragePricing, zero_level
+from ..tables import Tables, storage_options_of
+from .parameters import ParameterBounds
+from .ranks import RankDevices, RankKinds
 
 NEVER = 1e9
 """Seconds of what can't be done."""
@@ -45,7 +45,7 @@ SMALL = 16
 """Bytes of a number, such as a loss: those of all microbatches are added up when they leave."""
 
 
-def split_by(seat: Seat, microbatches: int) -> Mesh:
+def split_by(seat: RankDevices, microbatches: int) -> Mesh:
     """The mesh on which the ops of a seat are split: that of its devices, the batch also over time."""
     sizes = (seat.data * microbatches, seat.inner)
     return Mesh(axes=tuple(Axis(name=n, size=s) for n, s in zip(seat.names, sizes, strict=True) if s > 1))
@@ -54,10 +54,10 @@ def split_by(seat: Seat, microbatches: int) -> Mesh:
 Known = dict[tuple[object, ...], dict[tuple[object, ...], np.ndarray]]
 
 
-class TimedMoves(Moves):
+class MicrobatchReshardPrices(ReshardPrices):
     """Prices of conversions of one microbatch."""
 
-    def __init__(self, seat: Seat, cluster: Cluster, microbatches: int, known: Known) -> None:
+    def __init__(self, seat: RankDevices, cluster: Cluster, microbatches: int, known: Known) -> None:
         """`known`: prices of conversions along the inner axis, of all seats."""
         mesh = split_by(seat, microbatches)
         sizes = {seat.names[0]: seat.data, seat.names[1]: seat.inner}
@@ -85,7 +85,7 @@ class TimedMoves(Moves):
         if key not in self._tables:
             letters, exchange, regather = (held.copy() for held in super()._table(axes, base, gradient))
             for (a, b), kind in STEPS.items():
-                if any(SENDS[kind]) and gradient and base > SMALL:
+                if any(COLLECTIVES[kind]) and gradient and base > SMALL:
                     letters[LETTERS.index(a), LETTERS.index(b)] = (NEVER, 0.0, 0.0, 0.0)
             if gradient:
                 exchange[:] = regather[:] = (NEVER, 0.0, 0.0, 0.0)
@@ -96,18 +96,22 @@ class TimedMoves(Moves):
         return self._tables[key]
 
 
-class TimedStoring(Storing):
+class PipelineStoragePricing(StoragePricing):
     """Homes of parameters in a pipeline."""
 
     def __init__(
-        self, spaces: Spaces, microbatches: int, most: Mapping[str, int], known: dict[tuple[object, ...], Homes]
+        self,
+        spaces: ChoiceSpaces,
+        microbatches: int,
+        most: Mapping[str, int],
+        known: dict[tuple[object, ...], StorageOptions],
     ) -> None:
         """`known`: homes on seats of this kind, where several microbatches are as any other number of them."""
         super().__init__(spaces, most=most)
         self.microbatches, self._known = microbatches, known
         self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
 
-    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> Homes:
+    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
         key = (parameter.key, tuple(tuple(dict.fromkeys(held)) for held in asked), unit)
         if key not in self._known:
             self._known[key] = super().homes(parameter, asked, unit)
@@ -117,8 +121,8 @@ class TimedStoring(Storing):
         sizes = self.mesh.sizes
         yield from (held for held in super()._storages(parameter, layout) if all(sizes[axis] > 1 for axis, _ in held))
 
-    def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[Sent]:
-        sizes, level = self.mesh.sizes, level_of(held)
+    def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[ParameterCollective]:
+        sizes, level = self.mesh.sizes, zero_level(held)
         for sent in super().sends(parameter, layout, held, unit):
             if all(sizes[axis] == 1 for axis in sent.axes):
                 continue
@@ -131,7 +135,7 @@ class TimedStoring(Storing):
         if self.spaces.backward and parameter.trainable:
             value = self.graph.values[parameter.value]
             count = self.count(value.shape, layout)
-            aside = (self.shares(count, held)[3] if level_of(held) == 3 else count) * ITEM_SIZE.get(value.dtype, 4)
+            aside = (self.shares(count, held)[3] if zero_level(held) == 3 else count) * ITEM_SIZE.get(value.dtype, 4)
             found[Resource.STORED] += aside
             if self.microbatches > 1:
                 adding = self.moves.device.op_time(0.0, 3.0 * aside, "pointwise", "")
@@ -145,7 +149,7 @@ def over_time(facts: Analysis, name: str) -> dict[str, str]:
     Nothing, if there is no batch: one row can only go through the stages.
     """
     axis = Axis(name=name, size=2)
-    draft = Draft(facts.graph, Mesh(axes=(axis,)), facts, lenient=True)
+    draft = PlanBuilder(facts.graph, Mesh(axes=(axis,)), facts, lenient=True)
     dp(draft, axis)
     choices = draft.finish("").choices(facts.graph.entry)
     return {op.name: choices.get(op.name, {}).get(name, "") for op in facts.live}
@@ -166,12 +170,12 @@ def _reads_batch(signature: Signature, graph: Graph) -> bool:
     return any(role.atom in signature.facts.batch for role in signature.roles)
 
 
-class Timed:
+class MicrobatchTables:
     """What the tables of all seats of a pipeline stand on: one frame, in which ops split the batch alike."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: Training, limits: Limits, names: tuple[str, str],
-        *, recompute: bool = True, local: bool = False, like: Frame | None = None,
+        self, facts: Analysis, cluster: Cluster, training: TrainingSetup, limits: Limits, names: tuple[str, str],
+        *, recompute: bool = True, local: bool = False, like: SearchContext | None = None,
     ) -> None:  # fmt: skip
         """`local`: the graph is that of one microbatch. `like`: the frame of a flat search."""
         self.local = local
@@ -179,46 +183,46 @@ class Timed:
         self.picks = over_time(facts, names[0])
         demands = dict(limits.demands)
         for op, pick in self.picks.items():
-            demands[op] = (*demands.get(op, ()), Demand((pick,), names[0]))
+            demands[op] = (*demands.get(op, ()), ChoiceDemand((pick,), names[0]))
         self.limits = replace(limits, demands=demands)
-        self.frame = Frame(facts, cluster, training, self.limits, recompute=recompute, like=like)
+        self.frame = SearchContext(facts, cluster, training, self.limits, recompute=recompute, like=like)
         self._untimed = {
             op: tuple(demand for demand in held if demand.axis != names[0]) for op, held in self.limits.demands.items()
         }
         self._axes = {demand.axis for held in self.limits.demands.values() for demand in held}
         self._known: dict[tuple[object, ...], Tables | None] = {}
-        self._parameters: dict[tuple[object, ...], Parameters] = {}
-        self.kinds = SeatKinds(cluster)
+        self._parameters: dict[tuple[object, ...], ParameterBounds] = {}
+        self.kinds = RankKinds(cluster)
         self._prices: Known = {}
-        self._homes: dict[tuple[object, ...], dict[tuple[object, ...], Homes]] = {}
-        self._like: dict[tuple[object, ...], Spaces] = {}
+        self._homes: dict[tuple[object, ...], dict[tuple[object, ...], StorageOptions]] = {}
+        self._like: dict[tuple[object, ...], ChoiceSpaces] = {}
 
-    def parameters(self, seat: Seat, microbatches: int) -> Parameters:
+    def parameters(self, seat: RankDevices, microbatches: int) -> ParameterBounds:
         """What all parameters take on a seat; microbatches, if there are several, may be any number of them."""
         key = (self.kinds.of(seat), microbatches > 1)
         if key not in self._parameters:
-            skeleton, homes = self.frame.plain, list[Homes]()
+            skeleton, homes = self.frame.plain, list[StorageOptions]()
             spaces = self._spaces(skeleton, seat, microbatches)
             if spaces is not None:
-                homes = homes_of(skeleton, spaces, self._storing(seat, spaces, microbatches))
-            self._parameters[key] = Parameters(skeleton, homes, self.cluster.overlap)
+                homes = storage_options_of(skeleton, spaces, self._storing(seat, spaces, microbatches))
+            self._parameters[key] = ParameterBounds(skeleton, homes, self.cluster.overlap)
         return self._parameters[key]
 
-    def tables(self, seat: Seat, microbatches: int, *, again: bool = False) -> Tables | None:
+    def tables(self, seat: RankDevices, microbatches: int, *, again: bool = False) -> Tables | None:
         """The numbers of a seat; `again`: with layers that may be recomputed. None if an op has no way."""
         key = (self.kinds.of(seat), microbatches, again)
         if key not in self._known:
             self._known[key] = self._make(seat, microbatches, again)
         return self._known[key]
 
-    def _make(self, seat: Seat, microbatches: int, again: bool) -> Tables | None:
+    def _make(self, seat: RankDevices, microbatches: int, again: bool) -> Tables | None:
         skeleton = self.frame.recomputing if again else self.frame.plain
         if again:
             like = self.tables(seat, microbatches)
             return Tables(skeleton, like.spaces, like.storing, like.rows, like) if like is not None else None
         return self._plain(skeleton, seat, microbatches)
 
-    def _plain(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Tables | None:
+    def _plain(self, skeleton: ProblemStructure, seat: RankDevices, microbatches: int) -> Tables | None:
         spaces = self._spaces(skeleton, seat, microbatches)
         try:
             if spaces is None or not all(spaces.of(kind).size for kind in range(len(skeleton.kinds.first))):
@@ -228,17 +232,17 @@ class Timed:
         rows = tuple(name for name in self.names[:1] if name in spaces.mesh.names)  # outputs are joined by the loop
         return Tables(skeleton, spaces, self._storing(seat, spaces, microbatches), rows)
 
-    def _storing(self, seat: Seat, spaces: Spaces, microbatches: int) -> TimedStoring:
+    def _storing(self, seat: RankDevices, spaces: ChoiceSpaces, microbatches: int) -> PipelineStoragePricing:
         known = self._homes.setdefault((self.kinds.of(seat), microbatches > 1), {})
-        return TimedStoring(spaces, microbatches, self.limits.most, known)
+        return PipelineStoragePricing(spaces, microbatches, self.limits.most, known)
 
-    def _spaces(self, skeleton: Skeleton, seat: Seat, microbatches: int) -> Spaces | None:
-        moves = TimedMoves(seat, self.cluster, 1 if self.local else microbatches, self._prices)
+    def _spaces(self, skeleton: ProblemStructure, seat: RankDevices, microbatches: int) -> ChoiceSpaces | None:
+        moves = MicrobatchReshardPrices(seat, self.cluster, 1 if self.local else microbatches, self._prices)
         demands = self.limits.demands if self.names[0] in moves.mesh.names else self._untimed
         if not self._axes <= {None, self.names[0], *moves.mesh.names}:
             return None  # something is asked of an axis that the seat does not have
         key = (moves.mesh.axes, moves.device)
-        spaces = Spaces(
+        spaces = ChoiceSpaces(
             skeleton.kinds, moves, data=(self.names[0],), demands=demands, twins=skeleton.twins.values(),
             like=self._like.get(key),
         )  # fmt: skip

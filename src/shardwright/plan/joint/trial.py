@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...schedule import Edge, Kind, Run, Times, in_flight, kind_named, simulate
-from .front import Way
-from .seats import Seat
-from .stage import Stage
+from ...schedule import ScheduleKind, SimulatedRun, StageEdge, StageTimes, in_flight, schedule_kind, simulate
+from .front import StageSolution
+from .ranks import RankDevices
+from .stage import StageCost
 
-Mix = tuple[tuple[Way, float], ...]
+Mix = tuple[tuple[StageSolution, float], ...]
 """Ways, and the part of each."""
 
 LONG = 6
@@ -19,7 +19,7 @@ LONG = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class PipelineTrial:
     """One pipeline.
 
     parts      the stage of each segment, in the order of the line
@@ -27,10 +27,10 @@ class Trial:
     links      seconds that a microbatch's values take to enter each segment but the first
     """
 
-    seats: tuple[Seat, ...]
+    seats: tuple[RankDevices, ...]
     microbatches: int
     schedule: str
-    parts: tuple[Stage, ...]
+    parts: tuple[StageCost, ...]
     mixes: tuple[Mix, ...]
     bounds: tuple[int, ...]
     links: tuple[float, ...]
@@ -39,8 +39,8 @@ class Trial:
     bubble: float
 
     @property
-    def kind(self) -> Kind:
-        return kind_named(self.schedule)
+    def kind(self) -> ScheduleKind:
+        return schedule_kind(self.schedule)
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
     """For each seat the most microbatches of segments that it keeps at once."""
     if seats == 1:
         return (1.0,)
-    kind, some = kind_named(schedule), min(microbatches, 3 * seats)
+    kind, some = schedule_kind(schedule), min(microbatches, 3 * seats)
     if kind.name == "1f1b":
         return tuple(float(min(some, seats - seat)) for seat in range(seats))
     if kind.name == "zb":
@@ -105,17 +105,17 @@ def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
 
 
 def run_of(
-    schedule: str, seats: int, microbatches: int, parts: Sequence[Stage], links: Sequence[float]
-) -> tuple[Run, float]:
+    schedule: str, seats: int, microbatches: int, parts: Sequence[StageCost], links: Sequence[float]
+) -> tuple[SimulatedRun, float]:
     """The simulated run of a schedule, and its seconds for all microbatches."""
-    kind = kind_named(schedule)
+    kind = schedule_kind(schedule)
     some = min(microbatches, max(LONG * seats * kind.segments, 32))
     apart = schedule.startswith("zb")
     times = [
-        Times(part.forward, part.backward - part.weight if apart else part.backward, part.weight if apart else 0.0)
+        StageTimes(part.forward, part.backward - part.weight if apart else part.backward, part.weight if apart else 0.0)
         for part in parts
     ]
-    edges = [Edge(at, at + 1, link, link) for at, link in enumerate(links)]
+    edges = [StageEdge(at, at + 1, link, link) for at, link in enumerate(links)]
     run = simulate(kind.make(seats, some), times, edges)
     holders = kind.holders(seats)
     busy = [0.0] * seats

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ...errors import PlanError
 from .order import Borders, Scope, split_variables
-from .problem import MOST_VARIABLES, Floats, Group, Ints, Problem
+from .problem import MOST_VARIABLES, FactorGroup, Floats, Ints, Problem
 
 CHUNK = 2**16  # cells of a temporary array: half a MB, which stays in the cache
 FEW_CELLS = 2**12  # of a step that needs no such care
@@ -41,7 +41,7 @@ class TooWide(PlanError):
 
 
 @dataclass(frozen=True)
-class Input:
+class StepTable:
     """A table as a step reads it: its axes in the step's order, with 1 where it lacks a variable."""
 
     node: int
@@ -54,10 +54,10 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Step:
+class EliminationStep:
     """One elimination: the variable is the first axis of `shape`, the rest are the axes of the new table."""
 
-    inputs: tuple[Input, ...]  # the smallest first, so that sums stay small as long as they can
+    inputs: tuple[StepTable, ...]  # the smallest first, so that sums stay small as long as they can
     shape: tuple[int, ...]
 
     def lowest(self, tables: Sequence[Floats], space: Floats) -> Floats:
@@ -109,8 +109,8 @@ def add_into(arrays: Sequence[Floats], into: Floats) -> Floats:
 class Elimination:
     """All steps of a problem in order. Tables are numbered: first the leaves, one for each group, then the steps."""
 
-    groups: tuple[Group, ...]
-    steps: tuple[Step, ...]
+    groups: tuple[FactorGroup, ...]
+    steps: tuple[EliminationStep, ...]
     rows: tuple[Ints, ...]  # for each step the places where it is taken: [place, (variable, *the rest)]
     roots: tuple[tuple[int, int], ...]  # tables without variables, and how often each counts
     variables: int
@@ -133,7 +133,7 @@ class Elimination:
 
         An order is right for any sizes, and may only be slower than one that was made for them.
         """
-        groups = tuple(Group(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
+        groups = tuple(FactorGroup(table, group.rows) for table, group in zip(tables, self.groups, strict=True))
         steps = self.steps
         if any(new.shape != old.table.shape for new, old in zip(tables, self.groups, strict=True)):
             steps = _resized(self.steps, [table.shape[:-1] for table in tables])
@@ -155,7 +155,7 @@ class Elimination:
             self.known[key] = run.value, run.walk()
         return self.known[key]
 
-    def run(self, weights: Floats) -> Run:
+    def run(self, weights: Floats) -> EliminationRun:
         """All tables for these weights."""
         cells = np.einsum("ck,k->c", self.leaves, weights)  # by one thread: more are in each other's way here
         cells[self.forbidden] = np.inf
@@ -168,11 +168,11 @@ class Elimination:
         space = np.empty(CHUNK)
         for step in self.steps:
             tables.append(step.lowest(tables, space))
-        return Run(self, tables)
+        return EliminationRun(self, tables)
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class EliminationRun:
     """The tables of an elimination for some weights."""
 
     elimination: Elimination
@@ -221,7 +221,7 @@ class _Steps:
         self.problem = problem
         self.shapes: list[tuple[int, ...]] = [group.table.shape[:-1] for group in problem.groups]
         self.known: dict[tuple[tuple[int, Scope], ...], int] = {}
-        self.steps: list[Step] = []
+        self.steps: list[EliminationStep] = []
         self.rows: list[list[Ints]] = []
         self.work = 0
 
@@ -251,7 +251,7 @@ class _Steps:
         return Elimination(problem.groups, tuple(self.steps), rows, roots, len(problem.sizes), **leaves)
 
 
-def _resized(steps: Sequence[Step], shapes: list[tuple[int, ...]]) -> tuple[Step, ...]:
+def _resized(steps: Sequence[EliminationStep], shapes: list[tuple[int, ...]]) -> tuple[EliminationStep, ...]:
     """Steps on leaves of other shapes, to which those of the steps' own tables are added."""
     found, work = [], 0
     for step in steps:
@@ -275,11 +275,11 @@ def _check_width(shape: tuple[int, ...], work: int) -> None:
         raise TooWide(f"a table over {len(shape) - 1} variables would have {cells:,} cells")
 
 
-def _step(inputs: Iterable[Input], shape: tuple[int, ...]) -> Step:
-    return Step(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape)
+def _step(inputs: Iterable[StepTable], shape: tuple[int, ...]) -> EliminationStep:
+    return EliminationStep(tuple(sorted(inputs, key=lambda each: math.prod(each.shape))), shape)
 
 
-def _leaves(groups: Sequence[Group], kinds: int) -> dict[str, Any]:
+def _leaves(groups: Sequence[FactorGroup], kinds: int) -> dict[str, Any]:
     """All cells of all tables, and which of them are forbidden."""
     leaves = np.concatenate([np.zeros((0, kinds)), *(group.table.reshape(-1, kinds) for group in groups)])
     forbidden = np.isinf(leaves[:, 0])
@@ -287,9 +287,9 @@ def _leaves(groups: Sequence[Group], kinds: int) -> dict[str, Any]:
     return {"leaves": leaves, "forbidden": forbidden}
 
 
-def _input(node: int, places: Scope, shape: tuple[int, ...]) -> Input:
+def _input(node: int, places: Scope, shape: tuple[int, ...]) -> StepTable:
     axes = tuple(sorted(range(len(places)), key=lambda axis: places[axis]))
-    return Input(node, places, axes, tuple(size if i in places else 1 for i, size in enumerate(shape)))
+    return StepTable(node, places, axes, tuple(size if i in places else 1 for i, size in enumerate(shape)))
 
 
 def _at_large(problem: Problem) -> Elimination:

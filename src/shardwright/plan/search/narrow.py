@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .problem import Factor, Ints, Point, Problem
+from .problem import CostFactor, Ints, Point, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ def narrow(problem: Problem, points: Sequence[Point]) -> Narrow:
         _, first, same = np.unique(kind[group.rows], axis=0, return_index=True, return_inverse=True)
         tables = [group.table[np.ix_(*(kept[v] for v in group.rows[at]))] for at in first]
         rows = zip(group.rows.tolist(), same.reshape(-1).tolist(), strict=True)
-        factors += [Factor(tuple(row), tables[number]) for row, number in rows]
+        factors += [CostFactor(tuple(row), tables[number]) for row, number in rows]
     sizes = tuple(len(left) for left in kept)
     blocks, phases = problem.blocks, problem.phases
     return Narrow(Problem(sizes, tuple(factors), blocks, phases, problem.memory, problem.limit), kept)

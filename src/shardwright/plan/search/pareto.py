@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ...errors import PlanError
 from .dual import Dual
-from .elimination import Elimination, Step, add
+from .elimination import Elimination, EliminationStep, add
 from .problem import ROUNDING, Floats, Ints, Point, Problem
 
 MOST_CELLS = 2**23  # of a step
@@ -48,7 +48,7 @@ class Stopped(PlanError):
 
 
 @dataclass(frozen=True, eq=False)
-class Front:
+class ParetoFront:
     """The vectors of a table's cells, those of one cell next to each other."""
 
     start: Ints  # for each cell its first vector; one more at the end
@@ -78,7 +78,7 @@ class _Forms:
         return total
 
 
-class Fronts:
+class ParetoSearch:
     """The search for a problem at the best weights of its dual, for one gap after the other."""
 
     def __init__(self, dual: Dual) -> None:
@@ -111,7 +111,7 @@ class Fronts:
             self.expand(step)
         return self._best_point()
 
-    def _leaves(self) -> list[Front]:
+    def _leaves(self) -> list[ParetoFront]:
         """One vector for each cell, rounded to the grid; forbidden cells are never asked for."""
         values = self.elimination.leaves @ self.forms.rows.T
         groups = self.elimination.groups
@@ -121,11 +121,11 @@ class Fronts:
         grid = 2.0 ** (np.ceil(np.log2(np.maximum(most, 1e-300))) - EXACT_BITS)
         none = np.zeros(0, dtype=np.intp)
         return [  # their detours are not asked for: a step looks at its own first
-            Front(np.arange(n + 1), np.round(part / grid) * grid, np.zeros(n), none, none)
+            ParetoFront(np.arange(n + 1), np.round(part / grid) * grid, np.zeros(n), none, none)
             for n, part in zip(lengths, parts, strict=True)
         ]
 
-    def expand(self, step: Step) -> None:
+    def expand(self, step: EliminationStep) -> None:
         """The front of the next step."""
         tables, node = self.tables, len(self.fronts)
         above = _above(step, tables, tables[node])
@@ -150,9 +150,9 @@ class Fronts:
         kept = self._keep(np.asarray(out), values)
         start = np.searchsorted(out[kept], np.arange(tables[node].size + 1))
         origin = np.stack([each[kept] for each in origins], axis=1)
-        self.fronts.append(Front(start, values[kept], excess[kept], cells[0][which[kept]], origin))
+        self.fronts.append(ParetoFront(start, values[kept], excess[kept], cells[0][which[kept]], origin))
 
-    def _join(self, front: Front, cell: Ints) -> tuple[Ints, Ints]:
+    def _join(self, front: ParetoFront, cell: Ints) -> tuple[Ints, Ints]:
         """Pair each row with every vector of its cell: the rows' numbers, and the vectors'."""
         counts = front.start[cell + 1] - front.start[cell]
         self.rows += int(counts.sum())
@@ -212,7 +212,7 @@ class Fronts:
         return states
 
 
-def _above(step: Step, tables: list[Floats], lowest: Floats) -> Floats:
+def _above(step: EliminationStep, tables: list[Floats], lowest: Floats) -> Floats:
     """How much each state of the variable is above the best, in each cell; infinite where it is forbidden."""
     full = add([given.view(tables) for given in step.inputs])
     return np.where(np.isfinite(full), full - np.where(np.isfinite(lowest), lowest, 0.0), np.inf)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Floats, Group, Ints, Point, Problem
+from .problem import FactorGroup, Floats, Ints, Point, Problem
 
 MOST_KINDS = 256  # of switches, up to which all pairs are tried
 MOST_EXCHANGES = 200
@@ -60,7 +60,7 @@ def compare(problem: Problem, base: Point, other: Point) -> Switches:
     changes = np.zeros((int(component.max(initial=-1)) + 1, len(problem.memory)))
     for group, rows in zip(problem.groups, touched, strict=True):
         if len(rows):
-            some = Group(group.table, rows)
+            some = FactorGroup(group.table, rows)
             at = component[rows].max(axis=1)
             np.add.at(changes, at, some.look_up(other.states) - some.look_up(base.states))
     return Switches(base, other, component, changes)

@@ -20,7 +20,7 @@ from .dual import Dual
 from .elimination import TooWide, eliminate
 from .ilp import least_of_each, solve_ilp
 from .narrow import narrow
-from .pareto import Fronts, Stopped, TooMany
+from .pareto import ParetoSearch, Stopped, TooMany
 from .problem import ROUNDING, Floats, Point, Problem, Solution
 from .recombine import blend, recombine
 
@@ -72,7 +72,7 @@ def solve(
     multipliers of a solution of a problem like this one: with them the bound is good from the start. Without `exact`
     it is content with mixes of the points that were met.
     """
-    search = _Search(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim, hint, exact)
+    search = _Solver(problem, upper, stop or (lambda: False), progress or (lambda time, bound: None), aim, hint, exact)
     try:
         eliminate(problem)
     except TooWide as reason:
@@ -81,7 +81,7 @@ def solve(
 
 
 @dataclass(eq=False)
-class _Search:
+class _Solver:
     problem: Problem
     upper: float
     stop: Stop
@@ -175,7 +175,7 @@ class _Search:
         gap = max(self.best.time - inside.bound, 0.0)
         for thin in THIN:
             try:
-                found = Fronts(inside).search(gap / 4, self.stop, thin)
+                found = ParetoSearch(inside).search(gap / 4, self.stop, thin)
             except TooMany:
                 continue
             except Stopped:
@@ -191,7 +191,7 @@ class _Search:
         gap = (self.best.time - dual.bound) / 2**WIDER
         effort = LITTLE if self.within(SMALL) else 1.0
         try:
-            fronts = Fronts(dual)
+            fronts = ParetoSearch(dual)
             while not self.done(self.bound):
                 self.offer(fronts.search(gap, self.stop, effort=effort))
                 self.bound = min(self.best.time, dual.bound + gap)  # all that is faster would have been found

@@ -24,28 +24,29 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Reduction
 from shardwright.schedule import Step, StepKind
 
-from .. import comm, journal
-from ..parameters import Untouched
-from ..stage import Stage
-from .parts import Leaving, Pipeline, Placed
-from .routes import Leg
-from .script import Message, Script, Turn
+from ..collectives import comm
+from ..faults import flight_recorder
+from ..model.program import Program
+from ..parameters.sharded import Untouched
+from .routes import Route
+from .script import ReceivedMessage, Script, ScriptStep
+from .spec import PipelineOutput, PipelineSpec, PlacedStage
 from .transport import Arrival, Transport
 
 ROOM = 2  # by how many microbatches a rank may run ahead of those it sends to, where nothing else holds it back
 
-Seed = Callable[[Leaving, int], Tensor | None]
+Seed = Callable[[PipelineOutput, int], Tensor | None]
 """The gradient of an output of the model in a microbatch, or None if none enters there."""
 
 
-class Parcel:
+class AssembledTensor:
     """A tensor that is put together here from messages."""
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
-        self.coming: list[tuple[Arrival, Leg, Tensor | None]] = []
+        self.coming: list[tuple[Arrival, Route, Tensor | None]] = []
 
-    def ask(self, leg: Leg, transport: Transport) -> None:
+    def ask(self, leg: Route, transport: Transport) -> None:
         """Begin to receive a part of it."""
         into = leg.straight(self.out)
         buffer = self.out.new_empty(leg.elements) if into is None else into
@@ -61,22 +62,22 @@ class Parcel:
         return self.out
 
 
-class Flight(NamedTuple):
+class InFlightMicrobatch(NamedTuple):
     """What a segment keeps of a microbatch from F to B."""
 
     edges: tuple[tuple[str, GradientEdge], ...]  # where the gradients of values enter
     leaves: dict[str, Tensor]  # what crossed to it, and gets a gradient
 
 
-class Run:
+class ScheduleRun:
     """The state of one call: what is under way and what came out."""
 
     def __init__(self, inputs: Sequence[Tensor], seeded: frozenset[int] = frozenset()) -> None:
         self.inputs = inputs
         self.seeded = seeded  # the outputs of the model that may get a gradient
         self.grad = bool(seeded)
-        self.parcels: dict[tuple[StepKind, int, int], Parcel] = {}
-        self.flights: dict[tuple[int, int], Flight] = {}
+        self.parcels: dict[tuple[StepKind, int, int], AssembledTensor] = {}
+        self.flights: dict[tuple[int, int], InFlightMicrobatch] = {}
         self.outputs: dict[tuple[str, int], Tensor] = {}  # (value, microbatch) of what leaves
         self.input_leaves: dict[tuple[int, int], Tensor] = {}  # (segment, input), of inputs that want a gradient
         self.updates: dict[str, Tensor] = {}
@@ -93,15 +94,15 @@ class Run:
         return self.input_leaves[segment, number]
 
 
-class Executor:
+class PipelineExecutor:
     """Runs scripts of one pipeline on one rank."""
 
-    def __init__(self, pipeline: Pipeline, rank: int, transport: Transport, device: torch.device) -> None:
+    def __init__(self, pipeline: PipelineSpec, rank: int, transport: Transport, device: torch.device) -> None:
         self.pipeline, self.rank, self.transport, self.device = pipeline, rank, transport, device
-        self._does: dict[StepKind, Callable[[Turn, Run], None]] = {
+        self._does: dict[StepKind, Callable[[ScriptStep, ScheduleRun], None]] = {
             "P": self._prologue, "F": self._forward, "B": self._backward, "W": self._weights,
         }  # fmt: skip
-        self._leaving: dict[str, list[Leaving]] = {}
+        self._leaving: dict[str, list[PipelineOutput]] = {}
         for out in pipeline.leaving:
             self._leaving.setdefault(out.value, []).append(out)
         self._wanted = self._values_with_gradient()
@@ -126,7 +127,7 @@ class Executor:
                     found[kind, number] = shape
         return found
 
-    def run(self, script: Script, run: Run) -> None:
+    def run(self, script: Script, run: ScheduleRun) -> None:
         """Go through a script."""
         for placed in self.pipeline.placed:
             if placed.stage is not None:
@@ -135,7 +136,7 @@ class Executor:
         sent: deque[tuple[int, Arrival]] = deque()
         with Untouched():
             for turn in script.turns:
-                journal.do(turn.step)
+                flight_recorder.record_step(turn.step)
                 for message in turn.asks:
                     self._ask(message, run)
                 self._does[turn.step.kind](turn, run)
@@ -144,11 +145,11 @@ class Executor:
                 if turn.sends and script.orderly:
                     sent.append((turn.step.microbatch, self.transport.mark()))
         self.transport.flush()
-        journal.do(None)
+        flight_recorder.record_step(None)
 
     # -- steps ---------------------------------------------------------------------------
 
-    def _at(self, step: Step) -> tuple[Placed, Stage]:
+    def _at(self, step: Step) -> tuple[PlacedStage, Program]:
         """The segment of a step, with the clock set to its microbatch."""
         placed = self.pipeline.placed[step.segment]
         if placed.stage is None:
@@ -158,7 +159,7 @@ class Executor:
         return placed, placed.stage
 
     @torch.no_grad()
-    def _prologue(self, turn: Turn, run: Run) -> None:
+    def _prologue(self, turn: ScriptStep, run: ScheduleRun) -> None:
         placed, stage = self._at(turn.step)
         inputs = [run.inputs[number] for number in placed.asks]
         every: list[tuple[Tensor, ...]] = []
@@ -174,7 +175,7 @@ class Executor:
                 total = comm.reduce(total, getattr(stage, count.over), count.op)
             setattr(stage.known, count.name, total)
 
-    def _forward(self, turn: Turn, run: Run) -> None:
+    def _forward(self, turn: ScriptStep, run: ScheduleRun) -> None:
         step = turn.step
         placed, stage = self._at(step)
         leaves = {}
@@ -196,10 +197,10 @@ class Executor:
         if run.grad:
             edges = [(v, get_gradient_edge(x)) for v, x in given.items() if v in self._wanted and x.requires_grad]
             kept = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
-            run.flights[placed.number, step.microbatch] = Flight(tuple(edges), kept)
+            run.flights[placed.number, step.microbatch] = InFlightMicrobatch(tuple(edges), kept)
         self._note_updates(stage, run)
 
-    def _input(self, step: Step, number: int, run: Run) -> Tensor:
+    def _input(self, step: Step, number: int, run: ScheduleRun) -> Tensor:
         """An input of the model; the rows of a microbatch where each is a batch of its own."""
         whole = run.input(step.segment, number)
         if not self.pipeline.rows or not self.pipeline.rows[number]:
@@ -207,7 +208,7 @@ class Executor:
         size = whole.shape[0] // self.pipeline.microbatches
         return whole.narrow(0, step.microbatch * size, size)
 
-    def _call(self, stage: Stage, args: Sequence[Tensor], run: Run) -> tuple[Tensor, ...]:
+    def _call(self, stage: Program, args: Sequence[Tensor], run: ScheduleRun) -> tuple[Tensor, ...]:
         stage.start()
         if not run.grad:
             with torch.no_grad():
@@ -219,7 +220,7 @@ class Executor:
                 return stage.forward(*args)
 
     @torch.no_grad()
-    def _note_updates(self, stage: Stage, run: Run) -> None:
+    def _note_updates(self, stage: Program, run: ScheduleRun) -> None:
         """Buffers are written at the end; where each microbatch is a batch of its own, at once."""
         if self.pipeline.local:
             for key, value in stage.updates.items():
@@ -228,7 +229,7 @@ class Executor:
             run.updates.update(stage.updates)
         stage.updates.clear()
 
-    def _backward(self, turn: Turn, run: Run) -> None:
+    def _backward(self, turn: ScriptStep, run: ScheduleRun) -> None:
         step = turn.step
         placed, stage = self._at(step)
         stage.weights.microbatch = step.microbatch
@@ -262,7 +263,7 @@ class Executor:
                 f"{crossing.taker} as {dtype} {shape}"
             )
 
-    def _entering(self, turn: Turn, run: Run) -> dict[str, Tensor]:
+    def _entering(self, turn: ScriptStep, run: ScheduleRun) -> dict[str, Tensor]:
         """The gradients of what the segment gave, those of several takers and of the model's outputs added up."""
         found: dict[str, Tensor] = {}
         microbatch = turn.step.microbatch
@@ -277,37 +278,37 @@ class Executor:
                     found[value] = seed if value not in found else found[value] + seed
         return found
 
-    def _weights(self, turn: Turn, run: Run) -> None:
+    def _weights(self, turn: ScriptStep, run: ScheduleRun) -> None:
         _, stage = self._at(turn.step)
         with self._as_usual():
             stage.weights.run(turn.step.microbatch)
 
     # -- messages ------------------------------------------------------------------------
 
-    def _parcel(self, kind: StepKind, number: int, microbatch: int, run: Run) -> Parcel:
+    def _parcel(self, kind: StepKind, number: int, microbatch: int, run: ScheduleRun) -> AssembledTensor:
         key = kind, number, microbatch
         if key not in run.parcels:
             dtype = self.pipeline.crossings[number].dtype
             out = torch.empty(self._shapes[kind, number], dtype=dtype, device=self.device)
-            run.parcels[key] = Parcel(out)
+            run.parcels[key] = AssembledTensor(out)
         return run.parcels[key]
 
-    def _ask(self, message: Message, run: Run) -> None:
+    def _ask(self, message: ReceivedMessage, run: ScheduleRun) -> None:
         self._parcel(message.kind, message.crossing, message.microbatch, run).ask(message.leg, self.transport)
 
-    def _take(self, kind: StepKind, number: int, microbatch: int, run: Run) -> Tensor:
+    def _take(self, kind: StepKind, number: int, microbatch: int, run: ScheduleRun) -> Tensor:
         """What has crossed, whole for this rank."""
         self._parcel(kind, number, microbatch, run)
         return run.parcels.pop((kind, number, microbatch)).wait()
 
     def _send(
-        self, kind: StepKind, number: int, microbatch: int, legs: Sequence[Leg], tensor: Tensor, run: Run
+        self, kind: StepKind, number: int, microbatch: int, legs: Sequence[Route], tensor: Tensor, run: ScheduleRun
     ) -> None:
         for leg in legs:
             if leg.target != self.rank:
                 self.transport.send(leg.pack(tensor), leg.target)
             elif leg.same:
-                run.parcels[kind, number, microbatch] = Parcel(tensor)
+                run.parcels[kind, number, microbatch] = AssembledTensor(tensor)
             else:
                 leg.carry(tensor, self._parcel(kind, number, microbatch, run).out)
 

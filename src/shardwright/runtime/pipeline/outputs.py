@@ -19,45 +19,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import Block, Cut
+from shardwright.layout import Block, Shard
 
-from .. import blocks, journal
-from ..faults import told
-from .parts import Leaving, Pipeline
+from ..collectives import blocks
+from ..faults import flight_recorder
+from ..faults.watch import report_failure
+from .spec import PipelineOutput, PipelineSpec
 
 ALIGNED = 16  # bytes
 
 
-def combine(out: Leaving, found: Sequence[Tensor]) -> Tensor:
+def combine(out: PipelineOutput, found: Sequence[Tensor]) -> Tensor:
     """One value from those of all microbatches."""
     if out.how == "same":
         return found[0].clone()
     if out.how == "cat":
-        return blocks.join(found, out.dim, cut_of(out)).contiguous()
+        return blocks.unshard(found, out.dim, microbatch_shard(out)).contiguous()
     total = found[0].clone()
     for one in found[1:]:
         total += one
     return total / len(found) if out.how == "mean" else total
 
 
-def share(out: Leaving, gradient: Tensor, microbatches: int, microbatch: int) -> Tensor:
+def microbatch_gradient(out: PipelineOutput, gradient: Tensor, microbatches: int, microbatch: int) -> Tensor:
     """The gradient of a microbatch's value from that of the whole."""
     if out.how == "cat":
-        return blocks.take(gradient, out.dim, cut_of(out), microbatches, microbatch)
+        return blocks.shard(gradient, out.dim, microbatch_shard(out), microbatches, microbatch)
     if out.how == "mean":
         return gradient / microbatches
     return gradient if out.how == "sum" or microbatch == 0 else torch.zeros_like(gradient)
 
 
-def cut_of(out: Leaving) -> Cut:
+def microbatch_shard(out: PipelineOutput) -> Shard:
     """The cut of an output's dim into microbatches."""
-    return out.cut or Cut(axis="mb", blocks=(Block(1, out.shape[out.dim], 1),))
+    return out.cut or Shard(axis="mb", blocks=(Block(1, out.shape[out.dim], 1),))
 
 
-class Sharing:
+class OutputBroadcast:
     """Brings outputs and updated buffers from the ranks that have them to all."""
 
-    def __init__(self, pipeline: Pipeline, rank: int, device: torch.device) -> None:
+    def __init__(self, pipeline: PipelineSpec, rank: int, device: torch.device) -> None:
         self.pipeline, self.rank, self.device = pipeline, rank, device
 
     @torch.no_grad()
@@ -84,13 +85,13 @@ class Sharing:
         return outputs
 
 
-@told
+@report_failure
 def broadcast(tensors: Sequence[Tensor], home: int, rank: int) -> None:
     """Fill tensors with what one rank has in them, in one message."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        journal.enter("broadcast", None, f"outputs of rank {home}")
+        flight_recorder.enter("broadcast", None, f"outputs of rank {home}")
         dist.broadcast(_bytes(tensors[0]), home)
         return
     starts, total = [], 0
@@ -105,7 +106,7 @@ def broadcast(tensors: Sequence[Tensor], home: int, rank: int) -> None:
     if rank == home:
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
-    journal.enter("broadcast", None, f"outputs of rank {home}")
+    flight_recorder.enter("broadcast", None, f"outputs of rank {home}")
     dist.broadcast(flat, home)
     if rank != home:
         for view, tensor in zip(views, tensors, strict=True):

@@ -22,7 +22,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardwright.layout import Layout, Mesh, Piece, piece_of
+from shardwright.layout import Layout, LocalRegion, Mesh, local_region
 
 Spans = tuple[tuple[int, int, int], ...]
 """Runs along one dim: (start at the sender, start at the taker, length)."""
@@ -44,7 +44,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class Route:
     """What one rank sends to another: one message, its boxes one after the other."""
 
     source: int
@@ -92,9 +92,9 @@ def _narrow(x: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def routes(given: Layout, giver: Mesh, taken: Layout, taker: Mesh, shape: tuple[int, ...]) -> tuple[Leg, ...]:
+def routes(given: Layout, giver: Mesh, taken: Layout, taker: Mesh, shape: tuple[int, ...]) -> tuple[Route, ...]:
     """All messages, by taker and then sender; those of a rank to itself are among them, empty ones are not."""
-    legs: list[Leg] = []
+    legs: list[Route] = []
     targets = _pieces(taken, taker, shape)
     for piece, holders in _pieces(given, giver, shape):
         takers = sorted(
@@ -107,11 +107,11 @@ def routes(given: Layout, giver: Mesh, taken: Layout, taker: Mesh, shape: tuple[
         for _, rank, boxes, wanted in takers:
             source = rank if rank in holders else holders[turn % len(holders)]
             turn += rank not in holders
-            legs.append(Leg(source, rank, boxes, piece.spans == wanted.spans))
+            legs.append(Route(source, rank, boxes, piece.spans == wanted.spans))
     return tuple(sorted(legs, key=lambda leg: (leg.target, leg.source)))
 
 
-def _pieces(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[Piece, tuple[int, ...]]]:
+def _pieces(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[LocalRegion, tuple[int, ...]]]:
     """The different pieces of a tensor, with the ranks that hold each, in the order of the mesh."""
     found: dict[tuple[int, ...], list[int]] = {}
     cutting = [axis.name for axis in mesh.axes if layout.cut_of(axis.name) is not None]
@@ -119,12 +119,12 @@ def _pieces(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[Pi
         at = mesh.coordinates(rank)
         found.setdefault(tuple(at[name] for name in cutting), []).append(rank)
     return [
-        (piece_of(layout, shape, mesh.sizes, dict(zip(cutting, place, strict=True))), tuple(ranks))
+        (local_region(layout, shape, mesh.sizes, dict(zip(cutting, place, strict=True))), tuple(ranks))
         for place, ranks in found.items()
     ]
 
 
-def _overlap(piece: Piece, wanted: Piece) -> tuple[Box, ...]:
+def _overlap(piece: LocalRegion, wanted: LocalRegion) -> tuple[Box, ...]:
     """The boxes of elements that are in both pieces; none if there are no elements."""
     dims = [_common(a, b) for a, b in zip(piece.spans, wanted.spans, strict=True)]
     return tuple(

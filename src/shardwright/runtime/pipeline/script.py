@@ -19,30 +19,30 @@ from dataclasses import dataclass, replace
 from shardwright.errors import ScheduleError
 from shardwright.schedule import Schedule, Step, StepKind
 
-from .parts import Crossing, Pipeline
-from .routes import Leg, routes
+from .routes import Route, routes
+from .spec import PipelineSpec, StageCrossing
 
 WHOLE_STEP = "PFBW"
 AHEAD = 1  # how many steps ahead of its use a message is asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ReceivedMessage:
     """One message to this rank: of a crossing and a microbatch, the value (F) or its gradient (B)."""
 
     kind: StepKind
     crossing: int
     microbatch: int
-    leg: Leg
+    leg: Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ScriptStep:
     """One step of this rank."""
 
     step: Step
-    asks: tuple[Message, ...]  # to ask for before the step runs
-    sends: tuple[tuple[int, tuple[Leg, ...]], ...]  # (crossing, what goes to whom) when it has run
+    asks: tuple[ReceivedMessage, ...]  # to ask for before the step runs
+    sends: tuple[tuple[int, tuple[Route, ...]], ...]  # (crossing, what goes to whom) when it has run
     takes: tuple[int, ...]  # the crossings whose value (in an F) or gradient (in a B) it needs
 
 
@@ -51,12 +51,12 @@ class Script:
     """The turns of one rank, in order."""
 
     rank: int
-    turns: tuple[Turn, ...]
+    turns: tuple[ScriptStep, ...]
     apart: frozenset[int]  # the segments whose weights' gradients are steps of their own
     orderly: bool  # on all ranks, microbatch by microbatch
 
 
-def legs_of(pipeline: Pipeline, crossing: Crossing, kind: StepKind) -> tuple[Leg, ...]:
+def legs_of(pipeline: PipelineSpec, crossing: StageCrossing, kind: StepKind) -> tuple[Route, ...]:
     """How a value goes to its taker (F), or its gradient back (B)."""
     giver, taker = pipeline.placed[crossing.giver].mesh, pipeline.placed[crossing.taker].mesh
     if kind == "F":
@@ -64,7 +64,7 @@ def legs_of(pipeline: Pipeline, crossing: Crossing, kind: StepKind) -> tuple[Leg
     return routes(crossing.taken, taker, crossing.given, giver, crossing.shape)
 
 
-def pairs_of(pipeline: Pipeline) -> set[tuple[int, int]]:
+def pairs_of(pipeline: PipelineSpec) -> set[tuple[int, int]]:
     """The (sender, receiver) of all messages there may be."""
     found: set[tuple[int, int]] = set()
     for crossing in pipeline.crossings:
@@ -81,7 +81,7 @@ def only(schedule: Schedule, kinds: str) -> Schedule:
 
 
 def write(
-    pipeline: Pipeline,
+    pipeline: PipelineSpec,
     schedule: Schedule,
     rank: int,
     kinds: str = WHOLE_STEP,
@@ -93,7 +93,7 @@ def write(
     apart = frozenset(step.segment for step in row if step.kind == "W")
     schedule = only(schedule, kinds)
     steps = tuple(step for step in row if step.kind in kinds)
-    sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Leg, ...]]]] = defaultdict(list)
+    sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Route, ...]]]] = defaultdict(list)
     takes: dict[tuple[StepKind, int], list[int]] = defaultdict(list)
     for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
         legs = tuple(leg for leg in legs_of(pipeline, crossing, kind) if leg.source == rank)
@@ -102,7 +102,7 @@ def write(
         takes[kind, taker].append(number)
     asks = _asks(pipeline, schedule, rank, steps, seeded)
     turns = [
-        Turn(
+        ScriptStep(
             step=step,
             asks=tuple(asks[at]),
             sends=tuple(sends.get((step.kind, step.segment), ())),
@@ -122,7 +122,7 @@ def _orderly(schedule: Schedule) -> bool:
     return all(row == sorted(row) for row in rows.values())
 
 
-def _ways(pipeline: Pipeline, seeded: frozenset[int]) -> Iterator[tuple[int, Crossing, StepKind, int, int]]:
+def _ways(pipeline: PipelineSpec, seeded: frozenset[int]) -> Iterator[tuple[int, StageCrossing, StepKind, int, int]]:
     """(number, crossing, kind, the segment that sends, the segment that takes) for values and their gradients."""
     for number, crossing in enumerate(pipeline.crossings):
         yield number, crossing, "F", crossing.giver, crossing.taker
@@ -131,16 +131,18 @@ def _ways(pipeline: Pipeline, seeded: frozenset[int]) -> Iterator[tuple[int, Cro
 
 
 def _asks(
-    pipeline: Pipeline, schedule: Schedule, rank: int, steps: tuple[Step, ...], seeded: frozenset[int]
-) -> list[list[Message]]:
+    pipeline: PipelineSpec, schedule: Schedule, rank: int, steps: tuple[Step, ...], seeded: frozenset[int]
+) -> list[list[ReceivedMessage]]:
     """For each step the messages to ask for before it."""
     at = {step: place for place, step in enumerate(steps)}
-    arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Leg, int]]]] = defaultdict(lambda: defaultdict(list))
+    arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Route, int]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
         for leg in legs_of(pipeline, crossing, kind):
             if leg.target == rank != leg.source:
                 arriving[leg.source][kind, sender].append((number, leg, taker))
-    found: list[list[Message]] = [[] for _ in steps]
+    found: list[list[ReceivedMessage]] = [[] for _ in steps]
     for source in sorted(arriving):
         latest = []  # for each message in the order of the sender, the place of the step that needs it
         messages = []
@@ -153,7 +155,7 @@ def _asks(
                         f"rank {rank} has no step {step.kind}{taker}.{step.microbatch} that takes it"
                     )
                 latest.append(needed)
-                messages.append(Message(step.kind, number, step.microbatch, leg))
+                messages.append(ReceivedMessage(step.kind, number, step.microbatch, leg))
         for place in range(len(latest) - 2, -1, -1):  # all before a message are asked for before it
             latest[place] = min(latest[place], latest[place + 1])
         for needed, message in zip(latest, messages, strict=True):

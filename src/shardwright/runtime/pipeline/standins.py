@@ -13,18 +13,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..buckets import dense
-from ..parameters import ShardParameter, Untouched
-from ..stage import Stage
-from .parts import Placed
+from ..model.program import Program
+from ..parameters.buckets import dense
+from ..parameters.sharded import ShardedParameter, Untouched
+from .spec import PlacedStage
 
 
 class StandIns:
     """A leaf for each parameter that a rank holds, in all places where its stages look for it."""
 
-    def __init__(self, placed: Sequence[Placed]) -> None:
-        self._places: dict[int, list[tuple[Stage, str]]] = {}
-        found: dict[int, ShardParameter] = {}
+    def __init__(self, placed: Sequence[PlacedStage]) -> None:
+        self._places: dict[int, list[tuple[Program, str]]] = {}
+        found: dict[int, ShardedParameter] = {}
         for one in placed:
             if one.stage is not None:
                 for key, parameter in one.parameters.items():
@@ -51,7 +51,7 @@ class StandIns:
         return found
 
     @property
-    def trained(self) -> list[ShardParameter]:
+    def trained(self) -> list[ShardedParameter]:
         """The parameters that want a gradient."""
         with Untouched():
             return [parameter for parameter in self.parameters if parameter.requires_grad]

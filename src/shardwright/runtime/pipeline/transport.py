@@ -24,8 +24,8 @@ from torch import Tensor
 
 from shardwright.errors import RankError
 
-from .. import journal
-from ..faults import told
+from ..faults import flight_recorder
+from ..faults.watch import report_failure
 from ..world import here, pair_groups
 
 Pairs = Iterable[tuple[int, int]]
@@ -62,7 +62,7 @@ class TorchTransport:
         self._rank, self._device = world.rank, world.device
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._kept: deque[tuple[dist.Work, Tensor]] = deque()
-        self._keeper = Keeper() if world.device.type == "cpu" else None
+        self._keeper = SentTensors() if world.device.type == "cpu" else None
 
     def connect(self, pairs: Pairs) -> None:
         """Make it possible that the first of a pair sends to the second. All ranks do it together, with equal pairs."""
@@ -80,9 +80,9 @@ class TorchTransport:
             elif target == self._rank:
                 dist.recv(token, source, group=group)
 
-    @told
+    @report_failure
     def send(self, tensor: Tensor, to: int) -> None:
-        journal.send(self._rank, to)
+        flight_recorder.send(self._rank, to)
         work = dist.isend(_bytes(tensor), to, group=self._groups[self._rank, to])
         assert work is not None
         if self._keeper is not None:
@@ -94,11 +94,11 @@ class TorchTransport:
             if not self._kept:
                 return
 
-    @told
+    @report_failure
     def receive(self, buffer: Tensor, source: int) -> Arrival:
         work = dist.irecv(_bytes(buffer), source, group=self._groups[source, self._rank])
         assert work is not None
-        return _Arrival(work, (source, self._rank, journal.expect(source, self._rank)))
+        return _Arrival(work, (source, self._rank, flight_recorder.expect(source, self._rank)))
 
     def mark(self) -> Arrival:
         return _NOTHING if self._keeper is None else self._keeper.mark()
@@ -111,9 +111,9 @@ class _Arrival:
     def __init__(self, work: dist.Work, message: tuple[int, int, int]) -> None:
         self._work, self._message = work, message
 
-    @told
+    @report_failure
     def wait(self) -> None:
-        journal.wait_for(*self._message)
+        flight_recorder.wait_for(*self._message)
         self._work.wait()
 
 
@@ -122,7 +122,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-class Keeper:
+class SentTensors:
     """Keeps sent tensors until they have arrived. What goes wrong with one is raised at the next call."""
 
     def __init__(self) -> None:
@@ -168,10 +168,10 @@ class Keeper:
 
 
 class _Mark:
-    def __init__(self, keeper: Keeper, gate: threading.Lock) -> None:
+    def __init__(self, keeper: SentTensors, gate: threading.Lock) -> None:
         self._keeper, self._gate = keeper, gate
 
-    @told
+    @report_failure
     def wait(self) -> None:
         self._gate.acquire()  # here, not in `threading`: who watches this rank must see that it waits for others
         self._keeper.raise_error()

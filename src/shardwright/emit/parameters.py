@@ -1,0 +1,104 @@
+"""The PIECES table of a generated file: how every parameter is held, layers that are alike said once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..ir.graph import ITEM_SIZE
+from ..layout import REPLICATE
+from ..lower import LoweredProgram, ParameterPlacement
+from .layers import layer_of
+from .printing import plain, show_shard
+
+
+def unit_of(key: str) -> str:
+    """The gather unit of a parameter: the layer it is in, or "" outside of layers."""
+    found = layer_of(key)
+    return "" if found is None else f"{found[0]}.{found[1]}" if found[0] else str(found[1])
+
+
+def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
+    rows = {holding.key: parameter_text(holding, program) for holding in program.holdings}
+    yield f"PIECES = {{  # key in {class_name}.state_dict() -> how it is held"
+    for key, text in _starred(rows).items():
+        yield f'    "{key}": {text},'
+    yield "}"
+
+
+def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
+    parts = program.mesh.sizes
+    shown = [f"shape={_tuple(holding.shape)}"]
+    cuts = []
+    for dim, held in enumerate(holding.layout.cuts):
+        said = [f'cut("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in held]
+        if said:
+            cuts.append(f"{dim}: {said[0] if len(said) == 1 else '(' + ', '.join(said) + ')'}")
+    if cuts:
+        shown.append(f"cuts={{{', '.join(cuts)}}}")
+    sums = [name for name in program.mesh.names if holding.layout.placement(name) == REPLICATE]
+    if sums:
+        shown.append(f"sums=({', '.join(repr(name) for name in sums)},)".replace("'", '"'))
+    if holding.zero:
+        shown.append(f"zero={{{', '.join(f'{axis!r}: {level}' for axis, level in holding.zero)}}}".replace("'", '"'))
+    if not holding.trainable:
+        shown.append("frozen=True")
+    if holding.dtype != "float32":
+        shown.append(f"dtype=torch.{holding.dtype}")
+    if len(holding.keys) > 1:
+        shown.append("tied=(" + "".join(f'"{key}", ' for key in holding.keys[1:]).rstrip() + ")")
+    if any(level == 3 for _, level in holding.zero) and unit_of(holding.key):
+        shown.append(f'unit="{unit_of(holding.key)}"')
+    return f"Piece({', '.join(shown)})"
+
+
+def _tuple(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def bytes_per_rank(holding: ParameterPlacement, sizes: Mapping[str, int]) -> int:
+    """What the first rank keeps of a parameter."""
+    total = math.prod(holding.layout.local_shape(holding.shape, sizes, dict.fromkeys(sizes, 0)))
+    for axis, level in holding.zero:
+        total = -(-total // sizes[axis]) if level == 3 else total
+    return total * ITEM_SIZE.get(holding.dtype, 4)
+
+
+def _starred(rows: Mapping[str, str]) -> dict[str, str]:
+    """Keys that differ only in the layer's number and are held alike, said once."""
+
+    def star(key: str) -> str:
+        found = layer_of(key)
+        if found is None:
+            return key
+        lead = f"{found[0]}." if found[0] else ""
+        return f"{lead}*{key[len(lead) + len(str(found[1])) :]}"
+
+    def starred_text(key: str, text: str) -> str:
+        return text.replace(f'unit="{unit_of(key)}"', f'unit="{star(unit_of(key))}"')
+
+    held: dict[str, set[str]] = {}
+    for key, text in rows.items():
+        held.setdefault(star(key), set()).add(starred_text(key, text))
+    found: dict[str, str] = {}
+    for key, text in rows.items():
+        alike = len(held[star(key)]) == 1 and "tied=" not in text
+        found[star(key) if alike else key] = starred_text(key, text) if alike else text
+    return found
+
+
+def unit_ranges(units: list[str]) -> Iterator[str]:
+    """Unit names, runs of layers said with a range."""
+    at = 0
+    while at < len(units):
+        found = layer_of(units[at])
+        end = at + 1
+        while found and end < len(units) and layer_of(units[end]) == (found[0], found[1] + end - at):
+            end += 1
+        if found and end - at > 2:
+            lead = f"{found[0]}." if found[0] else ""
+            first = f"{found[1]}, " if found[1] else ""
+            yield f'*(f"{lead}{{i}}" for i in range({first}{found[1] + end - at}))'
+        else:
+            yield from (f'"{unit}"' for unit in units[at:end])
+        at = end

@@ -1,0 +1,134 @@
+"""Seats: the devices of each stage of a pipeline, and the mesh that they are.
+
+A pipeline has a row of seats, in the order of the cluster's ranks, or with its groups the other way round. Seats on
+groups of different devices may differ in size; on one group they are equal, or, where the count does not divide, of two
+sizes. In a seat the outer axis splits the batch, and the inner one, inside of a node, may split anything:
+
+    32 devices in nodes of 8, 4 seats of 8       8 x 1, 4 x 2, 2 x 4, 1 x 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ...cluster import Cluster
+from ...layout import Axis, Mesh
+from ..meshes import divisors
+
+MOST_UNEQUAL = 8
+"""Devices up to which seats of two sizes are looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDevices:
+    """One stage's devices: `data` groups of `inner` neighbours, on axes of these names."""
+
+    devices: tuple[int, ...]
+    data: int
+    inner: int
+    names: tuple[str, str]
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Without axes of one device."""
+        sizes = zip(self.names, (self.data, self.inner), strict=True)
+        axes = tuple(Axis(name=name, size=size) for name, size in sizes if size > 1)
+        return Mesh(axes=axes, devices=self.devices)
+
+    def kind(self, cluster: Cluster) -> tuple[object, ...]:
+        """Seats of one kind take the same time for everything."""
+        both = (Axis(name=name, size=size) for name, size in zip(self.names, (self.data, self.inner), strict=True))
+        mesh = Mesh(axes=tuple(both), devices=self.devices)
+        spans = tuple(cluster.spans(mesh, axes) for axes in (self.names[:1], self.names[1:], self.names))
+        return cluster.device(self.devices[0]), self.data, self.inner, spans
+
+
+Run = tuple[int, int, int]
+"""Seats in a row that are alike: how many, of how many devices, beginning at which rank."""
+
+
+def rank_assignments(cluster: Cluster, size: int) -> Iterator[tuple[Run, ...]]:
+    """All ways to divide the first `size` devices of a cluster into seats."""
+    groups = _groups(cluster, size)
+    if len(groups) == 1:
+        yield from _equal_or_two(size)
+        return
+    for counts in product(*(divisors(count) for _, count in groups)):
+        runs = [(seats, count // seats, start) for seats, (start, count) in zip(counts, groups, strict=True)]
+        yield tuple(runs)
+        yield tuple(reversed(runs))
+
+
+def _groups(cluster: Cluster, size: int) -> list[tuple[int, int]]:
+    """The first rank and the number of devices of each group of equal devices."""
+    found: list[tuple[int, int]] = []
+    last, start = None, 0
+    for group in cluster.groups:
+        count = min(group.size, size - start)
+        if count <= 0:
+            break
+        if last is not None and group.node == last:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((start, count))
+        last, start = group.node, start + count
+    return found
+
+
+def _equal_or_two(size: int) -> Iterator[tuple[Run, ...]]:
+    for stages in range(1, size + 1):
+        if size % stages == 0:
+            yield ((stages, size // stages, 0),)
+        elif size <= MOST_UNEQUAL:
+            for small, large in ((d, 2 * d) for d in range(1, size)):  # small * a + large * b = size, a + b = stages
+                more, rest = divmod(size - small * stages, small)
+                if not rest and 0 < more < stages:
+                    few = stages - more
+                    yield ((few, small, 0), (more, large, few * small))
+                    yield ((more, large, 0), (few, small, more * large))
+
+
+def place_ranks(
+    runs: Sequence[Run], cluster: Cluster, names: tuple[str, str], data_only: bool = False
+) -> Iterator[tuple[RankDevices, ...]]:
+    """The seats of some runs, for each way to give a run its inner axis."""
+    ways = [[inner for inner in divisors(count) if inner <= _inside(cluster, start)] for _, count, start in runs]
+    if data_only:
+        ways = [[1] for _ in runs]
+    for inners in product(*ways):
+        yield tuple(
+            RankDevices(
+                devices=tuple(range(start + at * count, start + (at + 1) * count)),
+                data=count // inner,
+                inner=inner,
+                names=names,
+            )
+            for (seats, count, start), inner in zip(runs, inners, strict=True)
+            for at in range(seats)
+        )
+
+
+class RankKinds:
+    """The kinds of seats, each found once: seats that begin at the same place of like nodes are of one kind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._known: dict[tuple[object, ...], tuple[object, ...]] = {}
+
+    def of(self, seat: RankDevices) -> tuple[object, ...]:
+        first, last = seat.devices[0], seat.devices[-1]
+        groups, group = self.cluster.groups, self.cluster.node_of(first)[0]
+        start: object = seat.devices  # seats of several groups, or with gaps, are looked at one by one
+        if group == self.cluster.node_of(last)[0] and last - first + 1 == len(seat.devices):
+            start = (group, (first - sum(held.size for held in groups[:group])) % groups[group].node.devices)
+        key = (start, len(seat.devices), seat.data, seat.inner, seat.names)
+        if key not in self._known:
+            self._known[key] = seat.kind(self.cluster)
+        return self._known[key]
+
+
+def _inside(cluster: Cluster, rank: int) -> int:
+    return cluster.groups[cluster.node_of(rank)[0]].node.devices

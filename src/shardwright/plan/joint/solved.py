@@ -1,0 +1,194 @@
+"""The plan of a pipeline whose segments were solved, and the memory that a walk through them finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...cluster import Cluster
+from ...cost import MemoryPeak, TrainingSetup, backend_traits
+from ...cost.microbatch import StageMemory, rank_memory, simulate_stage_memory
+from ...ir.paths import is_inside
+from ...layout import Axis, Layout, Mesh, make_layout
+from ...rules import Analysis
+from ...schedule import schedule_kind
+from ..builder import PlanBuilder
+from ..meshes import axis_names
+from ..pipeline import MB, timed
+from ..plan import Plan, PlanStage
+from ..stages import OpSequence, StagedGraph, split_graph
+from .ranks import RankDevices
+from .refine import SolvedStage
+from .trial import PipelineTrial
+
+Choices = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolvedPipeline:
+    """A trial with its segments solved."""
+
+    trial: PipelineTrial
+    solved: tuple[SolvedStage, ...]
+    line: OpSequence
+    places: tuple[int, ...]  # bounds of blocks on the line
+    local: bool = False  # the graph is that of one microbatch
+
+    @property
+    def times(self) -> int:
+        """Into how many microbatches the graph is cut."""
+        return 1 if self.local else self.trial.microbatches
+
+    @property
+    def facts(self) -> Analysis:
+        return self.line.facts
+
+    @cached_property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """The ops of each segment."""
+        return self.line.parts([self.places[bound] for bound in self.trial.bounds[1:-1]])
+
+    @cached_property
+    def cut(self) -> StagedGraph:
+        return split_graph(self.line, self.parts)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What the axes of seats are called in the plan."""
+        data, inner = self.trial.seats[0].names
+        every: dict[str, Mapping[str, str]] = {}
+        for solved, part in zip(self.solved, self.parts, strict=True):
+            held = solved.way.tables.choices(solved.way.picked)
+            every |= {name: held[name] for name in part if name in held}
+        used = {data: any(s.data > 1 for s in self.trial.seats), inner: any(s.inner > 1 for s in self.trial.seats)}
+        mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name, there in used.items() if there))
+        found = axis_names(self.facts, mesh, every)
+        return {data: data, inner: inner, **found}
+
+    def choices(self, number: int) -> Choices:
+        """What each op of a segment does on its axes, that of time included."""
+        return self._choices[number]
+
+    @cached_property
+    def _choices(self) -> list[Choices]:
+        return [self._chosen(number) for number in range(len(self.solved))]
+
+    @cached_property
+    def _every(self) -> dict[str, Mapping[str, str]]:
+        """The choices of all ops, each in its own segment."""
+        return {name: held for choices in self._choices for name, held in choices.items()}
+
+    def _chosen(self, number: int) -> Choices:
+        solved, seat = self.solved[number], self.seat(number)
+        data, inner = seat.names
+        found: dict[str, dict[str, str]] = {name: {} for name in self.parts[number]}
+        held = solved.way.tables.choices(solved.way.picked)
+        for name in found:
+            choice = held.get(name, {})
+            if data in choice and self.times > 1:
+                found[name][MB] = choice[data]
+            if data in choice and seat.data > 1:
+                found[name][self.names[data]] = choice[data]
+            if inner in choice and seat.inner > 1:
+                found[name][self.names[inner]] = choice[inner]
+        return found
+
+    def seat(self, number: int) -> RankDevices:
+        return self.trial.seats[self.trial.holders[number]]
+
+    def mesh(self, number: int) -> Mesh:
+        seat = self.seat(number)
+        axes = tuple(Axis(name=self.names[axis.name], size=axis.size) for axis in seat.mesh.axes)
+        return Mesh(axes=axes, devices=seat.devices)
+
+    def recompute(self, number: int) -> tuple[str, ...]:
+        solved, inside = self.solved[number], set(self.parts[number])
+        paths = solved.way.tables.recompute(solved.way.picked)
+        under = self.facts.graph.under
+        return tuple(path for path in paths if any(op.name in inside for op in under[path]))
+
+    @cached_property
+    def storage(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """How parameters are stored, those of several segments as in the first."""
+        found: dict[str, tuple[tuple[str, int], ...]] = {}
+        for number, solved in enumerate(self.solved):
+            tables, states = solved.way.tables, solved.way.picked
+            for parameter in self.cut.graphs[number].parameters:
+                if parameter.key in tables.skeleton.homes and parameter.key not in found:
+                    held = tables.home(parameter.key, states)[1]
+                    found[parameter.key] = tuple((self.names[axis], level) for axis, level in held)
+        return found
+
+    def plan(self, cluster: Cluster, notes: Sequence[str] = ()) -> Plan:
+        """The plan, without what it is predicted to cost."""
+        graph, trial = self.facts.graph, self.trial
+        draft = PlanBuilder(graph, Mesh(axes=()), self.facts)
+        base = draft.finish("auto", str(cluster), settle=False)
+        segments = tuple(
+            PlanStage(mesh=self.mesh(number), choices=self.choices(number), recompute=self.recompute(number))
+            for number in range(len(self.solved))
+        )
+        every = {parameter.key: self.storage.get(parameter.key, ()) for parameter in graph.parameters}
+        return replace(
+            base,
+            entries={graph.entry: segments},
+            storage=every if any(every.values()) else {},
+            microbatches=trial.microbatches,
+            schedule=trial.schedule,
+            local=self.local,
+            notes=tuple(dict.fromkeys((*base.notes, *notes))),
+        )
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def memory(self, cluster: Cluster, training: TrainingSetup) -> tuple[MemoryPeak, ...]:
+        """The peak of a device of each seat."""
+        trial, kind = self.trial, schedule_kind(self.trial.schedule)
+        walked = [self._walk(number, cluster, training) for number in range(len(self.solved))]
+        seats = len(trial.seats)
+        schedule = kind.make(seats, min(trial.microbatches, 3 * seats * kind.segments))
+        return tuple(rank_memory(schedule, seat, walked, training) for seat in range(seats))
+
+    def _walk(self, number: int, cluster: Cluster, training: TrainingSetup) -> StageMemory:
+        graph = self.cut.graphs[number]
+        signatures = {op.name: self.facts.signatures[op.name] for op in graph.ops}
+        facts = replace(self.facts, graph=graph, signatures=signatures)
+        mesh = timed(replace(self.mesh(number), devices=()), self.times)
+        choices = self._choices_inside(number)
+        crossing = {held.value for held in self.cut.crossings if number in (held.giver, held.taker)}
+        borders = {value: self._border(facts, value, choices, mesh) for value in crossing}
+        device = cluster.device(self.seat(number).devices[0]).name
+        return simulate_stage_memory(
+            facts, mesh, choices, self.storage, training, self.recompute(number), borders,
+            time=MB, habits=backend_traits(device, cluster.nodes), queued=self.solved[number].stage.queued,
+        )  # fmt: skip
+
+    def _choices_inside(self, number: int) -> Choices:
+        """The choices of all ops that a segment runs, also of those that it runs beside another."""
+        axes = {*self.mesh(number).names, MB}
+        return {
+            op.name: {axis: role for axis, role in self._every[op.name].items() if axis in axes}
+            for op in self.cut.graphs[number].ops
+        }
+
+    def _border(self, facts: Analysis, value: str, choices: Choices, mesh: Mesh) -> Layout:
+        """How a value lies that crosses: as it is made, or as its first reader takes it, without sums."""
+        graph = facts.graph
+        maker = graph.producer.get(value)
+        if maker is not None:
+            _, outputs = facts.signatures[maker.name].layouts(choices[maker.name], mesh)
+            return make_layout(outputs[maker.outputs.index(value)].cuts)
+        user, index = graph.users[value][0]
+        return make_layout(facts.signatures[user.name].layouts(choices[user.name], mesh)[0][index].cuts)
+
+
+def layers_of_part(names: Sequence[str]) -> list[str]:
+    """The modules of some ops, down to the items of lists: "blocks.3"."""
+    found: dict[str, None] = {}
+    for name in names:
+        path = name.partition(" / ")[0]
+        pieces = path.split(".")
+        numbered = next((at for at, piece in enumerate(pieces) if piece.split("@")[0].isdigit()), None)
+        found.setdefault(".".join(pieces[: numbered + 1]) if numbered is not None else path)
+    return [path for path in found if not any(path != other and is_inside(path, other) for other in found)]

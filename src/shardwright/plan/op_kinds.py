@@ -1,0 +1,102 @@
+"""Ops that differ in nothing but their names, as those of equal layers do, are of one kind.
+
+Everything the search computes about an op it computes once for its kind, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import cached_property
+
+from ..cost import TrainingSetup, flops, is_matmul, local_call
+from ..cost.saved_for_backward import saved_bytes
+from ..cost.strides import VIEWS, op_kind
+from ..ir import Op
+from ..ir.paths import layer_of
+from ..layout import Mesh
+from ..rules import Analysis
+from ..rules.user_calls import OPAQUE
+
+ALONE = Mesh(axes=())
+
+
+class OpKinds:
+    """The kinds of a graph's ops, by number; the first op of a kind stands for all."""
+
+    def __init__(self, facts: Analysis, training: TrainingSetup, said: Mapping[str, object] | None = None) -> None:
+        """`said` is what somebody has decided about some ops: ops that differ in it are of different kinds."""
+        self.facts, self.training, self.graph = facts, training, facts.graph
+        self.said = said or {}
+        self.backward = facts.graph.entry.startswith("train")
+        self.live, self.lean = facts.live, frozenset(op.name for op in facts.lean)
+        self.of: dict[str, int] = {}
+        self.first: list[Op] = []
+        self._keeps: dict[int, tuple[tuple[bool, ...], tuple[bool, ...]]] = {}
+        numbers: dict[Hashable, int] = {}
+        for op in self.live:
+            kind = numbers.setdefault(self._key(op), len(numbers))
+            self.of[op.name] = kind
+            if kind == len(self.first):
+                self.first.append(op)
+            facts.signatures[op.name].is_like(facts.signatures[self.first[kind].name])
+
+    def _key(self, op: Op) -> Hashable:
+        signature = self.facts.signatures[op.name]
+        blocks, dims, graph = self.facts.atoms.blocks, self.facts.dims, self.graph
+        shapes = []
+        for name in (*op.inputs, *op.outputs):
+            value, parameter = graph.values[name], graph.parameter_of(name)
+            shapes.append((value.shape, value.dtype, value.gradient, parameter and parameter.trainable))
+        every = [dim for name in op.inputs for dim in dims[name]]
+        roles = [(role.name, role.size, *(blocks(dim, role.atom) for dim in every)) for role in signature.roles]
+        arguments = [item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "held")]
+        rule = signature.rule.text if signature.rule else ""
+        said = repr(self.said.get(op.name)) if self.said else ""
+        flags = (op.no_grad, op.region is None, op.name in self.lean)
+        return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), said, flags
+
+    @cached_property
+    def work(self) -> dict[str, dict[int, float]]:
+        """In each layer, for each atom of a parameter, the arithmetic of the products that can be split on it."""
+        found: dict[str, dict[int, float]] = {}
+        for op in self.live:
+            signature = self.facts.signatures[op.name]
+            if is_matmul(signature):
+                sums = found.setdefault(layer_of(op.module_path), {})
+                for atom in {role.atom for role in signature.roles} & self.facts.owned:
+                    sums[atom] = sums.get(atom, 0.0) + flops(signature)
+        return found
+
+    def keeps(self, kind: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which inputs and which outputs of an op backward needs."""
+        if kind not in self._keeps:
+            op = self.first[kind]
+            signature = self.facts.signatures[op.name]
+            if self.backward:
+                inputs, outputs, _ = saved_bytes(local_call(signature, {}, ALONE, self.training), signature)
+            else:
+                inputs, outputs = (False,) * len(op.inputs), (False,) * len(op.outputs)
+            self._keeps[kind] = inputs, outputs
+        return self._keeps[kind]
+
+    @cached_property
+    def wanted(self) -> dict[str, bool]:
+        """Whether backward needs a value, itself or through a view of it."""
+        found: dict[str, bool] = dict.fromkeys(self.graph.values, False)
+        for op in reversed(self.live):
+            through = aliases_input(op) and any(found[name] for name in op.outputs)
+            kept, _ = self.keeps(self.of[op.name])
+            for index, name in enumerate(op.inputs):
+                found[name] = found[name] or kept[index] or (index == 0 and through)
+        return found
+
+    def reads_kept(self, op: Op, index: int) -> bool:
+        """Whether backward needs what an op reads."""
+        if self.keeps(self.of[op.name])[0][index]:
+            return True
+        return index == 0 and aliases_input(op) and any(self.wanted[name] for name in op.outputs)
+
+
+def aliases_input(op: Op) -> bool:
+    """Whether what an op makes lies in the storage of its input."""
+    return op_kind(op.target) in VIEWS

@@ -1,0 +1,40 @@
+"""The rows of a batch: which axes of a mesh split it, and how a value lies that every group has its rows of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..layout import Layout, Mesh, replicated
+from ..rules import Analysis
+from .strings import REPLICAS
+
+
+def replica_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that split the batch: those named dp (dp2, ...), ep, or by a ZeRO level."""
+    return tuple(axis.name for axis in mesh.axes if is_replica(axis.name))
+
+
+def replicas(mesh: Mesh) -> int:
+    """Over how many groups a mesh splits the batch."""
+    return math.prod(mesh.sizes[name] for name in replica_axes(mesh))
+
+
+def is_replica(name: str) -> bool:
+    """Whether an axis of this name splits the batch."""
+    return name in REPLICAS or name.startswith("dp")
+
+
+def batch_layout(facts: Analysis, mesh: Mesh, axes: Sequence[str], name: str) -> Layout:
+    """The layout in which each group of ranks along these axes has its own rows of a value."""
+    layout = replicated(len(facts.graph.values[name].shape))
+    taken: list[tuple[int, int]] = []
+    for axis in mesh.axes:
+        if axis.name not in axes or not layout.cuts:
+            continue
+        for atom in facts.batch:
+            cut = facts.atoms.cut(facts.dims[name][0], atom, axis, taken)
+            if cut is not None:
+                layout = layout.with_cut(0, cut)
+                taken.append((atom, axis.size))
+    return layout

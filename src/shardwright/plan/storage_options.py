@@ -1,0 +1,203 @@
+"""Where parameters can live: how they are cut for computing, and what of them is split for storage.
+
+For each layout that a use asks for, and each set of axes over which the gradient is summed:
+
+    level    sync in backward                     before forward   after the update   split
+    0        all_reduce                           -                -                  nothing
+    1        all_reduce                           -                all_gather         optimizer state
+    2        reduce_scatter                       -                all_gather         and gradient
+    3        all_gather, reduce_scatter           all_gather       -                  and parameter
+
+Collectives of parameters go in buckets (or, at level 3, units), so each pays its part of the bucket's latency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from ..cluster import Collective
+from ..cost import local_elements
+from ..cost.resources import COUNT, Resource
+from ..cost.time import update_time
+from ..ir import Parameter
+from ..ir.graph import ITEM_SIZE
+from ..layout import INVARIANT, REPLICATE, Layout
+from .spaces import ChoiceSpaces
+
+Storage = tuple[tuple[str, int], ...]
+"""(axis, level) for each axis on which something of a parameter is split for storage."""
+
+BUCKET = 25 * 2**20
+"""Bytes that the runtime sums at once."""
+
+KERNELS = 8
+"""Of an optimizer's step on one parameter."""
+
+
+class ParameterCollective(NamedTuple):
+    """A collective of a parameter, its part of the bucket that it goes in, and the copy into that bucket."""
+
+    resource: Resource
+    collective: Collective
+    axes: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class StorageOptions:
+    """The states of one kind of parameter."""
+
+    layouts: tuple[Layout, ...]
+    storage: tuple[Storage, ...]
+    used: np.ndarray  # [state, resource]
+    alone: bool  # one op uses it
+
+
+class StoragePricing:
+    """Makes the homes of parameters."""
+
+    def __init__(
+        self,
+        spaces: ChoiceSpaces,
+        fixed: Mapping[str, Storage] | None = None,
+        most: Mapping[str, int] | None = None,
+    ) -> None:
+        """`fixed`: the storage of every parameter, if it is known. `most`: the highest level for some keys."""
+        self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
+        self.graph, self.mesh = spaces.facts.graph, spaces.mesh
+        self.fixed, self.most = fixed, most or {}
+        self._counts: dict[tuple[tuple[int, ...], Layout], float] = {}
+
+    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
+        """`asked` are the layouts that each use may ask for, `unit` the elements that are gathered together."""
+        layouts: list[Layout] = []
+        storage: list[Storage] = []
+        used: list[np.ndarray] = []
+        for layout in self._layouts(asked):
+            for held in self._storages(parameter, layout):
+                layouts.append(layout)
+                storage.append(held)
+                used.append(self._used(parameter, layout, held, unit))
+        return StorageOptions(layouts=tuple(layouts), storage=tuple(storage), used=np.array(used).reshape(-1, COUNT),
+                     alone=len(asked) == 1)  # fmt: skip
+
+    def _layouts(self, asked: Sequence[tuple[Layout, ...]]) -> Iterator[Layout]:
+        """Every layout that a use asks for; where several share a parameter, what one of them sums is a sum."""
+        every = dict.fromkeys(layout for use in asked for layout in use)
+        if len(asked) > 1:
+            for layout in list(every):
+                for count in range(1, len(self.mesh.names) + 1):
+                    for axes in combinations(self.mesh.names, count):
+                        if all(layout.placement(axis) == INVARIANT for axis in axes):
+                            for axis in axes:
+                                every.setdefault(layout.with_placement(axis, REPLICATE))
+        yield from every
+
+    def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
+        free = [axis for axis in self.mesh.names if self._may_store(parameter, layout, axis)]
+        if self.fixed is not None:
+            yield tuple(held for held in self.fixed.get(parameter.key, ()) if held[0] in free)
+            return
+        yield ()
+        highest = self.most.get(parameter.key, 3)
+        for level in (1, 2, 3) if parameter.trainable else (3,):
+            if level <= highest:
+                for count in range(1, len(free) + 1):
+                    for axes in combinations(free, count):
+                        yield tuple((axis, level) for axis in axes)
+
+    def _may_store(self, parameter: Parameter, layout: Layout, axis: str) -> bool:
+        placement = layout.placement(axis)
+        return placement == REPLICATE if parameter.trainable else placement is not None
+
+    def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
+        value, training = self.graph.values[parameter.value], self.training
+        found = np.zeros(COUNT)
+        count, stored = self.count(value.shape, layout), ITEM_SIZE.get(value.dtype, 4)
+        share = self.shares(count, held)
+        found[Resource.STORED] = share[3] * stored
+        if zero_level(held) < 3 and training.item(value) != stored:
+            found[Resource.KEPT] = count * training.item(value)  # the cast that autocast keeps for backward
+        for sent in self.sends(parameter, layout, held, unit):
+            found[sent.resource] += sent.seconds
+        if self.spaces.backward and parameter.trainable:
+            true = training.true_item(value)
+            found[Resource.STORED] += share[2] * true + share[1] * training.state_item(value)
+            found[Resource.UPDATE] += self._update(share[1] * true)
+        return found
+
+    def count(self, shape: tuple[int, ...], layout: Layout) -> float:
+        """How many elements of a parameter a device has."""
+        key = (shape, layout)
+        if key not in self._counts:
+            self._counts[key] = local_elements(shape, layout, self.mesh)
+        return self._counts[key]
+
+    def shares(self, count: float, held: Storage) -> dict[int, float]:
+        """How many of a parameter's elements are kept of its optimizer state (1), gradient (2), and itself (3)."""
+        parts, level = math.prod(self.mesh.sizes[axis] for axis, _ in held), zero_level(held)
+        return {at: count / parts if level >= at else count for at in (1, 2, 3)}
+
+    def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[ParameterCollective]:
+        """The collectives of a parameter in a step."""
+        value, training = self.graph.values[parameter.value], self.training
+        count = self.count(value.shape, layout)
+        axes, level = tuple(axis for axis, _ in held), zero_level(held)
+        parts = math.prod(self.mesh.sizes[axis] for axis in axes)
+        moving, wire = training.item(value), training.reduced_item(value)
+        pack = unit * count / max(value.elements, 1)
+        summed = tuple(axis for axis, place in layout.rest if place == REPLICATE)
+        rest = tuple(axis for axis in summed if axis not in axes)
+        backward, habits = self.spaces.backward, self.moves.habits
+
+        def sent(
+            resource: Resource, kind: Collective, elements: float, over: tuple[str, ...], size: float
+        ) -> ParameterCollective:
+            bucket = max(elements * size, pack * size if level == 3 else BUCKET)
+            times = 1.0 if level == 3 or resource == Resource.UPDATE else 1.0 / training.accumulate
+            seconds = self.moves.collective(kind, bucket, over) * elements * size / bucket * times
+            copies = 6 if habits.copies and kind != "all_reduce" else 2  # see `Habits`
+            return ParameterCollective(
+                resource, kind, over, seconds + times * self.moves.copy(copies * elements * size)
+            )
+
+        if level == 3:
+            yield sent(Resource.BESIDE_FORWARD, "all_gather", count, axes, moving)
+            if backward:
+                yield sent(Resource.BESIDE_BACKWARD, "all_gather", count, axes, moving)
+        if not backward or not parameter.trainable:
+            return
+        if level >= 2:
+            yield sent(Resource.BESIDE_BACKWARD, "reduce_scatter", count, axes, wire)
+            if rest:
+                yield sent(Resource.BESIDE_BACKWARD, "all_reduce", count / parts, rest, wire)
+        elif summed:
+            yield sent(Resource.BESIDE_BACKWARD, "all_reduce", count, summed, wire)
+        if level in (1, 2):
+            yield sent(Resource.UPDATE, "all_gather", count, axes, moving)
+
+    def _update(self, bytes: float) -> float:
+        """Seconds of the optimizer for so many bytes of a parameter.
+
+        On a GPU it goes over all parameters at once. On a CPU it goes over one after the other, so that what a kernel
+        finds was brought to the cache by the one before; only what is read first comes from memory, half of a fused
+        step.
+        """
+        states, device, name, large = self.training.states(), self.moves.device, self.training.optimizer, float(BUCKET)
+        if self.moves.habits.foreach:
+            return update_time(large, large, large * states, device, optimizer=name) * bytes / large
+        if self.moves.habits.fuses(name):
+            return update_time(bytes, bytes, bytes * states, device, optimizer=name, fused=True)
+        first = update_time(large, large, large * states, device, optimizer=name, fused=True) * bytes / large
+        return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)
+
+
+def zero_level(held: Storage) -> int:
+    """The ZeRO level of a storage; all its axes have the same."""
+    return held[0][1] if held else 0

@@ -1,0 +1,348 @@
+"""How a value gets from one layout to another: one-axis steps, and the cheapest way through them.
+
+A step changes one axis. What it does forward decides what it does backward, because a
+layout carries its gradient's layout with it (S split, W whole, F fanned, P partial):
+
+    from -> to   forward          backward           the runtime calls it
+    P -> W       all_reduce       -                  fan_in
+    W -> F       -                all_reduce         fan_out
+    P -> F       all_reduce       all_reduce         fan_in_out
+    S -> W       all_gather       take               gather
+    S -> F       all_gather       reduce_scatter     gather_sum
+    W -> S       take             all_gather         take
+    F -> S       take             pad with zeros     take_pad
+    P -> S       reduce_scatter   all_gather         reduce_scatter
+    S -> P       pad with zeros   take               pad
+    S -> S'      all_to_all       all_to_all         exchange
+    W -> P       keep on one      -                  on_first
+    F -> W       -                keep on one        gradient_on_first
+
+Cuts of one dim are ordered: only the minor-most can be taken off, and a new one is
+always minor. Where two cuts take different factors of a dim, their order does not
+matter, and `reordered` says so.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Literal
+
+from .errors import LayoutError
+from .layout import INVARIANT, REPLICATE, Block, Layout, Mesh, Partial, Placement, Shard, make_layout, replicated
+
+LATENCY = 20_000.0
+"""What starting a collective costs, in bytes that could have been moved meanwhile."""
+
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+COLLECTIVES: dict[str, tuple[Collective | None, Collective | None]] = {  # step: collective forward, backward
+    "fan_in": ("all_reduce", None),
+    "fan_out": (None, "all_reduce"),
+    "fan_in_out": ("all_reduce", "all_reduce"),
+    "gather": ("all_gather", None),
+    "gather_sum": ("all_gather", "reduce_scatter"),
+    "take": (None, "all_gather"),
+    "take_pad": (None, None),
+    "reduce_scatter": ("reduce_scatter", "all_gather"),
+    "pad": (None, None),
+    "exchange": ("all_to_all", "all_to_all"),
+    "on_first": (None, None),
+    "gradient_on_first": (None, None),
+    "reduce": ("all_reduce", None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reshard:
+    """One converter: the runtime's name for it, the axis, and where it cuts or joins."""
+
+    kind: str
+    axes: tuple[str, ...]
+    after: Layout
+    dim: int | None = None
+    cut: Shard | None = None
+    to_dim: int | None = None
+    to_cut: Shard | None = None
+    reduction: str = "sum"
+
+    @property
+    def communicates(self) -> bool:
+        return any(COLLECTIVES[self.kind])
+
+    @property
+    def sends(self) -> bool:
+        """Whether it talks in forward, and not in backward only."""
+        return COLLECTIVES[self.kind][0] is not None
+
+
+def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | None:
+    """The same layout said with the cut of `axis` minor-most on its dim, if that can be said."""
+    found = layout.cut_of(axis)
+    if found is None:
+        return None
+    dim, _ = found
+    cuts = list(layout.cuts[dim])
+    at = next(index for index, cut in enumerate(cuts) if cut.axis == axis)
+    while at + 1 < len(cuts):
+        swapped = _swap(cuts[at], cuts[at + 1], sizes)
+        if swapped is None:
+            return None
+        cuts[at], cuts[at + 1] = swapped
+        at += 1
+    held = [tuple(cuts) if index == dim else old for index, old in enumerate(layout.cuts)]
+    return Layout(cuts=tuple(held), rest=layout.rest)
+
+
+def _swap(major: Shard, minor: Shard, sizes: Mapping[str, int]) -> tuple[Shard, Shard] | None:
+    """(minor, major) in the order in which the old minor one is applied first; None if they take one factor."""
+    parts, other = sizes[major.axis], sizes[minor.axis]
+    if any(cut.repeat != 1 or len(cut.blocks) != 1 for cut in (major, minor)):
+        return None
+    if not (major.even(parts) and minor.even(other)):
+        return None
+    (a,), (b,) = major.blocks, minor.blocks
+    kept = a.size // parts
+    if b.outer % (a.outer * kept) == 0 and a.inner % (b.size * b.inner) == 0:  # minor lies inside
+        first = Shard(axis=minor.axis, blocks=(Block(b.outer * parts, b.size, b.inner),))
+        return first, Shard(axis=major.axis, blocks=(Block(a.outer, a.size, a.inner // other),))
+    if a.outer % (b.outer * b.size) == 0 and b.inner % (kept * a.inner) == 0:  # minor lies outside
+        first = Shard(axis=minor.axis, blocks=(Block(b.outer, b.size, b.inner * parts),))
+        return first, Shard(axis=major.axis, blocks=(Block(a.outer // other, a.size, a.inner),))
+    return None
+
+
+def same_placement(a: Layout, b: Layout, sizes: Mapping[str, int]) -> bool:
+    """Whether two layouts put the same elements in the same places."""
+    if a == b:
+        return True
+    if a.rest != b.rest or [{c.axis for c in d} for d in a.cuts] != [{c.axis for c in d} for d in b.cuts]:
+        return False
+    for cuts in b.cuts:
+        for cut in cuts:
+            moved = reordered(a, cut.axis, sizes)
+            if moved is None:
+                return False
+            a = moved
+    return a == b
+
+
+def local_bytes(layout: Layout, whole_bytes: float, sizes: Mapping[str, int]) -> float:
+    return whole_bytes / math.prod(sizes[cut.axis] for cuts in layout.cuts for cut in cuts)
+
+
+def reshard_cost(step: Reshard, before: Layout, whole_bytes: float, sizes: Mapping[str, int], gradient: bool) -> float:
+    """Bytes on the wire plus latency, both directions; a stand-in until a cluster says better."""
+    parts = math.prod(sizes[name] for name in step.axes)
+    ratio = (parts - 1) / parts
+    large = max(local_bytes(before, whole_bytes, sizes), local_bytes(step.after, whole_bytes, sizes))
+    forward, backward = {
+        "fan_in": (2.0, 0.0), "fan_out": (0.0, 2.0), "fan_in_out": (2.0, 2.0), "gather": (1.0, 0.0),
+        "gather_sum": (1.0, 1.0), "take": (0.0, 1.0), "take_pad": (0.0, 0.0), "reduce_scatter": (1.0, 1.0),
+        "pad": (0.0, 0.0), "exchange": (1.0 / parts, 1.0 / parts), "on_first": (0.0, 0.0),
+        "gradient_on_first": (0.0, 0.0), "reduce": (2.0, 0.0),
+    }[step.kind]  # fmt: skip
+    cost = 0.01 * large + 1.0  # even a copy is not free
+    for part in (forward, backward if gradient else 0.0):
+        if part:
+            cost += part * ratio * large + LATENCY
+    return cost
+
+
+def reshards_from(layout: Layout, goal: Layout, sizes: Mapping[str, int], gradient: bool) -> Iterator[Reshard]:
+    """Every useful step on one axis: towards what the goal has there, or to WHOLE on the way."""
+    for axis in sorted(layout.axes | goal.axes):
+        wanted, held = goal.cut_of(axis), layout.cut_of(axis)
+        if held is not None:
+            yield from _steps_from_split(layout, axis, held, wanted, goal.placement(axis), sizes, gradient)
+        else:
+            placement = layout.placement(axis)
+            assert placement is not None
+            yield from _steps_from_rest(layout, axis, placement, wanted, goal.placement(axis), gradient)
+
+
+def _steps_from_split(
+    layout: Layout,
+    axis: str,
+    held: tuple[int, Shard],
+    wanted: tuple[int, Shard] | None,
+    placement: Placement | None,
+    sizes: Mapping[str, int],
+    gradient: bool,
+) -> Iterator[Reshard]:
+    moved = reordered(layout, axis, sizes)
+    if moved is None:
+        return
+    dim, cut = next((d, c) for d, cuts in enumerate(moved.cuts) for c in cuts if c.axis == axis)
+    bare = moved.without_cut(axis)
+    yield Reshard(kind="gather", axes=(axis,), dim=dim, cut=cut, after=bare)
+    if placement == REPLICATE and gradient:
+        yield Reshard(kind="gather_sum", axes=(axis,), dim=dim, cut=cut, after=bare.with_placement(axis, REPLICATE))
+    if isinstance(placement, Partial) and placement.op == "sum":
+        yield Reshard(kind="pad", axes=(axis,), dim=dim, cut=cut, after=bare.with_placement(axis, placement))
+    if wanted is not None and (to := _fits(bare, wanted)) is not None:
+        after = bare.with_cut(wanted[0], to)
+        if wanted[0] != dim:
+            yield Reshard(kind="exchange", axes=(axis,), dim=dim, cut=cut, to_dim=wanted[0], to_cut=to, after=after)
+
+
+def _steps_from_rest(
+    layout: Layout,
+    axis: str,
+    held: Placement,
+    wanted: tuple[int, Shard] | None,
+    placement: Placement | None,
+    gradient: bool,
+) -> Iterator[Reshard]:
+    def step(kind: str, to: Placement, reduction: str = "sum") -> Reshard:
+        return Reshard(kind=kind, axes=(axis,), after=layout.with_placement(axis, to), reduction=reduction)
+
+    if isinstance(held, Partial) and held.op != "sum":
+        yield step("reduce", INVARIANT, held.op)
+        return
+    if isinstance(held, Partial):
+        yield step("fan_in", INVARIANT)
+        if placement == REPLICATE and gradient:
+            yield step("fan_in_out", REPLICATE)
+    elif held == INVARIANT:
+        if placement == REPLICATE:
+            yield step("fan_out", REPLICATE)
+        if isinstance(placement, Partial):
+            yield step("on_first", placement)
+    else:
+        yield step("gradient_on_first", INVARIANT)
+    if wanted is not None and (to := _fits(layout, wanted)) is not None:
+        kind = "reduce_scatter" if isinstance(held, Partial) else "take" if held == INVARIANT else "take_pad"
+        yield Reshard(kind=kind, axes=(axis,), dim=wanted[0], cut=to, after=layout.with_cut(wanted[0], to))
+
+
+def _fits(layout: Layout, wanted: tuple[int, Shard]) -> Shard | None:
+    """The goal's cut, if it can be the next one on its dim as the layout is now."""
+    dim, cut = wanted
+    return cut if all(held.axis != cut.axis for held in layout.cuts[dim]) else None
+
+
+@lru_cache(maxsize=65536)
+def _search(
+    starts: tuple[tuple[Layout, float], ...],
+    goal: Layout,
+    shape: tuple[int, ...],
+    whole_bytes: float,
+    size_items: tuple[tuple[str, int], ...],
+    gradient: bool,
+) -> tuple[int, tuple[Reshard, ...], float]:
+    sizes = dict(size_items)
+    order = count()
+    queue: list[tuple[float, int, Layout, int, tuple[Reshard, ...]]] = []
+    for index, (start, cost) in enumerate(starts):
+        heapq.heappush(queue, (cost, next(order), start, index, ()))
+    done: set[Layout] = set()
+    while queue:
+        cost, _, layout, index, path = heapq.heappop(queue)
+        if same_placement(layout, goal, sizes):
+            return index, path, cost
+        if layout in done:
+            continue
+        done.add(layout)
+        for step in reshards_from(layout, goal, sizes, gradient):
+            if _consistent(step.after, shape, sizes):
+                further = cost + reshard_cost(step, layout, whole_bytes, sizes, gradient)
+                heapq.heappush(queue, (further, next(order), step.after, index, (*path, step)))
+    raise LayoutError(f"no way from {starts[0][0]} to {goal} for a shape of {list(shape)}")
+
+
+def _consistent(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether every cut counts the elements that the cuts before it leave (on the first device)."""
+    for size, cuts in zip(shape, layout.cuts, strict=True):
+        for cut in cuts:
+            if cut.elements != size:
+                return False
+            size = cut.local(sizes[cut.axis], 0)
+    return True
+
+
+def find_reshards(
+    starts: Sequence[Layout],
+    goal: Layout,
+    shape: Sequence[int],
+    item_size: int,
+    sizes: Mapping[str, int],
+    gradient: bool,
+) -> tuple[int, tuple[Reshard, ...], float]:
+    """The cheapest steps to `goal` from any of `starts`: (which start, the steps, their cost)."""
+    if not gradient:
+        starts = [forget_gradient(layout) for layout in starts]
+        goal = forget_gradient(goal)
+    return _search(
+        tuple((layout, 0.0) for layout in starts),
+        goal,
+        tuple(shape),
+        float(math.prod(shape) * item_size),
+        tuple(sorted(sizes.items())),
+        gradient,
+    )
+
+
+def forget_gradient(layout: Layout) -> Layout:
+    """The layout of a value that has no gradient: FANNED means nothing there."""
+    return make_layout(layout.cuts, {name: held for name, held in layout.rest if held != REPLICATE})
+
+
+@dataclass
+class LayoutForm:
+    """A value in one layout, and the step that makes it from another form of the same value."""
+
+    layout: Layout
+    parent: LayoutForm | None = None
+    step: Reshard | None = None
+    name: str | None = None  # set by who places it, once it stands in a program
+
+
+def forms_of(
+    produced: Layout,
+    goals: Iterable[Layout],
+    shape: Sequence[int],
+    item_size: int,
+    sizes: Mapping[str, int],
+    gradient: bool,
+) -> tuple[LayoutForm, dict[Layout, LayoutForm]]:
+    """The form that is produced, and for each layout that a use wants its form.
+
+    They make a tree: uses are served in the order of their cost, each from the nearest form that is there already.
+    """
+
+    def steps(starts: list[Layout], goal: Layout) -> tuple[int, tuple[Reshard, ...], float]:
+        return find_reshards(starts, goal, shape, item_size, sizes, gradient)
+
+    root = LayoutForm(layout=produced if gradient else forget_gradient(produced))
+    known, by_use = [root], dict[Layout, LayoutForm]()
+    wanted = {goal if gradient else forget_gradient(goal) for goal in goals}
+    for goal in sorted(wanted, key=lambda goal: (steps([root.layout], goal)[2], str(goal), repr(goal))):
+        index, path, _ = steps([form.layout for form in known], goal)
+        form = known[index]
+        for step in path:
+            there = next((held for held in known if held.layout == step.after), None)
+            form = there or LayoutForm(layout=step.after, parent=form, step=step)
+            if there is None:
+                known.append(form)
+        by_use[goal] = form
+    return root, by_use
+
+
+def parameter_layout(uses: Sequence[Layout], mesh: Mesh, rank: int) -> Layout:
+    """Where a parameter lives: cut as its most split use, with gradients that are summed once a step."""
+    if not uses:
+        return replicated(rank)
+    best = max(uses, key=lambda held: sum(mesh.axis(cut.axis).size for cuts in held.cuts for cut in cuts))
+    cut_axes = {cut.axis for cuts in best.cuts for cut in cuts}
+    rest: dict[str, Placement] = {}
+    for axis in mesh.axes:
+        if axis.name in cut_axes:
+            continue
+        split = any(held.cut_of(axis.name) is not None or held.placement(axis.name) == REPLICATE for held in uses)
+        rest[axis.name] = REPLICATE if split else INVARIANT
+    return make_layout(best.cuts, rest)

@@ -1,0 +1,157 @@
+"""Products of one value, whose gradient is summed over a group while the weights' gradients are computed.
+
+    forward    x -> y_i = x w_i' + b_i                  x whole, or gathered first
+    backward   dx = sum_i dy_i w_i                      its sum over the group begins
+               dw_i = dy_i' x,  db_i = sum of dy_i      ... and goes on meanwhile
+               wait for dx
+
+A converter and a product in a row compute the same. But autograd's own product takes both
+gradients before the converter sees the first, and nothing is left to do while ranks talk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.layout import Shard
+
+from ..collectives import comm
+from ..faults import flight_recorder
+from ..world import Group
+
+
+@dataclass(frozen=True, slots=True)
+class InputReshard:
+    """How a value comes to the products, and how its gradient goes back."""
+
+    gather: Callable[[Tensor], Tensor] | None  # None if it is whole
+    begin: Callable[[Tensor], Callable[[], Tensor]]  # sums the gradient while something else runs; no autograd
+    back: Callable[[Tensor], Tensor]  # the same at once, with a gradient
+    fan_out: Callable[[Tensor], Tensor] = lambda x: x  # of what is whole, so that gradients that come to it are summed
+
+
+def replicate_linear(x: Tensor, group: Group, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`fan_out`, then `F.linear`."""
+    return replicate_linears(x, group, [weight], [bias])[0]
+
+
+def replicate_linears(
+    x: Tensor, group: Group, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor, ...]:
+    """`fan_out`, then `F.linear` with each of the weights."""
+    if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return _each(x, weights, biases)
+    way = InputReshard(
+        gather=None,
+        begin=lambda gradient: comm.begin_all_reduce(gradient, group),
+        back=lambda gradient: comm.fan_in(gradient, group),
+        fan_out=lambda held: comm.fan_out(held, group),
+    )
+    return _apply(x, way, weights, biases)
+
+
+def all_gather_linear(
+    x: Tensor, dim: int, group: Group, weight: Tensor, bias: Tensor | None = None, cut: Shard | None = None
+) -> Tensor:
+    """`gather_sum`, then `F.linear`."""
+    return all_gather_linears(x, dim, group, [weight], [bias], cut)[0]
+
+
+def all_gather_linears(
+    x: Tensor,
+    dim: int,
+    group: Group,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    cut: Shard | None = None,
+) -> tuple[Tensor, ...]:
+    """`gather_sum`, then `F.linear` with each of the weights."""
+    if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return _each(comm.gather_sum(x, dim, group, cut), weights, biases)
+
+    way = InputReshard(
+        gather=lambda held: comm.gather_sum(held, dim, group, cut),
+        begin=lambda gradient: comm.begin_reduce_scatter(gradient, dim, group, cut),
+        back=lambda gradient: comm.reduce_scatter(gradient, dim, group, cut),
+    )
+    return _apply(x, way, weights, biases)
+
+
+def _each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> tuple[Tensor, ...]:
+    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True))
+
+
+def _apply(
+    x: Tensor, way: InputReshard, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+) -> tuple[Tensor, ...]:
+    biases = biases or [None] * len(weights)
+    made: tuple[Tensor, ...] = _Linears.apply(x, way, *weights, *biases)  # type: ignore[no-untyped-call]
+    return made[: len(weights)]
+
+
+class _Linears(torch.autograd.Function):
+    """Where x is gathered first, it is an output too: what its gradient's gradient comes back to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: InputReshard, *layers: Tensor | None) -> tuple[Tensor, ...]:
+        count = len(layers) // 2
+        weights = [w for w in layers[:count] if w is not None]
+        whole, ctx.place = x if way.gather is None else way.gather(x), flight_recorder.here()
+        ctx.way, ctx.biases = way, [None if b is None else b.dtype for b in layers[count:]]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(whole, *weights)
+        return *_each(whole, weights, layers[count:]), *(() if way.gather is None else (whole,))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients[: len(weights)]]
+        more = None if ctx.way.gather is None else gradients[-1]  # comes by a gradient's gradient only
+        before = flight_recorder.within(ctx.place)
+        if torch.is_grad_enabled():  # create_graph
+            summed = ctx.way.back(_sum_of_products(x, rows, weights, more))
+            x = ctx.way.fan_out(x)
+        else:
+            of_input = _of_input(x, rows, weights)
+            finish = ctx.way.begin(of_input if more is None else of_input.add_(more))
+        flight_recorder.within(before)
+        flat = x.reshape(-1, x.shape[-1])
+        of_weights = [
+            (g.t() @ flat.to(g.dtype)).to(w.dtype) if g is not None and wants else None
+            for g, w, wants in zip(rows, weights, ctx.needs_input_grad[2:], strict=False)
+        ]
+        of_biases = [
+            g.sum(0).to(dtype) if g is not None and wants else None
+            for g, dtype, wants in zip(rows, ctx.biases, ctx.needs_input_grad[2 + len(rows) :], strict=True)
+        ]
+        return summed if torch.is_grad_enabled() else finish(), None, *of_weights, *of_biases
+
+
+def _sum_of_products(
+    x: Tensor, rows: Sequence[Tensor | None], weights: Sequence[Tensor], more: Tensor | None
+) -> Tensor:
+    """`_of_input` made of ops that have a gradient."""
+    found = [(g @ w.to(g.dtype)).to(x.dtype).view(x.shape) for g, w in zip(rows, weights, strict=True) if g is not None]
+    found += [] if more is None else [more]
+    return functools.reduce(torch.add, found) if found else torch.zeros_like(x)
+
+
+def _of_input(x: Tensor, rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """The sum over the products, in the dtype of x: under autocast the products are narrower."""
+    total: Tensor | None = None
+    for g, w in zip(rows, weights, strict=True):
+        if g is None:  # nobody used this product
+            continue
+        if total is not None and total.dtype == g.dtype:
+            total.addmm_(g, w.to(g.dtype))
+        else:
+            part = (g @ w.to(g.dtype)).to(x.dtype)
+            total = part if total is None else total.add_(part)
+    return torch.zeros_like(x) if total is None else total.view(x.shape)

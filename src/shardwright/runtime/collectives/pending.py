@@ -1,0 +1,76 @@
+"""Numbers that ranks still sum while they go on: they are awaited when somebody looks.
+
+A loss is returned as the mean over the whole batch, but backward does not need it, only the
+count of labels that it divides by. So the count is sent as soon as the labels are there
+(`losses.begin_count`), and the sum of the loss is awaited when the loss is read (`Later`).
+Ranks then meet in backward only, as if each had a loss of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parameters.sharded import Untouched
+from ..world import Group
+from .comm import begin_all_reduce, fan_out
+
+_OF = torch.Tensor
+_VALUE_FREE = {
+    _OF.backward, _OF.register_hook, _OF.retain_grad, _OF.size, _OF.dim,
+    *(getattr(_OF, name).__get__ for name in "shape dtype device ndim requires_grad grad_fn is_leaf grad".split()),
+}  # fmt: skip
+"""What can be done to a tensor without its value."""
+
+
+class PendingTensor(Tensor):
+    """A tensor whose value is on its way. Any use that needs the value waits for it."""
+
+    finish: Callable[[], Tensor] | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _VALUE_FREE:
+            with Untouched():
+                args, kwargs = torch.utils._pytree.tree_map_only(PendingTensor, _arrived, (args, kwargs))
+            if any(kind is not cls for kind in types):  # a parameter beside a loss sees to its own gradient
+                return func(*args, **(kwargs or {}))
+        with Untouched():
+            return func(*args, **(kwargs or {}))
+
+
+def _arrived(x: PendingTensor) -> Tensor:
+    if x.finish is not None:
+        x.finish()
+        x.finish = None
+    return x.as_subclass(Tensor)
+
+
+class _Arriving(torch.autograd.Function):
+    """What a share will be summed into; its gradient is that of the sum, whose own gradient is a sum again."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, into: Callable[[], Tensor], group: Group) -> Tensor:
+        ctx.group = group
+        return into()  # no input, which autograd would not let anybody write to
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return fan_out(gradient, ctx.group), None, None
+
+
+def all_reduce_pending(share: Tensor, group: Group) -> Tensor:
+    """`comm.fan_in` of a value that only the user reads: P to W, awaited when it is looked at."""
+    if group.process_group is None:
+        return share
+    into = share.detach().clone()
+    finish = begin_all_reduce(into, group)
+    arriving: Tensor = _Arriving.apply(share, lambda: into, group)  # type: ignore[no-untyped-call]
+    later = arriving.as_subclass(PendingTensor)
+    later.finish = finish
+    return later

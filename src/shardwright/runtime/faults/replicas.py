@@ -1,0 +1,143 @@
+"""Whether what several ranks hold alike is really the same on all of them, bit for bit.
+
+Replicas of data parallelism, parameters that tensor-parallel ranks hold whole, parameters that two
+stages share, buffers: each piece has a name made of its key and its boxes, so that ranks that hold the
+same piece find each other whatever the plan is. A rank sends one number for each piece that it holds,
+a hash of its bits that is summed in whole numbers on the device, so that it depends on no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import DriftError, raise_all
+from shardwright.layout import LocalRegion, local_region
+
+from ..collectives import objects, process_group
+from ..model.parallel_model import ParallelModel, RankState
+from ..parameters.sharded import Untouched
+from ..parameters.spec import coordinates, stored_layout
+from ..world import here
+from . import flight_recorder
+from .watch import report_failure
+
+_CHUNK = 1 << 20
+_MIX = (-7046029254386353131, -4658895280553007687)  # two odd numbers of 64 bits
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """A piece that is not the same on all ranks that hold it."""
+
+    name: str
+    ranks: tuple[tuple[int, ...], ...]  # those that agree with each other; the largest group first
+
+    def __str__(self) -> str:
+        most, *others = (", ".join(map(str, ranks)) for ranks in self.ranks)
+        return f"{self.name} has other values on rank {' and on rank '.join(others)} than on rank {most}"
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Raise a DriftError that names parameters and ranks if replicas differ. All ranks must call it."""
+    found = drifts(model)
+    raise_all(DriftError, "what ranks hold alike has drifted apart:", [str(drift) for drift in found])
+
+
+@report_failure
+@torch.no_grad()
+def drifts(model: nn.Module) -> tuple[Drift, ...]:
+    """What differs between ranks that should hold the same. All ranks must call it: one small all_gather."""
+    world = here()
+    if world.size < 2:
+        return ()
+    with Untouched():
+        hashes = {name: hash_of(tensor) for name, tensor in _pieces(model)}
+    ids = {objects.text_digest(name): name for name in hashes}
+    every = _gathered([[number, hashes[name]] for number, name in ids.items()], world.device)
+    by_piece: dict[int, dict[int, list[int]]] = {}
+    for rank, rows in enumerate(every):
+        for number, value in rows:
+            by_piece.setdefault(number, {}).setdefault(value, []).append(rank)
+    apart = {number: values for number, values in by_piece.items() if len(values) > 1}
+    if not apart:
+        return ()
+    mine = {number: ids[number] for number in apart if number in ids}
+    names = {
+        number: name
+        for held in objects.all_gather_objects(mine, "names of what differs")
+        for number, name in held.items()
+    }
+    order = {number: at for at, number in enumerate(number for rows in every for number, _ in rows)}
+    return tuple(
+        Drift(name=names[number], ranks=tuple(sorted(map(tuple, apart[number].values()), key=lambda r: (-len(r), r))))
+        for number in sorted(apart, key=order.__getitem__)
+    )
+
+
+def _pieces(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that this rank holds, each with a name that says which part of which tensor it is."""
+    seen: set[int] = set()
+    for path, part in model.named_modules():
+        holding = part._holding if isinstance(part, ParallelModel) else None
+        if holding is not None:
+            prefix = f"{path}." if path else ""
+            for name, tensor in _held(holding):
+                yield prefix + name, tensor
+            seen |= {id(held) for held in (*holding.parameters.values(), *holding.buffers.values())}
+    for key, held in (*model.named_parameters(), *model.named_buffers()):
+        if id(held) not in seen:
+            yield key, held
+
+
+def _held(holding: RankState) -> Iterator[tuple[str, Tensor]]:
+    sizes, at = holding.groups.mesh.sizes, coordinates(holding.groups)
+    for held in holding.held:
+        piece = local_region(stored_layout(held, sizes), held.shape, sizes, at)
+        yield f"{held.name}{_said(piece)}", holding.parameters[held.name]
+    yield from holding.buffers.items()
+
+
+def _said(piece: LocalRegion) -> str:
+    """Which part it is, as one would write it in an index: [0:4+8:12, :]. Nothing if it is all."""
+    if piece.local_shape == piece.shape:
+        return ""
+    dims = [
+        ":" if runs == ((0, size),) else "+".join(f"{start}:{start + length}" for start, length in runs)
+        for size, runs in zip(piece.shape, piece.spans, strict=True)
+    ]
+    return f"[{', '.join(dims)}]"
+
+
+def hash_of(tensor: Tensor) -> int:
+    """A number of 64 bits made of the bits of a tensor and their places."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    flat = plain.contiguous().view(-1)
+    flat = (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(_WHOLE[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=flat.device)
+        mixed = (part + places * _MIX[0]) * _MIX[1]
+        mixed ^= mixed >> 29
+        total += (mixed * _MIX[0]).sum()
+    return int(total)
+
+
+def _gathered(rows: list[list[int]], device: torch.device) -> list[list[list[int]]]:
+    """The rows of every rank; ranks may have unequal numbers of them."""
+    counts = objects.all_gather_numbers(len(rows), "how many pieces ranks hold")
+    size, most = len(counts), max(counts)
+    mine = torch.full((most, 2), -1, dtype=torch.int64, device=device)
+    if rows:
+        mine[: len(rows)] = torch.tensor(rows, device=device)
+    every = torch.empty((size * most, 2), dtype=torch.int64, device=device)
+    flight_recorder.enter("all_gather", None, "hashes of what ranks hold")
+    process_group.all_gather(every, mine, None).wait()
+    return [[row for row in held if row[0] >= 0] for held in every.view(size, most, 2).tolist()]

@@ -1,0 +1,127 @@
+"""Many shares in one buffer: the memory that ZeRO's collectives work on.
+
+Each parameter of a pack is cut among the `parts` ranks of a group. One collective for all
+of them wants the shares of a rank next to each other:
+
+    row 0   | share 0 of a | share 0 of b | .. |      row i is what rank i owns,
+    row 1   | share 1 of a | share 1 of b | .. |      each share padded to the largest
+
+`put` writes a whole tensor into the rows, `take` reads it back, `own` is a rank's share
+as a view on its row. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Layout, local_region
+
+from .spec import ParameterSpec, storage_layout
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSlot:
+    """One parameter in a pack: where its shares lie in a row, and which box of it each rank owns."""
+
+    shape: tuple[int, ...]
+    start: int
+    width: int
+    boxes: tuple[Box, ...]
+    rows: bool  # plain equal runs of the first dim: one strided copy does it
+
+    def owned(self, whole: Tensor, index: int) -> Tensor:
+        """A rank's share as a view on the whole tensor."""
+        for dim, (start, length) in enumerate(zip(*self.boxes[index], strict=True)):
+            whole = whole.narrow(dim, start, length)
+        return whole
+
+
+class Pack:
+    """The shares of several parameters, cut over the same axes, as rows of one buffer."""
+
+    def __init__(
+        self,
+        helds: Sequence[ParameterSpec],
+        axes: tuple[str, ...],
+        sizes: Mapping[str, int],
+        at: Mapping[str, int],
+        extra: int = 0,
+    ) -> None:
+        self.parts = math.prod(sizes[axis] for axis in axes)
+        self.slots: list[PackSlot] = []
+        start = 0
+        for held in helds:
+            slot = make_slot(held, axes, sizes, at, start)
+            self.slots.append(slot)
+            start += slot.width
+        self.used = start
+        self.width = start + extra
+        self.padded = any(not slot.rows for slot in self.slots)
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """A flat buffer of parts * width elements, as rows."""
+        return flat.view(self.parts, self.width)
+
+    def put(self, rows: Tensor, number: int, whole: Tensor) -> None:
+        """Write a whole tensor into its slot. Padding is left as it is."""
+        slot = self.slots[number]
+        if slot.rows:
+            into = rows.narrow(1, slot.start, slot.width)
+            into.copy_(whole.reshape(self.parts, slot.width))
+            return
+        for index in range(self.parts):
+            self.own(rows[index], number, index).copy_(slot.owned(whole, index))
+
+    def take(self, rows: Tensor, number: int, out: Tensor) -> None:
+        """Read a whole tensor out of its slot, into `out`."""
+        slot = self.slots[number]
+        if slot.rows:
+            out.view(self.parts, slot.width).copy_(rows.narrow(1, slot.start, slot.width))
+            return
+        for index in range(self.parts):
+            slot.owned(out, index).copy_(self.own(rows[index], number, index))
+
+    def own(self, row: Tensor, number: int, index: int) -> Tensor:
+        """The share of rank `index` as a view on its row."""
+        slot = self.slots[number]
+        shape = slot.boxes[index][1]
+        return row.narrow(0, slot.start, math.prod(shape)).view(shape)
+
+
+def make_slot(
+    held: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int], at: Mapping[str, int], start: int = 0
+) -> PackSlot:
+    """Where the shares of one parameter's compute piece lie, when cut over `axes`."""
+    shape = held.layout.local_shape(held.shape, sizes, at)
+    storage = storage_layout(held, sizes)
+    cuts = tuple(tuple(cut for cut in dim if cut.axis in axes) for dim in storage.cuts)
+    further = Layout(cuts=cuts)
+    boxes = []
+    for place in product(*(range(sizes[axis]) for axis in axes)):
+        piece = local_region(further, shape, sizes, dict(zip(axes, place, strict=True)))
+        boxes.append((tuple(runs[0][0] if runs else 0 for runs in piece.spans), piece.local_shape))
+    numels = [math.prod(lengths) for _, lengths in boxes]
+    order = [cut.axis for cut in cuts[0]] if cuts else []
+    return PackSlot(
+        shape=shape,
+        start=start,
+        width=max(numels),
+        boxes=tuple(boxes),
+        rows=order == list(axes) and len(set(numels)) == 1,
+    )
+
+
+def whole_buffer(slots: Sequence[PackSlot], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """One flat buffer for the whole tensors of the slots, and a view on it for each."""
+    lengths = [math.prod(slot.shape) for slot in slots]
+    flat = like.new_empty(sum(lengths))
+    views = [part.view(slot.shape) for part, slot in zip(torch.split(flat, lengths), slots, strict=True)]
+    return flat, views

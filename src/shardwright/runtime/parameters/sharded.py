@@ -1,0 +1,409 @@
+"""Parameters that know they are pieces, so that norms in the user's own loop are global.
+
+`clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A `ShardParameter` is a plain
+leaf tensor, and reading its `.grad` gives a `ShardGradient`; the norm of either is a `ShardNorm` (`global_norms`),
+which `get_total_norm` stacks and so makes global (`stages`: in a pipeline). A piece on several ranks counts once.
+
+ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view on the rows that this rank
+owns. At level 1 `shard.grad` is a view on the parameter's gradient. At level 2 only the share exists, and both `.grad`s
+read it; its shape is then the shard's, not the parameter's. A float32 master is such a shard too, with memory of its
+own; where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
+
+Norms over the whole tensor are global, and so is what a `GradScaler` finds (`scaling`). What else may be done to a
+piece is in `pieces`, and a penalty counts once (`outside`). Hooks see true gradients (`hooks`). A forward pass should
+not pay for all this: run it under `torch._C.DisableTorchFunctionSubclass()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import InputError, RankError
+from shardwright.layout import Layout
+
+from ..world import Groups
+from . import local_ops
+from .alignment import expect_aligned
+from .assign_data import set_data
+from .grad_scaler import UNSCALE, unscale
+from .hooks import ParameterHooks, add_hook
+from .local_ops import INSTEAD, ShardPlacement
+from .norm_functions import NORMS
+from .norms import PendingNorm, global_norm
+from .outside import is_inside, is_use, used_outside
+from .packing import PackSlot, make_slot
+from .pipeline_norms import PipelineNorms
+from .spec import ParameterSpec, coordinates, sharding_axes, storage_layout, stored_layout, zero_axes
+from .stage_numbers import combined, is_of_stage, numbered
+
+Untouched = torch._C.DisableTorchFunctionSubclass
+"""Inside this guard our subclasses behave as plain tensors."""
+
+_GRAD: Any = torch.Tensor.grad  # on the class this is the descriptor, not a gradient
+_READ, _WRITE, _DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_SET_DATA, _ZERO = cast(Any, torch.Tensor.data).__set__, torch.Tensor.zero_
+_HOOK, _HOOK_AFTER = torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A piece of a parameter: `held` says of what, `spread` how this tensor lies on the mesh of `groups`."""
+
+    held: ParameterSpec
+    spread: Layout
+    groups: Groups | None
+    shard: ShardedParameter | None
+    owner: ShardedParameter | None
+    slot: PackSlot | None
+    cut_state: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
+    stages: PipelineNorms | None = None  # of the pipeline that it is a part of
+    prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
+    hooks: ParameterHooks  # of the user's
+    knows_stages = True
+
+    def __new__(
+        cls,
+        data: Tensor,
+        held: ParameterSpec,
+        groups: Groups | None,
+        layout: Layout | None = None,
+        requires_grad: bool = True,
+    ) -> ShardedParameter:
+        made = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
+        made.held = held
+        made.spread = layout if layout is not None else held.layout
+        made.groups = groups
+        made.shard = made.owner = made.slot = made.cut_state = None
+        made.hooks = ParameterHooks()
+        return made
+
+    def dress(self, gradient: Tensor) -> Tensor:
+        """A gradient of it as who computes with it should see it: a piece, if it is one."""
+        return wrap_gradient(self, gradient)
+
+    def for_use(self) -> Tensor:
+        """The parameter as it is used outside of the model: what gradients come back to."""
+        if not torch.is_grad_enabled():
+            return self
+        plain, place = used_outside(self), _place(self)
+        return plain if place is None or plain is self else wrap_parameter(plain, place, self.stages)
+
+    def full_tensor(self) -> Tensor:
+        """The whole parameter, on every rank. All ranks that hold a piece of it must call it."""
+        with Untouched():
+            place = _place(self)
+            return self.detach().as_subclass(Tensor).clone() if place is None else place.whole(self.detach())
+
+    def full_grad(self) -> Tensor | None:
+        """The whole gradient, on every rank, or None. All ranks that hold a piece of it must call it."""
+        gradient = self.grad
+        with Untouched():
+            place = _place(gradient)
+            if gradient is None or place is None:
+                return None if gradient is None else gradient.detach().as_subclass(Tensor).clone()
+            return place.whole(gradient.detach())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with Untouched():
+            if func == _READ:
+                return _read(args[0])
+            if func in (_WRITE, _DELETE):
+                return _write(args[0], args[1] if func == _WRITE else None)
+            if func in NORMS:
+                return NORMS[func](*args, **(kwargs or {}))
+            if func in (_HOOK, _HOOK_AFTER):
+                return add_hook(args[0], args[1], after=func is _HOOK_AFTER)
+            if func == _SET_DATA and isinstance(args[0], ShardedParameter) and not _has_master(args[0]):
+                return set_data(args[0], args[1], _place(args[0]), _place(args[1]))
+            return _outside(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        """A copy of the piece in the same place of the same mesh; groups are shared, never copied."""
+        if id(self) not in memo:
+            with Untouched():
+                data, needs = self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
+            copied = ShardedParameter(data, self.held, self.groups, self.spread, needs)
+            memo[id(self)] = copied
+            if self.shard is not None:
+                with Untouched():
+                    _attach_shard(copied, self.shard.detach().clone() if self.held.master else None)
+            if self.stages is not None:
+                join_pipeline(self.stages, [copied])
+        return cast(ShardedParameter, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the parameter that it is on one device, if it is whole here."""
+        with Untouched():
+            if self.groups is None or self.stages is not None or sharding_axes(self.spread, self.groups.mesh):
+                raise InputError(
+                    f"{self.held.name} is not whole here: this rank holds {tuple(self.shape)} of {self.held.shape}, or "
+                    f"its own stages of a pipeline, and would write a part of the model. {INSTEAD}"
+                )
+            plain = torch.nn.Parameter(self.detach().as_subclass(Tensor), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with Untouched():
+            return f"ShardParameter({self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.spread})"
+
+
+def make_parameter(
+    local: Tensor, held: ParameterSpec, groups: Groups, master: Tensor | None = None
+) -> ShardedParameter:
+    """The parameter for a piece that `scatter` cut, with a shard for the optimizer where ZeRO or a master wants one."""
+    layout = stored_layout(held, groups.mesh.sizes)
+    made = ShardedParameter(local, held, groups, layout, requires_grad=held.trainable)
+    if (held.level in (1, 2) or held.master) and held.trainable:
+        _attach_shard(made, master)
+    return made
+
+
+def true_value(parameter: ShardedParameter) -> ShardedParameter:
+    """What has the parameter's true value: its master, if it has one."""
+    return parameter.shard if parameter.held.master and parameter.shard is not None else parameter
+
+
+def _attach_shard(parameter: ShardedParameter, master: Tensor | None = None) -> None:
+    held, groups = parameter.held, parameter.groups
+    if groups is None:
+        raise RankError(f"{held.name} has no groups, so it can't be split again")
+    sizes = groups.mesh.sizes
+    axes = zero_axes(held, sizes) if held.level in (1, 2) else ()
+    if not axes and master is None:
+        return
+    slot = make_slot(held, axes, sizes, coordinates(groups)) if axes else None
+    with Untouched():
+        if master is not None:
+            rows, parameter.grad_dtype = master, held.true_dtype
+        else:
+            assert slot is not None
+            rows = slot.owned(parameter.detach(), groups[axes].index)
+    shard = ShardedParameter(rows, held, groups, storage_layout(held, sizes), requires_grad=True)
+    shard.owner, shard.slot = parameter, slot
+    parameter.shard, parameter.slot = shard, slot
+
+
+def join_pipeline(stages: PipelineNorms, parameters: Iterable[ShardedParameter]) -> None:
+    """Make parameters those of a pipeline, of which other ranks have other stages."""
+    for parameter in parameters:
+        parameter.stages = stages
+        if parameter.shard is not None:
+            parameter.shard.stages = stages
+
+
+# -- gradients ---------------------------------------------------------------------------
+
+
+class ShardedGradient(Tensor):
+    """The gradient of a piece, or what a user made of one: `lies` is how it lies on the mesh.
+
+    A norm is taken of `mine` if that is there, which lies as `spread` says.
+    """
+
+    lies: Layout
+    spread: Layout
+    groups: Groups | None
+    stages: PipelineNorms | None
+    held: ParameterSpec
+    mine: Tensor | None  # level 1: the share whose norm is summed over the zero axis too
+    whole: Tensor | None  # of a share at level 1: the gradient that it is a view on
+    knows_stages = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with Untouched():
+            if func in NORMS:
+                return NORMS[func](*args, **(kwargs or {}))
+            if func is UNSCALE:
+                return unscale(*args)
+            if func is _ZERO and getattr(args[0], "whole", None) is not None:
+                args[0].whole.zero_()
+            return _outside(func, args, kwargs or {})
+
+    def full_tensor(self) -> Tensor:
+        """The whole of it, on every rank. All ranks that hold a piece of it must call it."""
+        with Untouched():
+            place = _place(self)
+            return self.detach().as_subclass(Tensor).clone() if place is None else place.whole(self.detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with Untouched():
+            place, copied = _place(self), self.detach().as_subclass(Tensor).clone()
+            return copied if place is None else wrap_parameter(copied, place, self.stages)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with Untouched():
+            place = _place(self)
+            if place is not None:
+                raise local_ops.refusal("pickling", place, self.shape)
+            return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with Untouched():
+            return f"a piece of {self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.lies}"
+
+
+def raw_gradient(parameter: Tensor) -> Tensor | None:
+    """The `.grad` that autograd sees."""
+    with Untouched():
+        return parameter.grad
+
+
+def set_raw_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    with Untouched():
+        parameter.grad = gradient
+
+
+def _read(parameter: Any) -> Tensor | None:
+    if not isinstance(parameter, ShardedParameter):
+        return cast("Tensor | None", parameter.grad)
+    if parameter.shard is not None and keeps_share(parameter):
+        share = _dressed(parameter.shard, parameter.shard.grad)
+        return share if share is not None else parameter.grad
+    if parameter.owner is not None and not keeps_share(parameter):
+        return _share_of_owner(parameter, parameter.owner)
+    return _dressed(parameter, parameter.grad)
+
+
+def keeps_share(parameter: Tensor) -> bool:
+    """Whether only a share of the gradient is there, as that of the shard."""
+    return isinstance(parameter, ShardedParameter) and parameter.held.level == 2 and parameter.slot is not None
+
+
+def _dressed(parameter: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
+    """The same memory as a `ShardGradient`, kept as `.grad` so that reading twice gives one object."""
+    if gradient is None or isinstance(gradient, ShardedGradient):
+        return gradient
+    split = parameter.groups is not None and sharding_axes(parameter.spread, parameter.groups.mesh)
+    if not split and parameter.slot is None and parameter.stages is None:
+        return gradient
+    made = _as_gradient(gradient, parameter)
+    if parameter.shard is not None and parameter.slot is not None:
+        made.spread = parameter.shard.spread  # what `mine` is
+        made.mine = parameter.slot.owned(gradient, _index(parameter))
+    parameter.grad = made
+    return made
+
+
+def _share_of_owner(shard: ShardedParameter, owner: ShardedParameter) -> Tensor | None:
+    if owner.grad is None:
+        return None
+    if shard.slot is None:
+        return _dressed(owner, owner.grad)
+    made = _as_gradient(shard.slot.owned(owner.grad, _index(shard)), shard)
+    made.whole = owner.grad
+    return made
+
+
+def _as_gradient(gradient: Tensor, parameter: ShardedParameter) -> ShardedGradient:
+    return _made(gradient.detach(), parameter.held, parameter.spread, parameter.groups, parameter.stages)
+
+
+def _made(
+    tensor: Tensor, held: ParameterSpec, layout: Layout, groups: Groups | None, stages: PipelineNorms | None
+) -> ShardedGradient:
+    made = tensor.as_subclass(ShardedGradient)
+    made.lies = made.spread = layout
+    made.held, made.groups, made.stages = held, groups, stages
+    made.mine = made.whole = None
+    return made
+
+
+def wrap_parameter(tensor: Tensor, place: ShardPlacement, stages: PipelineNorms | None = None) -> ShardedGradient:
+    """A plain tensor as the piece that it is, with the history that autograd knows."""
+    return _made(tensor, place.held, place.layout, place.groups, stages)
+
+
+def wrap_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a parameter as who computes with it should see it: a piece, if it is one."""
+    if not isinstance(parameter, ShardedParameter) or isinstance(gradient, ShardedGradient):
+        return gradient
+    place = _place(parameter)
+    if place is None and parameter.stages is None:
+        return gradient
+    return _made(gradient, parameter.held, parameter.spread, parameter.groups, parameter.stages)
+
+
+def _place(x: Any) -> ShardPlacement | None:
+    """Which part of what a tensor is; None if it is all of it."""
+    if not isinstance(x, (ShardedParameter, ShardedGradient)) or x.groups is None:
+        return None
+    place = ShardPlacement(x.held, _layout(x), x.groups)
+    return place if place.axes else None
+
+
+def _layout(x: ShardedParameter | ShardedGradient) -> Layout:
+    return x.spread if isinstance(x, ShardedParameter) else x.lies
+
+
+def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of parameters or gradients that the user calls, or a backward that is written in Python."""
+    if is_inside():
+        return func(*args, **kwargs)
+    if args and _has_master(args[0]):
+        local_ops.expect_lasting(func, args[0].held)
+    args, kwargs = torch.utils._pytree.tree_map_only(PendingNorm, global_norm, (args, kwargs))
+    given = torch.utils._pytree.tree_leaves((args, kwargs))
+    stages = next((x.stages for x in given if is_of_stage(x)), None)
+    if is_use(func):
+        args, kwargs = torch.utils._pytree.tree_map_only(ShardedParameter, lambda x: x.for_use(), (args, kwargs))
+    if stages is not None:
+        expect_aligned(func, args, kwargs)
+    if any(_place(x) is not None for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+        made = local_ops.run(func, args, kwargs, _place, partial(wrap_parameter, stages=stages))
+    else:
+        made = func(*args, **kwargs)
+    return made if stages is None else _of_stage(func, made, given)
+
+
+def _has_master(x: Any) -> bool:
+    return isinstance(x, ShardedParameter) and x.held.master and x.owner is None
+
+
+def _of_stage(func: Callable[..., Any], made: Any, given: Sequence[Any]) -> Any:
+    """What was made of parameters of a stage: a piece like one of them, or what numbers are made of."""
+    name = getattr(func, "__name__", "")
+    if type(made) not in (Tensor, tuple, list) or name.startswith(("new_", "_foreach_")) or name.endswith("_like"):
+        return made
+    if func is torch.autograd.grad:
+        return made
+    if isinstance(made, Tensor) and made.ndim and name.strip("_") not in ("matmul", "rmatmul", "mm"):
+        of = next((x for x in given if is_of_stage(x) and x.shape == made.shape), None)
+        if of is not None:
+            return _made(made, of.held, _layout(of), of.groups, of.stages)
+    return numbered(made, combined(func, given))
+
+
+def _index(parameter: ShardedParameter) -> int:
+    assert parameter.groups is not None
+    return parameter.groups[zero_axes(parameter.held, parameter.groups.mesh.sizes)].index
+
+
+def _write(parameter: ShardedParameter, gradient: Tensor | None) -> None:
+    """Setting a gradient; a parameter and its shard are cleared together."""
+    if parameter.owner is not None and not keeps_share(parameter):
+        if gradient is None or parameter.slot is None:
+            parameter.owner.grad = gradient
+        else:
+            current = _share_of_owner(parameter, parameter.owner)
+            if current is None:
+                raise RankError(f"{parameter.held.name} has no gradient; set the gradient of the model's parameter")
+            current.copy_(gradient)
+        return
+    other = parameter.owner if parameter.owner is not None else parameter.shard if keeps_share(parameter) else None
+    if other is not None and gradient is None:
+        other.grad = None
+    if parameter.shard is not None and other is not None and gradient is not None:  # level 2 keeps a share
+        if gradient.shape != parameter.shard.shape and parameter.slot is not None:
+            gradient = parameter.slot.owned(gradient, _index(parameter)).clone()
+        parameter = parameter.shard
+    parameter.grad = gradient
