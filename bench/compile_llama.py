@@ -80,7 +80,7 @@ def emit(captured: Any, plan: str, folder: Path) -> Path:
     from shardwright.plan import build_plan, parse_plan_string
 
     graph = captured.graph
-    _, program, text = compile_graph(graph, lambda facts: build_plan(graph, parse_plan_string(plan), facts))
+    _, program, text = compile_graph(graph, lambda analysis: build_plan(graph, parse_plan_string(plan), analysis))
     return write(text, folder, program)
 
 

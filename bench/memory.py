@@ -168,10 +168,10 @@ def measure(name: str, plan: str, timeout: float = 300.0) -> Measured:
 
 def predict(name: str, plan: str) -> MemoryPeak:
     """What the model of memory says."""
-    facts = analysed(name)
-    made = make_plan(facts.graph, facts, plan, ranks_of(plan))
+    analysis = analysed(name)
+    made = make_plan(analysis.graph, analysis, plan, ranks_of(plan))
     return simulate_memory(
-        facts, made.mesh, made.choices(facts.graph.entry), made.storage, TrainingSetup(optimizer="adamw")
+        analysis, made.mesh, made.choices(analysis.graph.entry), made.storage, TrainingSetup(optimizer="adamw")
     )
 
 

@@ -180,21 +180,21 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     began = time.monotonic()
     captured = captured_graph(module, example)
     graph = only_scalars(captured.graph)
-    facts = analyse(graph, probing(captured.functions))
+    analysis = analyse(graph, probing(captured.functions))
     middle, processor = time.monotonic(), time.process_time()
     show(f"{name} was captured in {middle - began:.1f} s")
     setting = PlanningTask(
         cluster=cluster,
         training=TrainingSetup(compute=case.precision),
-        wishes=SearchOptions(memory=case.memory),
+        options=SearchOptions(memory=case.memory),
         progress=lambda what, best: show(f"{time.monotonic() - middle:6.1f} s  {what}, best {best:.4g} s"),
     )
-    plan = make_plan(graph, facts, "auto", cluster.size, setting, case.batching)
+    plan = make_plan(graph, analysis, "auto", cluster.size, setting, case.batching)
     took, busy = time.monotonic() - middle, time.process_time() - processor
     flat = seconds_flat(graph, analyse(graph, probing(captured.functions)), setting, case.batching)
     said = plan.predicted["train"]
     count = sum(parameter.numel() for parameter in module.parameters())
-    work = 3 * sum(flops(facts.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
+    work = 3 * sum(flops(analysis.signatures[op.name]) for op in graph.ops) * (plan.microbatches if plan.local else 1)
     rate = work / said["seconds"] / cluster.size / 1e12
     coloured = [f"[{'green' if seconds <= case.limit else 'red'}]{seconds:.1f}" for seconds in (flat, took)]
     return (
@@ -203,21 +203,21 @@ def row(name: str, show: Callable[[str], None]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def seconds_flat(graph: Graph, facts: Analysis, setting: PlanningTask, batching: Batching) -> float:
+def seconds_flat(graph: Graph, analysis: Analysis, setting: PlanningTask, batching: Batching) -> float:
     """How long it takes without pipelines, to find a plan or that there is none."""
-    setting = replace(setting, wishes=replace(setting.wishes, pipelines=False))
+    setting = replace(setting, options=replace(setting.options, pipelines=False))
     began = time.monotonic()
     with suppress(PlanError):
-        make_plan(graph, facts, "auto", setting.cluster.size, setting, batching)
+        make_plan(graph, analysis, "auto", setting.cluster.size, setting, batching)
     return time.monotonic() - began
 
 
 def in_words(plan: Plan) -> str:
     if not plan.is_pipeline:
         return str(plan.mesh)
-    seats = len({segment.mesh.devices for segment in plan.segments})
+    pp_ranks = len({segment.mesh.devices for segment in plan.segments})
     meshes = " | ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
-    return f"pp={seats} x {meshes}, {plan.microbatches} microbatches, {plan.schedule}"
+    return f"pp={pp_ranks} x {meshes}, {plan.microbatches} microbatches, {plan.schedule}"
 
 
 def main() -> None:

@@ -172,12 +172,12 @@ def counted(
         ids = torch.zeros(batch, seq, dtype=torch.long)
     graph = capture(model, (ids, ids)).graph
     axis = Axis(name="tp", size=tp)
-    draft = PlanBuilder(graph, Mesh(axes=(axis,)))
+    builder = PlanBuilder(graph, Mesh(axes=(axis,)))
     if tp > 1:
-        POLICIES["tp"](draft, axis)
-    choices = draft.finish("tp").entries[graph.entry][0].choices
-    signatures = draft.facts.signatures
-    calls = {op.name: local_call(signatures[op.name], choices[op.name], draft.mesh, TRAINING) for op in graph.ops}
+        POLICIES["tp"](builder, axis)
+    choices = builder.finish("tp").entries[graph.entry][0].choices
+    signatures = builder.analysis.signatures
+    calls = {op.name: local_call(signatures[op.name], choices[op.name], builder.mesh, TRAINING) for op in graph.ops}
     held: dict[str, list[float]] = {}
     for op in graph.ops:
         if op.name in calls and calls[op.name].gradient:
@@ -189,7 +189,7 @@ def counted(
         user, index = graph.users[parameter.value][0]
         parameters += calls[user.name].inputs[index].elements
     joins = tuple((max(sizes), len(sizes)) for sizes in held.values() if len(sizes) > 1)
-    fixed = draft.facts.constants
+    fixed = builder.analysis.constants
     return Counted(
         calls=tuple(calls[op.name] for op in graph.ops if not all(name in fixed for name in op.outputs)),
         joins=joins,

@@ -216,8 +216,8 @@ def test_a_reordered_layout_puts_the_same_elements_in_the_same_places(case, data
     moved = reordered(layout, axis, mesh.sizes)
 
     assume(moved is not None)
-    dim, cut = moved.cut_of(axis)
-    assert moved.cuts[dim][-1] == cut
+    dim, cut = moved.shard_of(axis)
+    assert moved.shards[dim][-1] == cut
     for device in mesh.devices:
         at = mesh.coordinates(device)
         one, other = (piece(numbered(shape), it, mesh.sizes, at) for it in (layout, moved))

@@ -266,11 +266,11 @@ def split_on(name: str, label: str):
     """A policy that splits one op on one label."""
 
     def policy(graph, world: int) -> Plan:
-        draft = PlanBuilder(graph, Mesh(axes=(Axis(name="tp", size=world),)))
+        builder = PlanBuilder(graph, Mesh(axes=(Axis(name="tp", size=world),)))
         (op,) = (op for op in graph.ops if op.name.endswith(name))
-        (role,) = (role for role in draft.roles(op) if role.label == label)
-        draft.split(op, draft.mesh.axis("tp"), role)
-        return draft.finish(f"{name}-{label}")
+        (role,) = (role for role in builder.roles(op) if role.label == label)
+        builder.split(op, builder.mesh.axis("tp"), role)
+        return builder.finish(f"{name}-{label}")
 
     return policy
 

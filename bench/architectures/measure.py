@@ -142,18 +142,18 @@ def measure(row: Row, model: Any, example: dict[str, Any]) -> Row:
 def split_share(captured: CapturedGraph) -> tuple[float, str]:
     """The share of a graph's arithmetic that tp=2 splits, and which targets take the most of the rest."""
     graph = captured.graph
-    facts = analyse(graph, probing(captured.functions))
-    choices = build_plan(graph, parse_plan_string("tp=2"), facts).choices(graph.entry)
+    analysis = analyse(graph, probing(captured.functions))
+    choices = build_plan(graph, parse_plan_string("tp=2"), analysis).choices(graph.entry)
     total, split = 0.0, 0.0
     left: dict[str, float] = {}
     for op in graph.ops:
-        if all(name in facts.constants for name in op.outputs):
+        if all(name in analysis.constants for name in op.outputs):
             continue  # computed once, for all steps
-        work = flops(facts.signatures[op.name])
+        work = flops(analysis.signatures[op.name])
         total += work
         role = choices.get(op.name, {}).get("tp", "whole")
         if role in NO_SPLIT or role.startswith("partial:"):
-            name = op.target + ("" if facts.signatures[op.name].rule is not None else " (no rule)")
+            name = op.target + ("" if analysis.signatures[op.name].rule is not None else " (no rule)")
             left[name] = left.get(name, 0.0) + work
         else:
             split += work

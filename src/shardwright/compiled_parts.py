@@ -46,15 +46,15 @@ def replace_parts(
     opaque: str = "marked",
 ) -> None:
     """Compile the parts of a module, each at its first call, and make the rest data-parallel."""
-    wishes = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, plan)
-    _check(model, list(wishes), mode)
-    rest = _rest(model, list(wishes))
-    for tensor in (*rest.values(), *_rest_buffers(model, list(wishes)).values()):
+    options = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, plan)
+    _check(model, list(options), mode)
+    rest = _rest(model, list(options))
+    for tensor in (*rest.values(), *_rest_buffers(model, list(options)).values()):
         _share(tensor, world)
     if mode == "same":
         _draw_alike(world)
     made: list[ParallelModel] = []
-    for path, wish in wishes.items():
+    for path, wish in options.items():
         part = model.get_submodule(path)
         own = seed_of((seed, path))
         compiler = Compiler(part, optimizer, world, wish, mode, directory, own, prefix=f"{path}.")
@@ -65,7 +65,7 @@ def replace_parts(
         model.get_submodule(parent)._modules[name] = held
         made.append(held)
     if mode == "rows":
-        _average(model, rest, list(wishes.values()), made, world)
+        _average(model, rest, list(options.values()), made, world)
 
 
 def _check(model: nn.Module, paths: Sequence[str], mode: Mode) -> None:
@@ -119,11 +119,11 @@ def _draw_alike(world: World) -> None:
 
 
 def _average(
-    model: nn.Module, rest: Mapping[str, nn.Parameter], wishes: Sequence[PlanLike], made: Sequence[ParallelModel],
+    model: nn.Module, rest: Mapping[str, nn.Parameter], options: Sequence[PlanLike], made: Sequence[ParallelModel],
     world: World,
 ) -> None:  # fmt: skip
     """Gradients of the rest are means over the data-parallel groups, and its buffers those of the first."""
-    found = [replicas_of(wish, world) for wish in wishes]
+    found = [replicas_of(wish, world) for wish in options]
     if any(held != found[0] for held in found):
         raise InputError("the parts have different data-parallel groups; give them plans with the same mesh")
     mesh, axes = found[0]

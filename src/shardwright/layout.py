@@ -227,14 +227,14 @@ PARTIAL = Partial()
 class Layout:
     """Cuts of every dim, major to minor, and the placement on every other axis (WHOLE if not listed)."""
 
-    cuts: tuple[tuple[Shard, ...], ...]
+    shards: tuple[tuple[Shard, ...], ...]
     rest: tuple[tuple[str, Placement], ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)  # asked often
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.cuts, self.rest)))
+        object.__setattr__(self, "_hash", hash((self.shards, self.rest)))
         rest = [name for name, _ in self.rest]
-        names = [cut.axis for dim in self.cuts for cut in dim] + rest
+        names = [shard.axis for dim in self.shards for shard in dim] + rest
         if len(names) > 1 and len(set(names)) != len(names):
             raise LayoutError(f"an axis is used twice in one layout: {', '.join(names)}")
         if rest and (rest != sorted(rest) or any(placement == INVARIANT for _, placement in self.rest)):
@@ -244,90 +244,90 @@ class Layout:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return make_layout, (self.cuts, dict(self.rest))  # another process has other hashes
+        return make_layout, (self.shards, dict(self.rest))  # another process has other hashes
 
     def placement(self, axis: str) -> Placement | None:
         """The placement on an axis, or None where the axis cuts a dim."""
-        if self.cut_of(axis) is not None:
+        if self.shard_of(axis) is not None:
             return None
         return next((held for name, held in self.rest if name == axis), INVARIANT)
 
-    def cut_of(self, axis: str) -> tuple[int, Shard] | None:
+    def shard_of(self, axis: str) -> tuple[int, Shard] | None:
         """The dim that an axis cuts, with the cut."""
-        for dim, cuts in enumerate(self.cuts):
-            for cut in cuts:
-                if cut.axis == axis:
-                    return dim, cut
+        for dim, shards in enumerate(self.shards):
+            for shard in shards:
+                if shard.axis == axis:
+                    return dim, shard
         return None
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes on which this layout is not simply WHOLE."""
-        return frozenset(cut.axis for dim in self.cuts for cut in dim) | {name for name, _ in self.rest}
+        return frozenset(shard.axis for dim in self.shards for shard in dim) | {name for name, _ in self.rest}
 
     def gradient(self) -> Layout:
         """The layout of the gradient that belongs to a value with this layout."""
         flipped = tuple((name, PARTIAL) for name, placement in self.rest if placement == REPLICATE)
-        return Layout(cuts=self.cuts, rest=flipped)
+        return Layout(shards=self.shards, rest=flipped)
 
     def with_placement(self, axis: str, placement: Placement) -> Layout:
         rest = {name: held for name, held in self.rest if name != axis}
-        return make_layout(self.cuts, {**rest, axis: placement})
+        return make_layout(self.shards, {**rest, axis: placement})
 
-    def with_cut(self, dim: int, cut: Shard) -> Layout:
+    def with_shard(self, dim: int, shard: Shard) -> Layout:
         """This layout with one more cut, minor to those that are there."""
-        cuts = tuple((*held, cut) if at == dim else held for at, held in enumerate(self.cuts))
-        return make_layout(cuts, {name: held for name, held in self.rest if name != cut.axis})
+        shards = tuple((*held, shard) if at == dim else held for at, held in enumerate(self.shards))
+        return make_layout(shards, {name: held for name, held in self.rest if name != shard.axis})
 
-    def without_cut(self, axis: str) -> Layout:
-        cuts = tuple(tuple(cut for cut in held if cut.axis != axis) for held in self.cuts)
-        return Layout(cuts=cuts, rest=self.rest)
+    def without_shard(self, axis: str) -> Layout:
+        shards = tuple(tuple(shard for shard in held if shard.axis != axis) for held in self.shards)
+        return Layout(shards=shards, rest=self.rest)
 
     def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
         """The shape that the device at coordinates `at` holds."""
         local = []
-        for size, cuts in zip(shape, self.cuts, strict=True):
-            for cut in cuts:
-                if cut.elements != size:
-                    raise LayoutError(f"a cut of {cut.elements} elements over {cut.axis} meets a dim of {size}")
-                size = cut.local(sizes[cut.axis], at[cut.axis])
+        for size, shards in zip(shape, self.shards, strict=True):
+            for shard in shards:
+                if shard.elements != size:
+                    raise LayoutError(f"a cut of {shard.elements} elements over {shard.axis} meets a dim of {size}")
+                size = shard.local(sizes[shard.axis], at[shard.axis])
             local.append(size)
         return tuple(local)
 
     def __str__(self) -> str:
-        dims = [" ".join(cut.axis for cut in cuts) or "." for cuts in self.cuts]
+        dims = [" ".join(shard.axis for shard in shards) or "." for shards in self.shards]
         rest = [f"{name}: {placement}" for name, placement in self.rest]
         return f"[{', '.join(dims)}]" + (f" ({', '.join(rest)})" if rest else "")
 
 
-def join_shards(cuts: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | None:
+def join_shards(shards: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | None:
     """Cuts of a dim, one after the other, as one over the product of their axes; None where no single cut does that.
 
     One does where each goes on cutting the runs that those before it leave, evenly: `(h e)` cut on h by 2 and again by
     2 is h cut by 4, but h by 2 and then e by 2 leaves every head in pieces.
     """
-    first, *others = cuts
+    first, *others = shards
     parts = sizes[first.axis]
     blocks = [Block(b.outer, parts, b.size // parts * b.inner) for b in first.blocks]
-    if not all(cut.even(sizes[cut.axis]) and cut.repeat == first.repeat for cut in cuts):
+    if not all(shard.even(sizes[shard.axis]) and shard.repeat == first.repeat for shard in shards):
         return None
-    for cut in others:
-        if [(b.outer, b.size * b.inner) for b in cut.blocks] != [(b.outer, b.inner) for b in blocks]:
+    for shard in others:
+        if [(b.outer, b.size * b.inner) for b in shard.blocks] != [(b.outer, b.inner) for b in blocks]:
             return None
-        parts *= sizes[cut.axis]
-        blocks = [Block(b.outer, parts, b.inner // sizes[cut.axis]) for b in blocks]
-    return Shard(axis="_".join(cut.axis for cut in cuts), blocks=tuple(blocks), repeat=first.repeat)
+        parts *= sizes[shard.axis]
+        blocks = [Block(b.outer, parts, b.inner // sizes[shard.axis]) for b in blocks]
+    return Shard(axis="_".join(shard.axis for shard in shards), blocks=tuple(blocks), repeat=first.repeat)
 
 
-def make_layout(cuts: Iterable[Iterable[Shard]], rest: Mapping[str, Placement] | None = None) -> Layout:
+def make_layout(shards: Iterable[Iterable[Shard]], rest: Mapping[str, Placement] | None = None) -> Layout:
     """A layout from loose parts."""
     kept = sorted((name, held) for name, held in (rest or {}).items() if held != INVARIANT)
-    return Layout(cuts=tuple(tuple(held) for held in cuts), rest=tuple(kept))
+    return Layout(shards=tuple(tuple(held) for held in shards), rest=tuple(kept))
 
 
 def replicated(rank: int) -> Layout:
     """The layout of a tensor with `rank` dims that every device holds."""
-    return Layout(cuts=((),) * rank)
+    return Layout(shards=((),) * rank)
 
 
 Span = tuple[int, int]
@@ -362,10 +362,10 @@ class LocalRegion:
 def local_region(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> LocalRegion:
     """The piece of a tensor that the device at coordinates `at` holds."""
     spans = []
-    for size, cuts in zip(shape, layout.cuts, strict=True):
+    for size, shards in zip(shape, layout.shards, strict=True):
         runs: list[Span] = [(0, size)] if size else []
-        for cut in cuts:
-            runs = _restrict(runs, cut.spans(sizes[cut.axis], at[cut.axis]))
+        for shard in shards:
+            runs = _restrict(runs, shard.spans(sizes[shard.axis], at[shard.axis]))
         spans.append(tuple(runs))
     return LocalRegion(shape=tuple(shape), spans=tuple(spans))
 

@@ -111,13 +111,13 @@ def parallelize(
 
 
 def _setting(
-    plan: PlanLike, cluster: str | Path, world: World, training: TrainingSetup, wishes: SearchOptions, inputs: Mode
+    plan: PlanLike, cluster: str | Path, world: World, training: TrainingSetup, options: SearchOptions, inputs: Mode
 ) -> PlanningTask | None:
     """What a plan is searched for and priced with; None if nobody asks for either."""
     if plan != "auto" and cluster == "auto":
         return None
     known = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-    return PlanningTask(cluster=known, training=training, wishes=wishes, rows=inputs == "rows")
+    return PlanningTask(cluster=known, training=training, options=options, rows=inputs == "rows")
 
 
 def _made(
@@ -248,7 +248,7 @@ def planned(
     setting = PlanningTask(
         cluster=cluster_for(cluster, count),
         training=training_of(optimizer, accumulate, exact),
-        wishes=SearchOptions(
+        options=SearchOptions(
             memory=read_bytes(memory),
             constraints=read_asked(constraints, model, plan),
             stop=stop,
@@ -258,8 +258,8 @@ def planned(
         progress=progress,
     )
     asked = Batching(microbatches=microbatches)
-    facts = analyse(captured.graph, probing(captured.functions))
-    return make_plan(captured.graph, facts, plan, count, setting, asked), captured
+    analysis = analyse(captured.graph, probing(captured.functions))
+    return make_plan(captured.graph, analysis, plan, count, setting, asked), captured
 
 
 def captured_graph(

@@ -40,7 +40,7 @@ class PlanningTask:
 
     cluster: Cluster
     training: TrainingSetup = field(default_factory=TrainingSetup)
-    wishes: SearchOptions = field(default_factory=SearchOptions)
+    options: SearchOptions = field(default_factory=SearchOptions)
     rows: bool = False
     progress: Progress | None = None
 
@@ -55,7 +55,7 @@ class Batching:
 
 def make_plan(
     graph: Graph,
-    facts: Analysis,
+    analysis: Analysis,
     wish: PlanLike,
     world: int,
     setting: PlanningTask | None = None,
@@ -69,10 +69,10 @@ def make_plan(
         plan = load_plan(wish, graph)
     elif wish == "auto":
         given = setting or PlanningTask(cluster=cluster_of(world))
-        wishes = replace(given.wishes, microbatches=asked.microbatches, local=asked.local)
-        return find_plan(facts, world, replace(given, wishes=wishes)).plan
+        options = replace(given.options, microbatches=asked.microbatches, local=asked.local)
+        return find_plan(analysis, world, replace(given, options=options)).plan
     elif isinstance(wish, str):
-        plan = _drawn(graph, facts, parse_plan_string(wish, world), asked, str(setting.cluster) if setting else "")
+        plan = _drawn(graph, analysis, parse_plan_string(wish, world), asked, str(setting.cluster) if setting else "")
     else:
         plan = wish(graph, world)
     if not (isinstance(wish, str) and not wish.endswith(".json")):
@@ -80,7 +80,7 @@ def make_plan(
     if plan.size != world:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
     plan.check_against(graph)
-    return priced(plan, facts, setting) if setting is not None and not plan.is_pipeline else plan
+    return priced(plan, analysis, setting) if setting is not None and not plan.is_pipeline else plan
 
 
 def _check_batching(plan: Plan, asked: Batching) -> None:
@@ -97,60 +97,62 @@ def _check_batching(plan: Plan, asked: Batching) -> None:
         )
 
 
-def _drawn(graph: Graph, facts: Analysis, request: PolicyRequest, asked: Batching, cluster: str) -> Plan:
+def _drawn(graph: Graph, analysis: Analysis, request: PolicyRequest, asked: Batching, cluster: str) -> Plan:
     """What a plan string asks for."""
     if request.stages or (asked.microbatches or 1) > 1:
-        return build_pipeline(graph, request, facts, cluster, asked.microbatches, asked.local)
-    return build_plan(graph, request, facts, cluster)
+        return build_pipeline(graph, request, analysis, cluster, asked.microbatches, asked.local)
+    return build_plan(graph, request, analysis, cluster)
 
 
-def find_plan(facts: Analysis, world: int, setting: PlanningTask) -> JointResult:
+def find_plan(analysis: Analysis, world: int, setting: PlanningTask) -> JointResult:
     """Search for the best plan, flat or a pipeline, and say in it what it costs."""
     if setting.cluster.size < world:
         raise PlanError(f"the cluster {setting.cluster} has {setting.cluster.size} devices, and {world} are asked for")
-    wishes = replace(setting.wishes, data_only=setting.rows)
-    strange = [name for name in wishes.constraints.axes if setting.rows and not is_replica(name)]
+    options = replace(setting.options, data_only=setting.rows)
+    strange = [name for name in options.constraints.axes if setting.rows and not is_replica(name)]
     if strange:
         raise PlanError(f'with inputs="rows" every axis splits the batch and is called dp, not {", ".join(strange)}')
     with without_collection():
-        found = find_joint(facts, setting.cluster, setting.training, wishes, size=world, progress=setting.progress)
-        return replace(found, plan=_told(found, facts, setting))
+        found = find_joint(analysis, setting.cluster, setting.training, options, size=world, progress=setting.progress)
+        return replace(found, plan=_told(found, analysis, setting))
 
 
-def _told(found: JointResult, facts: Analysis, setting: PlanningTask) -> Plan:
+def _told(found: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan:
     """The plan that was found, with what it costs, and how it compares with plans of the other kind."""
-    entry, note = facts.graph.entry, note_of(found)
+    entry, note = analysis.graph.entry, note_of(found)
     if found.pipeline is not None:
-        said = predicted(found, setting.cluster, setting.training, facts.graph)
+        said = predicted(found, setting.cluster, setting.training, analysis.graph)
         plan = replace(found.plan, predicted={**found.plan.predicted, entry: said})
     else:
-        plan = priced(found.plan, facts, setting, found.flat)
+        plan = priced(found.plan, analysis, setting, found.flat)
         plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **beside(found)}})
     return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 
-def priced(plan: Plan, facts: Analysis, setting: PlanningTask, found: SearchResult | None = None) -> Plan:
+def priced(plan: Plan, analysis: Analysis, setting: PlanningTask, found: SearchResult | None = None) -> Plan:
     """A plan with what it is predicted to cost."""
-    entry = facts.graph.entry
+    entry = analysis.graph.entry
     rows = replica_axes(plan.mesh) if setting.rows else ()
-    limit = setting.wishes.memory
+    limit = setting.options.memory
     memory = found.best.memory if found is not None else None
-    said = price(facts, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory).as_json()
+    said = price(analysis, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory).as_json()
     if found is not None:
         said |= found.as_json()
     return replace(plan, predicted={**plan.predicted, entry: said})
 
 
-def continue_plan(plan: Plan, graph: Graph, facts: Analysis, world: int, setting: PlanningTask | None = None) -> Plan:
+def continue_plan(
+    plan: Plan, graph: Graph, analysis: Analysis, world: int, setting: PlanningTask | None = None
+) -> Plan:
     """A plan with one more entry (eval, another batch size): parameters stay as they are held."""
     if plan.is_pipeline:
-        return continue_pipeline(plan, facts)
+        return continue_pipeline(plan, analysis)
     if plan.policy == "auto":
         cluster = setting.cluster if setting else cluster_of(world)
-        more = extend(plan, facts, cluster, setting.training if setting else TrainingSetup())
+        more = extend(plan, analysis, cluster, setting.training if setting else TrainingSetup())
     else:
         more = build_plan(
-            graph, parse_plan_string(plan.policy, world).like(plan.mesh), facts, plan.cluster, lenient=True
+            graph, parse_plan_string(plan.policy, world).like(plan.mesh), analysis, plan.cluster, lenient=True
         )
     wished = next(iter(plan.entries.values()))[0].recompute
     again = tuple(path for path in wished if not faults_of(graph, path))

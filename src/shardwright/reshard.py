@@ -65,9 +65,9 @@ class Reshard:
     axes: tuple[str, ...]
     after: Layout
     dim: int | None = None
-    cut: Shard | None = None
+    shard: Shard | None = None
     to_dim: int | None = None
-    to_cut: Shard | None = None
+    to_shard: Shard | None = None
     reduction: str = "sum"
 
     @property
@@ -82,26 +82,26 @@ class Reshard:
 
 def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | None:
     """The same layout said with the cut of `axis` minor-most on its dim, if that can be said."""
-    found = layout.cut_of(axis)
+    found = layout.shard_of(axis)
     if found is None:
         return None
     dim, _ = found
-    cuts = list(layout.cuts[dim])
-    at = next(index for index, cut in enumerate(cuts) if cut.axis == axis)
-    while at + 1 < len(cuts):
-        swapped = _swap(cuts[at], cuts[at + 1], sizes)
+    shards = list(layout.shards[dim])
+    at = next(index for index, shard in enumerate(shards) if shard.axis == axis)
+    while at + 1 < len(shards):
+        swapped = _swap(shards[at], shards[at + 1], sizes)
         if swapped is None:
             return None
-        cuts[at], cuts[at + 1] = swapped
+        shards[at], shards[at + 1] = swapped
         at += 1
-    held = [tuple(cuts) if index == dim else old for index, old in enumerate(layout.cuts)]
-    return Layout(cuts=tuple(held), rest=layout.rest)
+    held = [tuple(shards) if index == dim else old for index, old in enumerate(layout.shards)]
+    return Layout(shards=tuple(held), rest=layout.rest)
 
 
 def _swap(major: Shard, minor: Shard, sizes: Mapping[str, int]) -> tuple[Shard, Shard] | None:
     """(minor, major) in the order in which the old minor one is applied first; None if they take one factor."""
     parts, other = sizes[major.axis], sizes[minor.axis]
-    if any(cut.repeat != 1 or len(cut.blocks) != 1 for cut in (major, minor)):
+    if any(shard.repeat != 1 or len(shard.blocks) != 1 for shard in (major, minor)):
         return None
     if not (major.even(parts) and minor.even(other)):
         return None
@@ -120,11 +120,11 @@ def same_placement(a: Layout, b: Layout, sizes: Mapping[str, int]) -> bool:
     """Whether two layouts put the same elements in the same places."""
     if a == b:
         return True
-    if a.rest != b.rest or [{c.axis for c in d} for d in a.cuts] != [{c.axis for c in d} for d in b.cuts]:
+    if a.rest != b.rest or [{c.axis for c in d} for d in a.shards] != [{c.axis for c in d} for d in b.shards]:
         return False
-    for cuts in b.cuts:
-        for cut in cuts:
-            moved = reordered(a, cut.axis, sizes)
+    for shards in b.shards:
+        for shard in shards:
+            moved = reordered(a, shard.axis, sizes)
             if moved is None:
                 return False
             a = moved
@@ -132,7 +132,7 @@ def same_placement(a: Layout, b: Layout, sizes: Mapping[str, int]) -> bool:
 
 
 def local_bytes(layout: Layout, whole_bytes: float, sizes: Mapping[str, int]) -> float:
-    return whole_bytes / math.prod(sizes[cut.axis] for cuts in layout.cuts for cut in cuts)
+    return whole_bytes / math.prod(sizes[shard.axis] for shards in layout.shards for shard in shards)
 
 
 def reshard_cost(step: Reshard, before: Layout, whole_bytes: float, sizes: Mapping[str, int], gradient: bool) -> float:
@@ -156,7 +156,7 @@ def reshard_cost(step: Reshard, before: Layout, whole_bytes: float, sizes: Mappi
 def reshards_from(layout: Layout, goal: Layout, sizes: Mapping[str, int], gradient: bool) -> Iterator[Reshard]:
     """Every useful step on one axis: towards what the goal has there, or to WHOLE on the way."""
     for axis in sorted(layout.axes | goal.axes):
-        wanted, held = goal.cut_of(axis), layout.cut_of(axis)
+        wanted, held = goal.shard_of(axis), layout.shard_of(axis)
         if held is not None:
             yield from _steps_from_split(layout, axis, held, wanted, goal.placement(axis), sizes, gradient)
         else:
@@ -177,17 +177,19 @@ def _steps_from_split(
     moved = reordered(layout, axis, sizes)
     if moved is None:
         return
-    dim, cut = next((d, c) for d, cuts in enumerate(moved.cuts) for c in cuts if c.axis == axis)
-    bare = moved.without_cut(axis)
-    yield Reshard(kind="gather", axes=(axis,), dim=dim, cut=cut, after=bare)
+    dim, shard = next((d, c) for d, shards in enumerate(moved.shards) for c in shards if c.axis == axis)
+    bare = moved.without_shard(axis)
+    yield Reshard(kind="gather", axes=(axis,), dim=dim, shard=shard, after=bare)
     if placement == REPLICATE and gradient:
-        yield Reshard(kind="gather_sum", axes=(axis,), dim=dim, cut=cut, after=bare.with_placement(axis, REPLICATE))
+        yield Reshard(kind="gather_sum", axes=(axis,), dim=dim, shard=shard, after=bare.with_placement(axis, REPLICATE))
     if isinstance(placement, Partial) and placement.op == "sum":
-        yield Reshard(kind="pad", axes=(axis,), dim=dim, cut=cut, after=bare.with_placement(axis, placement))
+        yield Reshard(kind="pad", axes=(axis,), dim=dim, shard=shard, after=bare.with_placement(axis, placement))
     if wanted is not None and (to := _fits(bare, wanted)) is not None:
-        after = bare.with_cut(wanted[0], to)
+        after = bare.with_shard(wanted[0], to)
         if wanted[0] != dim:
-            yield Reshard(kind="exchange", axes=(axis,), dim=dim, cut=cut, to_dim=wanted[0], to_cut=to, after=after)
+            yield Reshard(
+                kind="exchange", axes=(axis,), dim=dim, shard=shard, to_dim=wanted[0], to_shard=to, after=after
+            )
 
 
 def _steps_from_rest(
@@ -217,13 +219,13 @@ def _steps_from_rest(
         yield step("gradient_on_first", INVARIANT)
     if wanted is not None and (to := _fits(layout, wanted)) is not None:
         kind = "reduce_scatter" if isinstance(held, Partial) else "take" if held == INVARIANT else "take_pad"
-        yield Reshard(kind=kind, axes=(axis,), dim=wanted[0], cut=to, after=layout.with_cut(wanted[0], to))
+        yield Reshard(kind=kind, axes=(axis,), dim=wanted[0], shard=to, after=layout.with_shard(wanted[0], to))
 
 
 def _fits(layout: Layout, wanted: tuple[int, Shard]) -> Shard | None:
     """The goal's cut, if it can be the next one on its dim as the layout is now."""
-    dim, cut = wanted
-    return cut if all(held.axis != cut.axis for held in layout.cuts[dim]) else None
+    dim, shard = wanted
+    return shard if all(held.axis != shard.axis for held in layout.shards[dim]) else None
 
 
 @lru_cache(maxsize=65536)
@@ -257,11 +259,11 @@ def _search(
 
 def _consistent(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
     """Whether every cut counts the elements that the cuts before it leave (on the first device)."""
-    for size, cuts in zip(shape, layout.cuts, strict=True):
-        for cut in cuts:
-            if cut.elements != size:
+    for size, shards in zip(shape, layout.shards, strict=True):
+        for shard in shards:
+            if shard.elements != size:
                 return False
-            size = cut.local(sizes[cut.axis], 0)
+            size = shard.local(sizes[shard.axis], 0)
     return True
 
 
@@ -289,7 +291,7 @@ def find_reshards(
 
 def forget_gradient(layout: Layout) -> Layout:
     """The layout of a value that has no gradient: FANNED means nothing there."""
-    return make_layout(layout.cuts, {name: held for name, held in layout.rest if held != REPLICATE})
+    return make_layout(layout.shards, {name: held for name, held in layout.rest if held != REPLICATE})
 
 
 @dataclass
@@ -337,12 +339,12 @@ def parameter_layout(uses: Sequence[Layout], mesh: Mesh, rank: int) -> Layout:
     """Where a parameter lives: cut as its most split use, with gradients that are summed once a step."""
     if not uses:
         return replicated(rank)
-    best = max(uses, key=lambda held: sum(mesh.axis(cut.axis).size for cuts in held.cuts for cut in cuts))
-    cut_axes = {cut.axis for cuts in best.cuts for cut in cuts}
+    best = max(uses, key=lambda held: sum(mesh.axis(shard.axis).size for shards in held.shards for shard in shards))
+    cut_axes = {shard.axis for shards in best.shards for shard in shards}
     rest: dict[str, Placement] = {}
     for axis in mesh.axes:
         if axis.name in cut_axes:
             continue
-        split = any(held.cut_of(axis.name) is not None or held.placement(axis.name) == REPLICATE for held in uses)
+        split = any(held.shard_of(axis.name) is not None or held.placement(axis.name) == REPLICATE for held in uses)
         rest[axis.name] = REPLICATE if split else INVARIANT
-    return make_layout(best.cuts, rest)
+    return make_layout(best.shards, rest)

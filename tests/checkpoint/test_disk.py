@@ -38,9 +38,9 @@ def test_a_draft_gets_its_name_when_it_is_finished(tmp_path):
     (tmp_path / "x.part").mkdir()
     (tmp_path / "x.part" / "left").write_text("of a crash")
 
-    draft = disk.begin(path, "mark")
-    assert list(draft.iterdir()) == [] and (path / "data").read_text() == "x"
-    (draft / "data").write_text("new")
+    builder = disk.begin(path, "mark")
+    assert list(builder.iterdir()) == [] and (path / "data").read_text() == "x"
+    (builder / "data").write_text("new")
     disk.finish(path)
 
     assert [held.name for held in tmp_path.iterdir()] == ["x"]

@@ -92,6 +92,6 @@ def test_a_cache_makes_parts_quicker():
     ],
 )
 def test_a_device_that_makes_no_sense_is_refused(changed, words):
-    facts = {"name": "d", "flops": (("float32", 1.0),), "memory": 1, "bandwidth": 1.0, "efficiency": FLAT}
+    analysis = {"name": "d", "flops": (("float32", 1.0),), "memory": 1, "bandwidth": 1.0, "efficiency": FLAT}
     with pytest.raises(ClusterError, match=words):
-        Device(**(facts | changed))
+        Device(**(analysis | changed))

@@ -101,8 +101,8 @@ def test_a_file_without_a_name_has_that_of_the_file(tmp_path):
 ONE = "groups: [{devices: 2, device: H100}]"
 
 
-def of_device(facts):
-    return f"{ONE}\ndevices: {{d: {{{facts}}}}}"
+def of_device(analysis):
+    return f"{ONE}\ndevices: {{d: {{{analysis}}}}}"
 
 
 BAD = [

@@ -24,9 +24,9 @@ from tests.runtime.ranks import run_ranks
 
 
 def made_of(text: str, folder, name: str = "gpt", batch: int = 12):
-    graph, facts = graph_of(name, batch), facts_of(name, batch)
-    plan = build_pipeline(graph, parse_plan_string(text), facts, "", 2)
-    programs = lower_pipeline(graph, plan, facts).programs
+    graph, analysis = graph_of(name, batch), facts_of(name, batch)
+    plan = build_pipeline(graph, parse_plan_string(text), analysis, "", 2)
+    programs = lower_pipeline(graph, plan, analysis).programs
     return plan, [generate(program, folder) for program in programs]
 
 
@@ -42,20 +42,25 @@ def made_of(text: str, folder, name: str = "gpt", batch: int = 12):
 def test_a_seat_has_all_segments_of_its_devices(tmp_path, text, segments):
     plan, made = made_of(text, tmp_path)
 
-    seats = find_pipeline_ranks(plan.segments, made)
+    pp_ranks = find_pipeline_ranks(plan.segments, made)
 
-    assert [seat.segments for seat in seats] == segments
-    assert [seat.mesh for seat in seats] == sorted({s.mesh for s in plan.segments}, key=lambda mesh: mesh.devices)
-    held = [{one.name for one in seat.held} for seat in seats]
+    assert [pp_rank.segments for pp_rank in pp_ranks] == segments
+    assert [pp_rank.mesh for pp_rank in pp_ranks] == sorted(
+        {s.mesh for s in plan.segments}, key=lambda mesh: mesh.devices
+    )
+    held = [{one.name for one in pp_rank.held} for pp_rank in pp_ranks]
     assert set().union(*held) == {parameter.key for parameter in graph_of("gpt", 12).parameters}
-    assert all(len(names) == len(seat.held) for names, seat in zip(held, seats, strict=True)), "each once"
+    assert all(len(names) == len(pp_rank.held) for names, pp_rank in zip(held, pp_ranks, strict=True)), "each once"
 
 
 def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
     plan, made = made_of("pp=2", tmp_path)
 
     found = [
-        one.keys for seat in find_pipeline_ranks(plan.segments, made) for one in seat.held if one.name == "wte.weight"
+        one.keys
+        for pp_rank in find_pipeline_ranks(plan.segments, made)
+        for one in pp_rank.held
+        if one.name == "wte.weight"
     ]
 
     assert found == [("wte.weight", "head.weight")] * 2
@@ -64,7 +69,9 @@ def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
 def test_the_first_and_last_segment_of_one_device_hold_it_once(tmp_path):
     plan, made = made_of("pp=2,zbv", tmp_path)
 
-    found = [[one.name for one in seat.held].count("wte.weight") for seat in find_pipeline_ranks(plan.segments, made)]
+    found = [
+        [one.name for one in pp_rank.held].count("wte.weight") for pp_rank in find_pipeline_ranks(plan.segments, made)
+    ]
 
     assert found == [1, 0]
 
@@ -72,7 +79,7 @@ def test_the_first_and_last_segment_of_one_device_hold_it_once(tmp_path):
 def test_groups_are_those_that_its_programs_talk_over(tmp_path):
     plan, made = made_of("pp=2,dp=2", tmp_path)
 
-    assert [seat.wanted for seat in find_pipeline_ranks(plan.segments, made)] == [(("dp",),)] * 2
+    assert [pp_rank.wanted for pp_rank in find_pipeline_ranks(plan.segments, made)] == [(("dp",),)] * 2
 
 
 def test_parameters_are_in_the_order_in_which_they_are_read(tmp_path):
@@ -123,8 +130,8 @@ def test_a_call_that_reads_parameters_on_other_devices_says_which_and_where():
 
 @pytest.mark.parametrize("given", [{"microbatches": 4}, {"microbatch_semantics": "local", "microbatches": 2}])
 def test_a_plan_and_a_wish_that_differ_are_refused(tmp_path, given):
-    graph, facts = graph_of("mlp", 4), facts_of("mlp", 4)
-    plan = build_pipeline(graph, parse_plan_string("pp=2"), facts, "", 2)
+    graph, analysis = graph_of("mlp", 4), facts_of("mlp", 4)
+    plan = build_pipeline(graph, parse_plan_string("pp=2"), analysis, "", 2)
     case = ZOO["mlp"]()
 
     def run(rank: int) -> None:

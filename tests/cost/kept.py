@@ -28,8 +28,8 @@ def analysed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def predicted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    facts, one = analysed(module, args, kwargs), Mesh(axes=())
-    line = MemoryTimeline(fuse(steps_of(facts, one, {}, {}, TrainingSetup())), TrainingSetup(), ON_CPU)
+    analysis, one = analysed(module, args, kwargs), Mesh(axes=())
+    line = MemoryTimeline(fuse(steps_of(analysis, one, {}, {}, TrainingSetup())), TrainingSetup(), ON_CPU)
     line.forward()
     return line.heap.total
 

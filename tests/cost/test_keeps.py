@@ -124,11 +124,11 @@ def test_under_no_grad_nothing_is_kept():
 
 
 def test_the_planner_gets_the_same_numbers_of_a_share():
-    facts = analysed(*ZOO["dropout_gpt"]())
+    analysis = analysed(*ZOO["dropout_gpt"]())
     mesh = Mesh(axes=(Axis(name="dp", size=2),))
-    name = next(op.name for op in facts.graph.ops if "dropout" in op.target)
-    signature = facts.signatures[name]
-    (role,) = [role for role in signature.roles if role.atom in facts.batch]
+    name = next(op.name for op in analysis.graph.ops if "dropout" in op.target)
+    signature = analysis.signatures[name]
+    (role,) = [role for role in signature.roles if role.atom in analysis.batch]
     whole = saved_bytes(local_call(signature, {}, mesh, TrainingSetup()), signature)
     half = saved_bytes(local_call(signature, {"dp": role.name}, mesh, TrainingSetup()), signature)
     assert whole == ((False,), (False,), 4 * 12 * 32)

@@ -45,10 +45,10 @@ def of_zoo(name: str, batch: int = 4) -> Analysis:
     return analysed(*ZOO[name](batch=batch))
 
 
-def memory(facts: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
-    made = make_plan(facts.graph, facts, plan, ranks)
+def memory(analysis: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
+    made = make_plan(analysis.graph, analysis, plan, ranks)
     training = options.pop("training", TrainingSetup())
-    return simulate_memory(facts, made.mesh, made.choices("train"), made.storage, training, **options)
+    return simulate_memory(analysis, made.mesh, made.choices("train"), made.storage, training, **options)
 
 
 def test_what_persists_is_counted_exactly():
@@ -113,7 +113,7 @@ def test_half_precision_halves_what_is_kept():
 
 
 def test_on_a_gpu_the_optimizer_has_a_temporary_for_every_parameter():
-    cpu, gpu = memory(chain(), "single", 1), memory(chain(), "single", 1, habits=ON_GPU)
+    cpu, gpu = memory(chain(), "single", 1), memory(chain(), "single", 1, traits=ON_GPU)
     assert cpu.update == 4 * WEIGHTS + VALUE  # a fused kernel has none
     assert gpu.update == 5 * WEIGHTS + VALUE
     others = memory(chain(), "single", 1, training=TrainingSetup(optimizer="rmsprop"))
@@ -121,9 +121,9 @@ def test_on_a_gpu_the_optimizer_has_a_temporary_for_every_parameter():
 
 
 def test_modules_that_are_recomputed_keep_what_goes_in():
-    facts = of_zoo("gpt", 64)
-    plain = memory(facts, "single", 1)
-    again = memory(facts, "single", 1, recompute=("blocks.0", "blocks.1"))
+    analysis = of_zoo("gpt", 64)
+    plain = memory(analysis, "single", 1)
+    again = memory(analysis, "single", 1, recompute=("blocks.0", "blocks.1"))
     assert again.forward < 0.75 * plain.forward
     assert again.peak < plain.peak
 
@@ -138,9 +138,9 @@ def test_a_models_own_checkpoints_are_the_same_as_recomputing_those_modules():
 @pytest.mark.parametrize("name", ["gpt", "dropout_gpt", "resnet", "hf_t5", "checkpointed_gpt"])
 def test_nothing_is_left_over_after_a_step(name, plan):
     """Every storage of an activation is released once, whatever the way through the model."""
-    facts = of_zoo(name)
-    made = make_plan(facts.graph, facts, plan, 2)
-    program = fuse(steps_of(facts, made.mesh, made.choices("train"), made.storage, TrainingSetup()))
+    analysis = of_zoo(name)
+    made = make_plan(analysis.graph, analysis, plan, 2)
+    program = fuse(steps_of(analysis, made.mesh, made.choices("train"), made.storage, TrainingSetup()))
     line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()
     line.backward()

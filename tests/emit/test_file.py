@@ -114,8 +114,8 @@ def test_a_region_that_the_model_recomputes_is_a_method_run_by_recompute():
 
 def recomputed(plan: str, *paths: str) -> str:
     graph = deep_gpt(6)
-    facts = analyse(graph)
-    return emit(lower(graph, plan_of(graph, plan, *paths, facts=facts), facts)).text
+    analysis = analyse(graph)
+    return emit(lower(graph, plan_of(graph, plan, *paths, analysis=analysis), analysis)).text
 
 
 def test_layers_that_are_all_recomputed_are_one_method_and_a_loop():

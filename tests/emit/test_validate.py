@@ -31,10 +31,10 @@ from tests.test_register import centred, split_on
 
 
 def programs_of(name: str, plan: str) -> tuple[LoweredProgram, ...]:
-    graph, facts, request = graph_of(name, 4), facts_of(name, 4), parse_plan_string(plan)
+    graph, analysis, request = graph_of(name, 4), facts_of(name, 4), parse_plan_string(plan)
     if "pp" in plan:
-        return lower_pipeline(graph, build_pipeline(graph, request, facts, "", 2), facts).programs
-    return (lower(graph, build_plan(graph, request, facts), facts),)
+        return lower_pipeline(graph, build_pipeline(graph, request, analysis, "", 2), analysis).programs
+    return (lower(graph, build_plan(graph, request, analysis), analysis),)
 
 
 @pytest.mark.parametrize(

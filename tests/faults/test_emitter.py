@@ -85,11 +85,11 @@ def graph_and_facts(name: str) -> tuple[Graph, Analysis]:
 @lru_cache
 def programs(name: str, plan: str) -> tuple[LoweredProgram, ...]:
     """What a plan makes of a model."""
-    graph, facts = graph_and_facts(name)
+    graph, analysis = graph_and_facts(name)
     request = parse_plan_string(plan)
     if request.stages:
-        return lower_pipeline(graph, build_pipeline(graph, request, facts, "", 2), facts).programs
-    return (lower(graph, build_plan(graph, request, facts), facts),)
+        return lower_pipeline(graph, build_pipeline(graph, request, analysis, "", 2), analysis).programs
+    return (lower(graph, build_plan(graph, request, analysis), analysis),)
 
 
 SPREAD = (

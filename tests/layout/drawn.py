@@ -79,7 +79,7 @@ def taken(cut: Shard, parts: int, index: int) -> list[int]:
 
 def piece(array: np.ndarray, layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> np.ndarray:
     """What a device holds of an array, cut after cut."""
-    for dim, cuts in enumerate(layout.cuts):
+    for dim, cuts in enumerate(layout.shards):
         for cut in cuts:
             assert cut.elements == array.shape[dim] or not array.shape[dim], (cut, array.shape)
             array = np.take(array, taken(cut, sizes[cut.axis], at[cut.axis]), axis=dim)

@@ -35,7 +35,7 @@ def spread(array: np.ndarray, layout: Layout, mesh: Mesh, random: np.random.Gene
 def assert_lies(held: Held, array: np.ndarray, layout: Layout, mesh: Mesh) -> None:
     """What the devices hold is the array in the layout."""
     partial = [name for name, placement in layout.rest if isinstance(placement, Partial)]
-    same = [name for name in mesh.names if layout.cut_of(name) is None and name not in partial]
+    same = [name for name in mesh.names if layout.shard_of(name) is None and name not in partial]
     for group in mesh.groups(same):
         for device in group[1:]:
             assert np.array_equal(held[group[0]], held[device]), f"not the same over {same} in {layout}"
@@ -114,11 +114,11 @@ def _pad(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
 
 
 def _exchange(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
-    return _cut(_gather(arrays, step), step.to_dim, step.to_cut)
+    return _cut(_gather(arrays, step), step.to_dim, step.to_shard)
 
 
 def _exchange_back(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
-    return _cut([_join(arrays, step.to_dim, step.to_cut)] * len(arrays), step.dim, step.cut)
+    return _cut([_join(arrays, step.to_dim, step.to_shard)] * len(arrays), step.dim, step.cut)
 
 
 FORWARD: dict[str, Move] = {

@@ -142,7 +142,7 @@ def test_cuts_that_go_on_where_others_stop_are_one_cut_over_all_their_axes(sizes
     joined = join_shards(cuts, mesh.sizes)
 
     assert joined is not None
-    layout = Layout(cuts=(tuple(cuts),))
+    layout = Layout(shards=(tuple(cuts),))
     for rank in range(mesh.size):
         assert local_region(layout, shape, mesh.sizes, mesh.coordinates(rank)).spans[0] == tuple(
             joined.spans(mesh.size, rank)
@@ -259,7 +259,7 @@ def test_the_gradient_of_a_fanned_value_is_a_sum_and_of_a_partial_one_whole():
 
     gradient = layout.gradient()
 
-    assert gradient.cuts == layout.cuts
+    assert gradient.shards == layout.shards
     assert dict(gradient.rest) == {"dp": PARTIAL}
 
 
@@ -268,8 +268,8 @@ def test_the_gradient_of_a_fanned_value_is_a_sum_and_of_a_partial_one_whole():
     [
         lambda: make_layout([[contiguous_shard(axis(2), 4)], [contiguous_shard(axis(2), 4)]]),
         lambda: make_layout([[contiguous_shard(axis(2), 4)]], {"tp": PARTIAL}),
-        lambda: Layout(cuts=((),), rest=(("tp", INVARIANT),)),
-        lambda: Layout(cuts=((),), rest=(("tp", PARTIAL), ("dp", PARTIAL))),
+        lambda: Layout(shards=((),), rest=(("tp", INVARIANT),)),
+        lambda: Layout(shards=((),), rest=(("tp", PARTIAL), ("dp", PARTIAL))),
     ],
 )
 def test_an_axis_is_used_once_and_the_rest_is_canonical(wrong):

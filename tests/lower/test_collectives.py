@@ -16,8 +16,8 @@ from tests.plan.graphs import facts_of, graph_of
 
 
 def program_of(text: str, name: str = "gpt") -> LoweredProgram:
-    graph, facts = graph_of(name), facts_of(name)
-    return lower(graph, build_plan(graph, parse_plan_string(text), facts), facts)
+    graph, analysis = graph_of(name), facts_of(name)
+    return lower(graph, build_plan(graph, parse_plan_string(text), analysis), analysis)
 
 
 def converters(program: LoweredProgram, inside: str = "") -> Counter:
@@ -105,7 +105,7 @@ def test_labels_that_the_model_computes_are_counted_with_their_loss():
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
     plain = replace(loss, inputs=loss.inputs[:-1]).with_arguments(count=None)
     learned = replace(
-        next(op for op in program.body if op.outputs == count.inputs), inputs=(program.holdings[0].value,)
+        next(op for op in program.body if op.outputs == count.inputs), inputs=(program.parameters[0].value,)
     )
     body = tuple({loss.name: plain, learned.name: learned}.get(op.name, op) for op in program.body if op is not count)
 
@@ -158,13 +158,13 @@ def test_a_bias_of_whole_rows_is_one_call_again():
 def test_a_parameter_gradient_is_not_converted_per_use_but_summed_once_a_step():
     program = program_of("dp=2")
 
-    held = {holding.value for holding in program.holdings}
+    held = {holding.value for holding in program.parameters}
     assert not [op for op in program.body if op.target.startswith("comm.") and op.inputs[0] in held]
-    assert all(str(holding.layout.placement("dp")) == "fanned" for holding in program.holdings)
+    assert all(str(holding.layout.placement("dp")) == "fanned" for holding in program.parameters)
 
 
 def test_a_regularizer_on_the_weights_becomes_a_gradient_on_one_rank():
     program = program_of("dp=2", "regularized")
 
     on_first = [op for op in program.body if op.target == "comm.gradient_on_first"]
-    assert {op.inputs[0] for op in on_first} == {h.value for h in program.holdings if h.key.endswith("weight")}
+    assert {op.inputs[0] for op in on_first} == {h.value for h in program.parameters if h.key.endswith("weight")}

@@ -34,8 +34,8 @@ class Halves(nn.Module):
 
 def program_of(module: nn.Module, args: tuple[Tensor, ...], plan: str) -> LoweredProgram:
     graph = capture(module, args, {}).graph
-    facts = analyse(graph)
-    return lower(graph, build_plan(graph, parse_plan_string(plan), facts), facts)
+    analysis = analyse(graph)
+    return lower(graph, build_plan(graph, parse_plan_string(plan), analysis), analysis)
 
 
 def first(program: LoweredProgram, target: str) -> list[Op]:

@@ -27,19 +27,19 @@ from tests.plan.graphs import facts_of, graph_of
 
 def passes_of(text: str) -> list:
     """(name, program after it) of every pass, the placing first."""
-    graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
-    plan = build_plan(graph, parse_plan_string(text), facts)
-    lower(graph, plan, facts, show=lambda name, program: shown.append((name, program)))
+    graph, analysis, shown = graph_of("gpt"), facts_of("gpt"), []
+    plan = build_plan(graph, parse_plan_string(text), analysis)
+    lower(graph, plan, analysis, show=lambda name, program: shown.append((name, program)))
     return shown
 
 
 def test_every_pass_can_be_printed_and_leaves_a_program_that_is_well_formed():
-    graph, facts, shown = graph_of("gpt"), facts_of("gpt"), []
+    graph, analysis, shown = graph_of("gpt"), facts_of("gpt"), []
 
     lower(
         graph,
-        build_plan(graph, parse_plan_string("tp=2"), facts),
-        facts,
+        build_plan(graph, parse_plan_string("tp=2"), analysis),
+        analysis,
         show=lambda name, program: shown.append((name, program)),
     )
 
@@ -81,7 +81,7 @@ def test_all_faults_are_named_at_once():
 
 def test_a_cut_that_does_not_fit_its_shape_is_found():
     program = program_of("tp=2")
-    name, layout = next((n, held) for n, held in program.layouts.items() if held.cut_of("tp") and n in _made(program))
+    name, layout = next((n, held) for n, held in program.layouts.items() if held.shard_of("tp") and n in _made(program))
     value = dataclasses.replace(program.values[name], shape=tuple(size + 1 for size in program.values[name].shape))
 
     with pytest.raises(LoweringError, match=r"a cut of \d+ elements over tp meets a dim of \d+"):
@@ -92,11 +92,11 @@ def test_a_cut_that_does_not_fit_its_shape_is_found():
 def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
     """The converter before the second half of a block is taken out."""
     shown = {}
-    graph, facts = graph_of("gpt"), facts_of("gpt")
+    graph, analysis = graph_of("gpt"), facts_of("gpt")
     lower(
         graph,
-        build_plan(graph, parse_plan_string("tp=2"), facts),
-        facts,
+        build_plan(graph, parse_plan_string("tp=2"), analysis),
+        analysis,
         show=lambda name, program: shown.setdefault(name, program),
     )
     placed = shown["place: layouts and converters"]
@@ -174,16 +174,21 @@ def test_a_mean_of_what_is_whole_stays_a_mean():
 
 
 def test_fixed_homes_are_kept_for_the_entries_after_the_first():
-    graph, facts = graph_of("gpt"), facts_of("gpt")
-    homes = {held.key: held.layout for held in program_of("tp=2").holdings}
+    graph, analysis = graph_of("gpt"), facts_of("gpt")
+    storage_options = {held.key: held.layout for held in program_of("tp=2").parameters}
 
-    again = lower(graph, build_plan(graph, parse_plan_string("tp=2"), facts), facts, homes=homes)
+    again = lower(
+        graph, build_plan(graph, parse_plan_string("tp=2"), analysis), analysis, storage_options=storage_options
+    )
     other = lower(
-        graph, build_plan(graph, parse_plan_string("tp=2"), facts), facts, homes={"wte.weight": replicated(2)}
+        graph,
+        build_plan(graph, parse_plan_string("tp=2"), analysis),
+        analysis,
+        storage_options={"wte.weight": replicated(2)},
     )
 
-    assert {held.key: held.layout for held in again.holdings} == homes
-    assert next(held.layout for held in other.holdings if held.key == "wte.weight") == replicated(2)
+    assert {held.key: held.layout for held in again.parameters} == storage_options
+    assert next(held.layout for held in other.parameters if held.key == "wte.weight") == replicated(2)
 
 
 def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
@@ -269,8 +274,8 @@ class Deep(nn.Module):
 
 def test_what_enters_a_region_is_gathered_before_it_and_not_again_in_backward():
     graph = capture(Deep(), (torch.randn(4, 6, 8),), {}).graph
-    facts = analyse(graph)
-    program = lower(graph, build_plan(graph, parse_plan_string("sp=2,recompute"), facts), facts)
+    analysis = analyse(graph)
+    program = lower(graph, build_plan(graph, parse_plan_string("sp=2,recompute"), analysis), analysis)
 
     gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.gather_sum"}
     readers = [op.region for op in program.body if gathered.keys() & set(op.inputs)]
@@ -316,15 +321,15 @@ class HalfFrozen(nn.Module):
 
 def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_the_same():
     graph = capture(HalfFrozen(), (torch.randn(4, 6),), {}).graph
-    facts = analyse(graph)
-    plan = build_plan(graph, parse_plan_string("zero3=2"), facts)
-    program = lower(graph, plan, facts)
-    ((axis, _),) = program.holdings[0].zero
+    analysis = analyse(graph)
+    plan = build_plan(graph, parse_plan_string("zero3=2"), analysis)
+    program = lower(graph, plan, analysis)
+    ((axis, _),) = program.parameters[0].zero
 
-    again = lower(graph, plan, facts, homes={held.key: held.layout for held in program.holdings})
+    again = lower(graph, plan, analysis, storage_options={held.key: held.layout for held in program.parameters})
 
-    assert again.holdings == program.holdings
-    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.holdings} == {
+    assert again.parameters == program.parameters
+    assert {held.key: (held.zero, held.layout.placement(axis)) for held in program.parameters} == {
         "up.weight": (((axis, 3),), INVARIANT), "up.bias": (((axis, 3),), INVARIANT),
         "down.weight": (((axis, 3),), REPLICATE), "down.bias": (((axis, 3),), REPLICATE),
     }  # fmt: skip

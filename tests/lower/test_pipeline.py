@@ -32,9 +32,9 @@ from tests.plan.graphs import facts_of, graph_of
 
 
 def lowered(text: str, name: str = "gpt", microbatches: int = 2, batch: int = 12, **options) -> PipelinePrograms:
-    graph, facts = graph_of(name, batch), facts_of(name, batch)
+    graph, analysis = graph_of(name, batch), facts_of(name, batch)
     return lower_pipeline(
-        graph, build_pipeline(graph, parse_plan_string(text), facts, "", microbatches), facts, **options
+        graph, build_pipeline(graph, parse_plan_string(text), analysis, "", microbatches), analysis, **options
     )
 
 
@@ -42,8 +42,10 @@ def lowered_module(
     module: nn.Module, *args: Tensor, text: str = "pp=2", microbatches: int = 2, local=False
 ) -> PipelinePrograms:
     graph = capture(module, args, {}).graph
-    facts = analyse(graph)
-    return lower_pipeline(graph, build_pipeline(graph, parse_plan_string(text), facts, "", microbatches, local), facts)
+    analysis = analyse(graph)
+    return lower_pipeline(
+        graph, build_pipeline(graph, parse_plan_string(text), analysis, "", microbatches, local), analysis
+    )
 
 
 # Between segments.
@@ -81,7 +83,7 @@ def test_meshes_that_differ_have_each_their_layout():
     (passage,) = lowered("pp=1+3,dp").passages
 
     assert passage.given == replicated(3)
-    assert passage.taken.cut_of("dp") is not None
+    assert passage.taken.shard_of("dp") is not None
 
 
 def test_partial_sums_are_summed_before_they_go_on():
@@ -142,7 +144,7 @@ def test_an_op_that_a_segment_runs_beside_its_own_is_split_as_there_on_the_axes_
 @pytest.mark.parametrize("text", ["pp=2", "pp=4", "pp=2,interleaved", "pp=1+3,dp"])
 def test_every_parameter_is_held_and_a_tied_one_by_all_that_read_it(text):
     made = lowered(text)
-    held = [{one.key for one in program.holdings} for program in made.programs]
+    held = [{one.key for one in program.parameters} for program in made.programs]
 
     assert set().union(*held) == {parameter.key for parameter in made.graph.parameters}
     assert [number for number, keys in enumerate(held) if "wte.weight" in keys] == [0, len(held) - 1]
@@ -159,7 +161,7 @@ def test_programs_of_segments_run_by_a_schedule_and_leave_nothing_to_be_awaited(
 def test_segments_of_one_device_hold_a_tied_weight_alike():
     made = lowered("pp=2,tp=2,zbv")
     first, last = (
-        next(one for one in p.holdings if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
+        next(one for one in p.parameters if one.key == "wte.weight") for p in made.programs[:: len(made.programs) - 1]
     )
 
     assert first.layout == last.layout
@@ -167,16 +169,16 @@ def test_segments_of_one_device_hold_a_tied_weight_alike():
 
 def test_homes_of_an_entry_before_are_kept():
     made = lowered("pp=2,tp=2")
-    homes = [{one.key: one.layout for one in program.holdings} for program in made.programs]
+    storage_options = [{one.key: one.layout for one in program.parameters} for program in made.programs]
     fixed = [
-        {key: replicated(len(layout.cuts)) if key.endswith("up.weight") else layout for key, layout in held.items()}
-        for held in homes
+        {key: replicated(len(layout.shards)) if key.endswith("up.weight") else layout for key, layout in held.items()}
+        for held in storage_options
     ]
 
-    again = lowered("pp=2,tp=2", homes=fixed)
+    again = lowered("pp=2,tp=2", storage_options=fixed)
 
-    found = [{one.key: one.layout for one in program.holdings} for program in again.programs]
-    assert found == fixed != homes
+    found = [{one.key: one.layout for one in program.parameters} for program in again.programs]
+    assert found == fixed != storage_options
 
 
 # How outputs leave.
@@ -221,7 +223,7 @@ def test_a_value_that_crosses_and_is_an_output_leaves_whole():
     (passage,) = (held for held in made.passages if held.value == made.exits[1].value)
 
     assert passage.given == replicated(2)
-    assert passage.taken.cut_of("dp") is not None
+    assert passage.taken.shard_of("dp") is not None
 
 
 # Layouts in time.
@@ -244,8 +246,8 @@ def test_time_comes_before_devices_unless_it_is_inside_them():
     rows = make_layout(((ROWS,), ()), {})
     made = make_layout(((TIME,), ()), {})
 
-    assert [cut.axis for cut in in_time(rows, made, {MB: 2, "dp": 2}).cuts[0]] == [MB, "dp"]
-    assert [cut.axis for cut in in_time(rows, made, {"dp": 2, MB: 2}).cuts[0]] == ["dp", MB]
+    assert [cut.axis for cut in in_time(rows, made, {MB: 2, "dp": 2}).shards[0]] == [MB, "dp"]
+    assert [cut.axis for cut in in_time(rows, made, {"dp": 2, MB: 2}).shards[0]] == ["dp", MB]
 
 
 def test_settling_forgets_sums_over_devices_but_not_over_time():
@@ -258,8 +260,8 @@ def test_settling_forgets_sums_over_devices_but_not_over_time():
 
 
 def test_a_plan_for_another_graph_is_refused():
-    graph, facts = graph_of("gpt", 12), facts_of("gpt", 12)
-    plan = build_pipeline(graph, parse_plan_string("pp=2"), facts, "", 2)
+    graph, analysis = graph_of("gpt", 12), facts_of("gpt", 12)
+    plan = build_pipeline(graph, parse_plan_string("pp=2"), analysis, "", 2)
 
     with pytest.raises(PlanError, match="another graph"):
         lower_pipeline(graph_of("masked", 12), plan, facts_of("masked", 12))

@@ -179,7 +179,7 @@ def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
             local = raw_gradient(parameter.shard)
         layout = storage_layout(held, holding.groups.mesh.sizes) if held.level >= 2 else None
         found[held.name] = None if local is None else gather_tensor(local, held, holding.groups, layout).clone()
-    return spread_out(found, holding.seats)
+    return spread_out(found, holding.pp_ranks)
 
 
 def faults_of(mine: Trace, other: Trace, tolerance: float) -> list[str]:

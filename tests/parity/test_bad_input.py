@@ -71,10 +71,10 @@ def test_an_axis_larger_than_any_dim(axis):
 
 def test_a_policy_that_splits_a_dim_too_far():
     def policy(graph, world):
-        draft = PlanBuilder(graph, make_plan(ZOO["mlp"]().module, example=ZOO["mlp"]().args, plan="tp=32").mesh)
-        op = next(op for op in draft.ops if op.name.startswith("up"))
-        draft.split(op, draft.mesh.axes[0], min(draft.roles(op), key=lambda role: role.size))
-        return draft.finish("mine")
+        builder = PlanBuilder(graph, make_plan(ZOO["mlp"]().module, example=ZOO["mlp"]().args, plan="tp=32").mesh)
+        op = next(op for op in builder.ops if op.name.startswith("up"))
+        builder.split(op, builder.mesh.axes[0], min(builder.roles(op), key=lambda role: role.size))
+        return builder.finish("mine")
 
     module, args, _ = ZOO["mlp"]()
     with pytest.raises(PlanError, match=r"up .*tp=32 is larger than .* has 4; use a smaller axis"):

@@ -104,8 +104,8 @@ def test_tokens_travel_by_all_to_all_and_experts_are_not_gathered():
     program = compile_program(mixtral().train(), *example(), "ep=2", 2).program
     kinds = [op.target for op in program.body]
     assert kinds.count("runtime.experts") == 2
-    held = {one.key: one.layout for one in program.holdings if ".experts." in one.key}
-    assert all(layout.cut_of("ep") is not None for layout in held.values())
+    held = {one.key: one.layout for one in program.parameters if ".experts." in one.key}
+    assert all(layout.shard_of("ep") is not None for layout in held.values())
 
 
 def test_weights_that_were_gathered_for_a_call_do_not_outlive_it():

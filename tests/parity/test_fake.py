@@ -109,7 +109,7 @@ def test_values_have_the_shapes_that_their_layouts_say(runs, rank):
 def test_pieces_and_gradients_have_their_local_shapes(runs, rank):
     program, pieces = runs[rank]["program"], runs[rank]["pieces"]
     sizes, at = program.mesh.sizes, dict(program.mesh.coordinates(rank))
-    for held in program.holdings:
+    for held in program.parameters:
         if held.key in pieces:
             whole = program.graph.values[held.value].shape
             assert pieces[held.key] == held.layout.local_shape(whole, sizes, at)

@@ -9,15 +9,15 @@ from shardwright.plan import POLICIES, Plan, PlanBuilder, parse_plan_string
 from shardwright.rules import Analysis
 
 
-def plan_of(graph: Graph, text: str, *paths: str, facts: Analysis | None = None) -> Plan:
+def plan_of(graph: Graph, text: str, *paths: str, analysis: Analysis | None = None) -> Plan:
     """The plan of a plan string, with modules that are recomputed."""
     request = parse_plan_string(text)
-    draft = PlanBuilder(graph, request.mesh, facts)
+    builder = PlanBuilder(graph, request.mesh, analysis)
     for name, axis in request.parts:
-        POLICIES[name](draft, axis)
+        POLICIES[name](builder, axis)
     for path in paths:
-        draft.recompute(path)
-    return draft.finish(str(request))
+        builder.recompute(path)
+    return builder.finish(str(request))
 
 
 def recomputing(text: str, *paths: str) -> Callable[[Graph, int], Plan]:

@@ -105,21 +105,21 @@ def deep():
     return facts_of(lambda: Language(1024, 16, 8, 8_000, 1024), *words(32, 1024))
 
 
-def split_on_batch(facts, plan, name: str) -> bool:
+def split_on_batch(analysis, plan, name: str) -> bool:
     """Whether every axis splits an op on the batch, or leaves it whole because it has none."""
-    signature = facts.signatures[name]
+    signature = analysis.signatures[name]
     roles = {role.name: role.atom for role in signature.roles}
     choice = plan.choices("train").get(name, {})
-    has = any(role.atom in facts.batch for role in signature.roles)
-    return not has or all(roles.get(choice.get(axis)) in facts.batch for axis in plan.mesh.names)
+    has = any(role.atom in analysis.batch for role in signature.roles)
+    return not has or all(roles.get(choice.get(axis)) in analysis.batch for axis in plan.mesh.names)
 
 
 def parameters_of(plan):
     return {key: max((level for _, level in held), default=0) for key, held in plan.storage.items()}
 
 
-def peak_of(facts, plan, recompute):
-    return simulate_memory(facts, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, habits=ON_GPU)
+def peak_of(analysis, plan, recompute):
+    return simulate_memory(analysis, plan.mesh, plan.choices("train"), plan.storage, MIXED, recompute, traits=ON_GPU)
 
 
 def test_a_small_model_on_one_node_is_data_parallel(small):
@@ -178,22 +178,22 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("room", [1.01, 1.06, 1.12])
 def test_what_sums_overstate_is_not_left_unused(room):
     """Gradients come as activations go: a plan that a walk through the step says to fit is not given up for its sum."""
-    facts, cluster = facts_of(Layers, torch.zeros(512, 512, device="meta")), find("8xA100-80GB")
-    free = search(facts, cluster, MIXED)
+    analysis, cluster = facts_of(Layers, torch.zeros(512, 512, device="meta")), find("8xA100-80GB")
+    free = search(analysis, cluster, MIXED)
     limit = room * free.best.memory.peak
     assert free.best.solution.memory > limit, "the sum is beyond the limit"
-    held = search(facts, cluster, MIXED, SearchOptions(memory=limit))
+    held = search(analysis, cluster, MIXED, SearchOptions(memory=limit))
     assert held.best.memory.peak <= limit
     assert held.best.time == pytest.approx(free.best.time, rel=0.01) and not held.plan.entries["train"][0].recompute
 
 
 def test_what_the_first_plan_would_have_needed_is_not_kept_in_reserve(deep, monkeypatch):
     """The first plan that is walked through is too large, and more comes and goes in it than in those that fit."""
-    wishes = SearchOptions(memory=0.8 * 2**30)
-    found = search(deep, find("8xA100-80GB"), MIXED, wishes)
+    options = SearchOptions(memory=0.8 * 2**30)
+    found = search(deep, find("8xA100-80GB"), MIXED, options)
     monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "REFILLS", 0)
-    before = search(deep, find("8xA100-80GB"), MIXED, wishes)
-    assert found.best.memory.peak <= wishes.memory
+    before = search(deep, find("8xA100-80GB"), MIXED, options)
+    assert found.best.memory.peak <= options.memory
     assert found.limit > before.limit and found.best.time < 0.998 * before.best.time
 
 
@@ -213,39 +213,39 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_missing(deep):
 
 
 def test_a_huge_vocabulary_is_split_on_its_classes():
-    facts = facts_of(lambda: Language(512, 8, 2, 1_000_000, 128), *words(32, 128))
-    plan = search(facts, find("8xA100-80GB"), MIXED).plan
-    (head,) = [op.name for op in facts.graph.ops if op.module_path == "head"]
-    classes = {role.name for role in facts.signatures[head].roles if role.size == 1_000_000}
+    analysis = facts_of(lambda: Language(512, 8, 2, 1_000_000, 128), *words(32, 128))
+    plan = search(analysis, find("8xA100-80GB"), MIXED).plan
+    (head,) = [op.name for op in analysis.graph.ops if op.module_path == "head"]
+    classes = {role.name for role in analysis.signatures[head].roles if role.size == 1_000_000}
     assert classes & set(plan.choices("train")[head].values())
 
 
 def test_a_conv_net_is_data_parallel_with_its_last_layers_split_where_that_pays():
     shown = (torch.zeros(64, 3, 224, 224, device="meta"), torch.zeros(64, dtype=torch.long, device="meta"))
-    facts = facts_of(Pictures, *shown)
-    plan = search(facts, find("8xV100-16GB@pcie-3"), TrainingSetup()).plan
-    convolutions = [op.name for op in facts.graph.ops if "conv2d" in op.target][:3]
-    assert all(split_on_batch(facts, plan, name) for name in convolutions)
-    assert not split_on_batch(facts, plan, "first / linear"), "400 MB of gradients over PCIe, or 1 MB of activations"
+    analysis = facts_of(Pictures, *shown)
+    plan = search(analysis, find("8xV100-16GB@pcie-3"), TrainingSetup()).plan
+    convolutions = [op.name for op in analysis.graph.ops if "conv2d" in op.target][:3]
+    assert all(split_on_batch(analysis, plan, name) for name in convolutions)
+    assert not split_on_batch(analysis, plan, "first / linear"), "400 MB of gradients over PCIe, or 1 MB of activations"
 
 
 @pytest.mark.parametrize("name", ["8xA100-80GB", "2x4xH100", "4xV100-16GB@pcie-3", "cpu:4"])
 @pytest.mark.parametrize("model", ["small", "deep"])
 def test_no_fixed_policy_is_better(name, model, request):
-    facts, cluster = request.getfixturevalue(model), find(name)
-    found = search(facts, cluster, TrainingSetup())
-    best = price(facts, cluster, TrainingSetup(), found.plan).seconds
+    analysis, cluster = request.getfixturevalue(model), find(name)
+    found = search(analysis, cluster, TrainingSetup())
+    best = price(analysis, cluster, TrainingSetup(), found.plan).seconds
     assert best == pytest.approx(found.best.time, rel=1e-6), "a plan is priced as it was searched"
     assert found.gap < 0.01
     size = cluster.size
-    wishes = [f"{policy}={size}" for policy in ("dp", "tp", "sp", "zero1", "zero2", "zero3")]
-    wishes += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
-    for text in wishes:
-        plan = build_plan(facts.graph, parse_plan_string(text), facts)
-        habits = backend_traits(cluster.device(0).name, cluster.nodes)
-        held = simulate_memory(facts, plan.mesh, plan.choices("train"), plan.storage, TrainingSetup(), habits=habits)
+    options = [f"{policy}={size}" for policy in ("dp", "tp", "sp", "zero1", "zero2", "zero3")]
+    options += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
+    for text in options:
+        plan = build_plan(analysis.graph, parse_plan_string(text), analysis)
+        traits = backend_traits(cluster.device(0).name, cluster.nodes)
+        held = simulate_memory(analysis, plan.mesh, plan.choices("train"), plan.storage, TrainingSetup(), traits=traits)
         if held.peak <= cluster.memory * (1 - TrainingSetup().margin):
-            seconds = price(facts, cluster, TrainingSetup(), plan).seconds
+            seconds = price(analysis, cluster, TrainingSetup(), plan).seconds
             assert best <= seconds * (1 + 1e-9), (text, seconds, best)
 
 

@@ -178,11 +178,11 @@ def test_an_axis_inside_of_nodes_is_the_last():
 
 def test_an_axis_that_splits_the_batch_splits_nothing_else():
     plan = planned("gpt", [{"axis": "dp", "size": 4, "splits": "batch"}])
-    facts = facts_of("gpt")
+    analysis = facts_of("gpt")
     picked = {op: choice["dp"] for op, choice in plan.choices("train").items() if "dp" in choice}
-    roles = [facts.signatures[op].role(name) for op, name in picked.items() if name != "fan"]
+    roles = [analysis.signatures[op].role(name) for op, name in picked.items() if name != "fan"]
     assert len(roles) > 40
-    assert all(role.atom in facts.batch for role in roles)
+    assert all(role.atom in analysis.batch for role in roles)
 
 
 def test_ops_are_split_on_a_label_on_an_axis():
@@ -239,14 +239,14 @@ class Stack(nn.Module):
 
 
 def test_ops_that_read_each_other_can_be_together_and_are_priced_as_they_are():
-    facts = analyse(capture(Stack(), (torch.randn(4, 16), torch.randn(4, 16)), {}).graph)
+    analysis = analyse(capture(Stack(), (torch.randn(4, 16), torch.randn(4, 16)), {}).graph)
     entries = [{"module": "layers.*", "together": True}, {"module": "layers.2", "split": "k"}]
-    found = search(facts, CLUSTER, TrainingSetup(), SearchOptions(constraints=read_constraints(entries)))
+    found = search(analysis, CLUSTER, TrainingSetup(), SearchOptions(constraints=read_constraints(entries)))
     picked = [found.plan.choices("train")[f"layers.{at} / linear"] for at in range(4)]
     assert picked == [picked[2]] * 4
     assert "k" in picked[2].values()
     assert found.best.solution is not None
-    assert price(facts, CLUSTER, TrainingSetup(), found.plan).seconds == pytest.approx(found.best.solution.time)
+    assert price(analysis, CLUSTER, TrainingSetup(), found.plan).seconds == pytest.approx(found.best.solution.time)
 
 
 def test_layers_that_are_together_are_recomputed_alike_and_priced_as_they_are():

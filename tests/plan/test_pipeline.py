@@ -182,18 +182,18 @@ class Modes(nn.Module):
 
 
 def test_ops_that_the_first_entry_lacks_are_with_what_they_read():
-    facts = [
+    analysis = [
         analyse(capture(Modes().train(training), (torch.randn(4, 6),), {}, entry=entry).graph)
         for training, entry in ((True, "train"), (False, "eval"))
     ]
-    plan = build_pipeline(facts[0].graph, parse_plan_string("pp=3"), facts[0], "", 2)
+    plan = build_pipeline(analysis[0].graph, parse_plan_string("pp=3"), analysis[0], "", 2)
 
-    parts = continue_pipeline(plan, facts[1]).entries["eval"]
+    parts = continue_pipeline(plan, analysis[1]).entries["eval"]
 
     home = {op: number for number, part in enumerate(parts) for op in part.choices}
     assert home["a / linear"] == 0 and home["/ cos"] == home["c / linear"] == 2
     assert home["/ sin"] == home["/ tanh.1"]
-    cut = split_graph(OpSequence(facts[1]), [tuple(part.choices) for part in parts])
+    cut = split_graph(OpSequence(analysis[1]), [tuple(part.choices) for part in parts])
     assert cut.edges == {(0, 1), (1, 2)}
 
 

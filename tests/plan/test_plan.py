@@ -55,11 +55,11 @@ def test_folding_and_unfolding_are_inverse_where_layers_differ():
 
 def test_a_layer_that_is_left_alone_stays_alone_after_a_round_trip(tmp_path):
     """Only the first block is split: a star would split the second one too."""
-    facts = facts_of("gpt")
-    draft = PlanBuilder(graph_of("gpt"), mesh_of(tp=2), facts)
-    op = next(op for op in draft.ops if op.name == "blocks.0.up / linear")
-    draft.split(op, draft.mesh.axes[0], next(role for role in draft.roles(op) if role.name == "n"))
-    plan = draft.finish("mine")
+    analysis = facts_of("gpt")
+    builder = PlanBuilder(graph_of("gpt"), mesh_of(tp=2), analysis)
+    op = next(op for op in builder.ops if op.name == "blocks.0.up / linear")
+    builder.split(op, builder.mesh.axes[0], next(role for role in builder.roles(op) if role.name == "n"))
+    plan = builder.finish("mine")
 
     plan.save(tmp_path / "plan.json")
 

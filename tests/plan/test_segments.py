@@ -438,7 +438,7 @@ def test_the_heaviest_part_is_as_light_as_can_be_and_then_the_least_is_sent(draw
 
 def test_stages_of_a_deep_gpt_have_about_the_same_arithmetic():
     line = OpSequence(facts_of("gpt_deep", 12))
-    weights = [flops(line.facts.signatures[op.name]) for op in line.ops]
+    weights = [flops(line.analysis.signatures[op.name]) for op in line.ops]
 
     bounds = [0, *balanced(line, weights, 4), len(weights)]
 

@@ -39,7 +39,7 @@ def program_of(text: str, held: tuple[Graph, Analysis]) -> LoweredProgram:
 
 
 def layouts_of(program: LoweredProgram) -> dict[str, str]:
-    return {holding.key: str(holding.layout) for holding in program.holdings}
+    return {holding.key: str(holding.layout) for holding in program.parameters}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_two_heads_are_computed_by_pairs_and_their_product_is_shared():
 
 
 def test_six_heads_are_cut_by_two_and_then_unevenly():
-    (holding,) = (h for h in program_of("tp=4", gpt(6)).holdings if h.key == "blocks.0.attn.proj.weight")
+    (holding,) = (h for h in program_of("tp=4", gpt(6)).parameters if h.key == "blocks.0.attn.proj.weight")
     sizes = {"tp0": 2, "tp1": 2}
 
     local = [
@@ -101,10 +101,10 @@ def test_what_does_not_divide_by_the_outer_axis_is_whole_along_the_inner_one():
 
 
 def test_an_axis_that_no_parameter_can_fill_is_refused_as_before():
-    graph, facts = graph_of("mlp"), facts_of("mlp")
+    graph, analysis = graph_of("mlp"), facts_of("mlp")
 
     with pytest.raises(PlanError, match="larger than every dim"):
-        build_plan(graph, parse_plan_string("tp=512"), facts)
+        build_plan(graph, parse_plan_string("tp=512"), analysis)
 
 
 def test_another_entry_is_refined_as_the_first_is():

@@ -186,24 +186,24 @@ def facts_of(call: OpCall, rule: Rule | None) -> Analysis:
     return analyse(one_op(call), lambda call: (rule, ""))
 
 
-def splits_of(facts: Analysis) -> Splits:
+def splits_of(analysis: Analysis) -> Splits:
     """Every role by the layouts it gives."""
-    (op,) = facts.graph.ops
-    signature = facts.signatures[op.name]
+    (op,) = analysis.graph.ops
+    signature = analysis.signatures[op.name]
     return {tuple(signature.layouts({"tp": role.name}, mesh) for mesh in MESHES): role.name for role in signature.roles}
 
 
-def linear_of(facts: Analysis) -> set[frozenset[int]]:
-    (op,) = facts.graph.ops
-    inputs = facts.signatures[op.name].inputs
-    groups = facts.signatures[op.name].linear_groups()
+def linear_of(analysis: Analysis) -> set[frozenset[int]]:
+    (op,) = analysis.graph.ops
+    inputs = analysis.signatures[op.name].inputs
+    groups = analysis.signatures[op.name].linear_groups()
     return {frozenset(at for at, held in enumerate(inputs) if held.linear == group) for group in groups}
 
 
-def is_rewritten(facts: Analysis, role: str) -> bool:
+def is_rewritten(analysis: Analysis, role: str) -> bool:
     """Whether lowering makes something else of the op for this split."""
-    (op,) = facts.graph.ops
-    body = local_op(facts, op, role, MESHES[0])[0].body
+    (op,) = analysis.graph.ops
+    body = local_op(analysis, op, role, MESHES[0])[0].body
     return [local.target for local in body] != [op.target]
 
 

@@ -167,8 +167,8 @@ def test_tied_weights_whose_stages_do_not_talk_are_caught(monkeypatch):
 def test_a_small_program_that_does_something_else_is_told():
     model, example = gpt(4)
     graph = captured_graph(model, example).graph
-    facts = analyse(graph)
-    program = lower(graph, sw.plan(model, example=example, plan="tp=8", cluster=8), facts)
+    analysis = analyse(graph)
+    program = lower(graph, sw.plan(model, example=example, plan="tp=8", cluster=8), analysis)
     fewer = dataclasses.replace(program, body=tuple(op for op in program.body if op.target != "comm.fan_in"))
 
     assert differences([program], [program]) == []

@@ -67,8 +67,8 @@ def test_down_and_up_again_stages_are_taken_over_by_their_neighbours():
 
 
 def test_a_schedule_that_is_spelled_out_keeps_its_ranks():
-    seats = ((0, 1), (2, 3), (4, 5), (6, 7))
-    steps = spread(schedule_kind("zb").make(4, 12), seats).to_json()
+    pp_ranks = ((0, 1), (2, 3), (4, 5), (6, 7))
+    steps = spread(schedule_kind("zb").make(4, 12), pp_ranks).to_json()
     cluster = shrunk([{"dp": 2}] * 4, range(4), "own", 12, steps=steps)
 
     assert cluster.like == (0, 1, 2, 3)

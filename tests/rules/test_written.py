@@ -22,22 +22,22 @@ from tests.rules.written import WRITTEN, real
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_has_the_rule_that_is_written_for_it_and_every_split_of_it_is_right(name: str) -> None:
     target, arguments, expected = WRITTEN[name]
-    facts, op, given = one_op(full_name(target), arguments)
-    values = facts.graph.values
+    analysis, op, given = one_op(full_name(target), arguments)
+    values = analysis.graph.values
     call = OpCall(op, tuple(values[at] for at in op.inputs), tuple(values[at] for at in op.outputs))
 
     found = find_rule(call)
 
     assert (None if found is None else " ".join(found.text.split())) == (expected and expected.strip())
-    for choice, parts in choices(facts, op):
-        check_split(facts, {op.name: (given, ())}, op, choice, parts)
+    for choice, parts in choices(analysis, op):
+        check_split(analysis, {op.name: (given, ())}, op, choice, parts)
 
 
 def test_what_an_op_makes_is_of_the_atoms_of_what_it_reads() -> None:
-    facts, _, _ = one_op("aten.linear.default", {"input": real(6, 4), "weight": real(8, 4), "bias": None})
-    (row, k), (n, other), out = facts.dims["x0"], facts.dims["x1"], facts.dims["y0"]
-    assert [facts.atoms.expand(dim) for dim in out] == [facts.atoms.expand(row), facts.atoms.expand(n)]
-    assert facts.atoms.expand(k) == facts.atoms.expand(other)
+    analysis, _, _ = one_op("aten.linear.default", {"input": real(6, 4), "weight": real(8, 4), "bias": None})
+    (row, k), (n, other), out = analysis.dims["x0"], analysis.dims["x1"], analysis.dims["y0"]
+    assert [analysis.atoms.expand(dim) for dim in out] == [analysis.atoms.expand(row), analysis.atoms.expand(n)]
+    assert analysis.atoms.expand(k) == analysis.atoms.expand(other)
 
 
 @pytest.mark.parametrize("target", ["aten.mul.Tensor", "aten.div.Tensor"])

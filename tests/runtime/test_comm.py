@@ -30,18 +30,18 @@ def group_of(n: int) -> Group:
     return Groups(Mesh(axes=(Axis(name="tp", size=n),)))["tp"]
 
 
-def cut_of(*blocks: Block, repeat: int = 1) -> Shard:
+def shard_of(*blocks: Block, repeat: int = 1) -> Shard:
     return Shard(axis="tp", blocks=blocks, repeat=repeat)
 
 
 CUTS: dict[str, tuple[int, Shard | None]] = {
     "even": (12, None),
-    "plain": (12, cut_of(Block(1, 12, 1))),
-    "fused": (72, cut_of(Block(3, 12, 2))),
-    "sections": (48, cut_of(Block(1, 24, 1), Block(1, 12, 1), Block(1, 12, 1))),
-    "uneven": (7, cut_of(Block(1, 7, 1))),
-    "uneven fused": (32, cut_of(Block(2, 5, 1), Block(1, 3, 2), repeat=2)),
-    "empty": (3, cut_of(Block(1, 1, 3))),
+    "plain": (12, shard_of(Block(1, 12, 1))),
+    "fused": (72, shard_of(Block(3, 12, 2))),
+    "sections": (48, shard_of(Block(1, 24, 1), Block(1, 12, 1), Block(1, 12, 1))),
+    "uneven": (7, shard_of(Block(1, 7, 1))),
+    "uneven fused": (32, shard_of(Block(2, 5, 1), Block(1, 3, 2), repeat=2)),
+    "empty": (3, shard_of(Block(1, 1, 3))),
 }
 
 
@@ -131,10 +131,10 @@ def test_converters_do_what_the_layouts_mean(name: str, n: int) -> None:
 def exchange_all(rank: int, n: int, cases: list[tuple[int, str, int, str]]) -> list[tuple[Tensor, Tensor]]:
     group, results = group_of(n), []
     for from_dim, from_label, to_dim, to_label in cases:
-        (value, gradient), from_cut, to_cut = exchange_case(from_dim, from_label, to_dim, to_label)
+        (value, gradient), from_cut, to_shard = exchange_case(from_dim, from_label, to_dim, to_label)
         x = held("S", value, rank, n, from_dim, from_cut).requires_grad_()
-        y = comm.exchange(x, from_dim, to_dim, group, from_cut, to_cut)
-        y.backward(held("S", gradient, rank, n, to_dim, to_cut))
+        y = comm.exchange(x, from_dim, to_dim, group, from_cut, to_shard)
+        y.backward(held("S", gradient, rank, n, to_dim, to_shard))
         assert x.grad is not None
         results.append((y.detach(), x.grad))
     return results
@@ -143,11 +143,11 @@ def exchange_all(rank: int, n: int, cases: list[tuple[int, str, int, str]]) -> l
 def exchange_case(
     from_dim: int, from_label: str, to_dim: int, to_label: str
 ) -> tuple[tuple[Tensor, Tensor], Shard | None, Shard | None]:
-    (from_size, from_cut), (to_size, to_cut) = CUTS[from_label], CUTS[to_label]
+    (from_size, from_cut), (to_size, to_shard) = CUTS[from_label], CUTS[to_label]
     shape = [2, 2, 2]
     shape[from_dim], shape[to_dim] = from_size, to_size
     value = torch.arange(torch.Size(shape).numel()).double().view(shape)
-    return (value, value.flip(0) + 3), from_cut, to_cut
+    return (value, value.flip(0) + 3), from_cut, to_shard
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -159,18 +159,18 @@ def test_exchange_moves_the_split_to_another_dim(n: int) -> None:
     results = run_ranks(n, exchange_all, n, cases)
 
     for at, (a, source, b, target) in enumerate(cases):
-        (value, gradient), from_cut, to_cut = exchange_case(a, source, b, target)
-        check("S", [ranks[at][0] for ranks in results], value, b, to_cut)
+        (value, gradient), from_cut, to_shard = exchange_case(a, source, b, target)
+        check("S", [ranks[at][0] for ranks in results], value, b, to_shard)
         check("S", [ranks[at][1] for ranks in results], gradient, a, from_cut)
 
 
 def other_blocks(rank: int) -> Tensor:
     x = held("S", whole(12, 1, 1), rank, 2, 1, None)
-    return comm.exchange(x, 1, 1, group_of(2), None, cut_of(Block(3, 2, 2)))
+    return comm.exchange(x, 1, 1, group_of(2), None, shard_of(Block(3, 2, 2)))
 
 
 def test_exchange_on_one_dim_changes_the_blocks() -> None:
-    check("S", run_ranks(2, other_blocks), whole(12, 1, 1), 1, cut_of(Block(3, 2, 2)))
+    check("S", run_ranks(2, other_blocks), whole(12, 1, 1), 1, shard_of(Block(3, 2, 2)))
 
 
 def odd_values(rank: int) -> None:
@@ -233,7 +233,7 @@ def uneven_without_cut(rank: int) -> None:
     with pytest.raises(LayoutError, match="pass the cut"):
         comm.reduce_scatter(torch.zeros(5), 0, group_of(2))
     with pytest.raises(LayoutError, match="should have 3 elements"):
-        comm.pad(torch.zeros(5), 0, group_of(2), cut_of(Block(1, 6, 1)))
+        comm.pad(torch.zeros(5), 0, group_of(2), shard_of(Block(1, 6, 1)))
 
 
 def test_an_uneven_dim_needs_its_cut() -> None:
@@ -268,6 +268,6 @@ def test_exchange_on_real_processes() -> None:
     results = run_processes(3, exchange_all, 3, cases)
 
     for at, (a, source, b, target) in enumerate(cases):
-        (value, gradient), from_cut, to_cut = exchange_case(a, source, b, target)
-        check("S", [ranks[at][0] for ranks in results], value, b, to_cut)
+        (value, gradient), from_cut, to_shard = exchange_case(a, source, b, target)
+        check("S", [ranks[at][0] for ranks in results], value, b, to_shard)
         check("S", [ranks[at][1] for ranks in results], gradient, a, from_cut)

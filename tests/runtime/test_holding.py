@@ -67,14 +67,14 @@ def test_rows_of_a_fused_weight_are_three_runs():
 
 def test_zero_cuts_are_minor_to_compute_cuts():
     it = held((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero=(("dp", 3),))
-    assert [cut.axis for cut in storage_layout(it, MESH.sizes).cuts[0]] == ["tp", "dp"]
+    assert [cut.axis for cut in storage_layout(it, MESH.sizes).shards[0]] == ["tp", "dp"]
     piece = shard_tensor(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
     assert piece.tolist() == [2, 3]
 
 
 def test_zero_takes_the_first_dim_with_room():
     it = held((1, 6, 8), [[], [], []], sums=["dp"], zero=(("dp", 1),))
-    assert storage_layout(it, MESH.sizes).cut_of("dp")[0] == 1
+    assert storage_layout(it, MESH.sizes).shard_of("dp")[0] == 1
 
 
 def test_what_cannot_be_cut_stays_whole():
@@ -97,9 +97,9 @@ def test_parse_reads_the_words_of_a_generated_file():
     pieces = {
         "wte.weight": ParameterEntry(shape=(10, 4), sums=("dp",), tied=("head.weight",)),
         "blocks.*.qkv.weight": ParameterEntry(
-            shape=(24, 4), cuts={0: shard("tp", 3, 4, 2)}, sums=("dp",), zero={"dp": 3}, unit="blocks.*"
+            shape=(24, 4), shards={0: shard("tp", 3, 4, 2)}, sums=("dp",), zero={"dp": 3}, unit="blocks.*"
         ),
-        "blocks.*.proj.weight": ParameterEntry(shape=(4, 8), cuts={1: shard("tp")}, frozen=True),
+        "blocks.*.proj.weight": ParameterEntry(shape=(4, 8), shards={1: shard("tp")}, frozen=True),
     }
     keys = ["wte.weight", "blocks.0.qkv.weight", "blocks.0.proj.weight", "blocks.1.qkv.weight", "head.weight"]
     found = parse(pieces, MESH, keys)
@@ -111,8 +111,8 @@ def test_parse_reads_the_words_of_a_generated_file():
     ]
     assert found[3].unit == "blocks.1"
     assert found[3].zero == (("dp", 3),)
-    assert found[1].layout.cuts[0] == (make_shard(TP, [Block(3, 4, 2)]),)
-    assert found[2].layout.cuts[1] == (contiguous_shard(TP, 8),)
+    assert found[1].layout.shards[0] == (make_shard(TP, [Block(3, 4, 2)]),)
+    assert found[2].layout.shards[1] == (contiguous_shard(TP, 8),)
     assert not found[2].trainable
 
 
@@ -123,7 +123,7 @@ def test_parse_names_every_key_that_is_not_described():
 
 def test_a_cut_that_does_not_fit_is_refused():
     with pytest.raises(LayoutError, match="covers 24 elements, and 20 are left"):
-        parse({"w": ParameterEntry(shape=(20,), cuts={0: shard("tp", 3, 4, 2)})}, MESH, ["w"])
+        parse({"w": ParameterEntry(shape=(20,), shards={0: shard("tp", 3, 4, 2)})}, MESH, ["w"])
 
 
 def test_scatter_refuses_another_shape():

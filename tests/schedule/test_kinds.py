@@ -53,7 +53,7 @@ def test_gpipe_and_1f1b_wait_for_p_minus_1_of_m_plus_p_minus_1(make, p, m):
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_there_are_seats_ahead(p, m):
     assert in_flight(gpipe(p, m)) == (m,) * p
-    assert in_flight(one_f_one_b(p, m)) == tuple(min(m, p - seat) for seat in range(p))
+    assert in_flight(one_f_one_b(p, m)) == tuple(min(m, p - pp_rank) for pp_rank in range(p))
 
 
 def test_eager_hides_messages_and_keeps_up_to_twice_as_much():
@@ -149,9 +149,9 @@ def test_seats_may_differ_in_size_and_lie_anywhere():
 
 
 @pytest.mark.parametrize("seats", [[(0,)], [(0, 1), (1,)], [(0,), (2,)], [(0,), ()]])
-def test_seats_that_are_no_division_of_the_devices_are_refused(seats):
+def test_seats_that_are_no_division_of_the_devices_are_refused(pp_ranks):
     with pytest.raises(ScheduleError, match=r"seats"):
-        spread(gpipe(2, 2), seats)
+        spread(gpipe(2, 2), pp_ranks)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_devices_of_a_seat_do_the_same():
     one, many = simulate(thin, times, edges), simulate(wide, times, edges)
 
     assert many.total == one.total
-    assert many.ends == tuple(one.ends[seat] for seat in (0, 0, 1, 2, 2, 2))
-    assert many.bubble == pytest.approx(sum(one.bubbles[seat] for seat in (0, 0, 1, 2, 2, 2)) / 6)
+    assert many.ends == tuple(one.ends[pp_rank] for pp_rank in (0, 0, 1, 2, 2, 2))
+    assert many.bubble == pytest.approx(sum(one.bubbles[pp_rank] for pp_rank in (0, 0, 1, 2, 2, 2)) / 6)
 
 
 def test_peaks_are_in_bytes_if_sizes_are_known():

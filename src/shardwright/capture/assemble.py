@@ -100,10 +100,10 @@ def _assembled(
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
     branches = BranchGraphs(promote)
-    conversion = GraphConversion(leaves.draft, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
+    conversion = GraphConversion(leaves.builder, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
     results = list(conversion.run(traced.program.graph_module, handles, Modes()))
     leaves.check_writes()
-    leaves.draft.notes += [*notes_of(module), *traced.notes]
+    leaves.builder.notes += [*notes_of(module), *traced.notes]
     graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__, branches)
     opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
     functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}
@@ -112,7 +112,7 @@ def _assembled(
         graph=graph,
         in_spec=pytree.tree_structure((args, kwargs)),
         out_spec=_out_spec(traced),
-        input_leaves=tuple(_renamed(leaf, names, leaves.draft) for leaf in leaves.inputs),
+        input_leaves=tuple(_renamed(leaf, names, leaves.builder) for leaf in leaves.inputs),
         constants={
             names[value]: tensor.double() if promote and tensor.is_floating_point() else tensor
             for value, tensor in leaves.constants.items()
@@ -156,25 +156,25 @@ def _finish(
     traced: Trace, leaves: Leaves, results: Sequence[Any], promoted: bool, entry: str, name: str, branches: BranchGraphs
 ) -> tuple[Graph, dict[str, str]]:
     """Clean the draft up and give everything its name; the graph, and the names by draft name."""
-    draft = leaves.draft
+    builder = leaves.builder
     updates = {key: handle.read() for key, handle in leaves.buffers.items()}
     ends = [
         held.read() if isinstance(held, TensorHandle) else held.name if isinstance(held, Number) else None
         for held in results
     ]
     if promoted:
-        promote_floats(draft)
-    join_repeats(draft)
-    updates = {key: draft.now(held) for key, held in updates.items()}
-    ends = [None if held is None else draft.now(held) for held in ends]
-    drop_dead(draft, [held for held in (*ends, *updates.values()) if held is not None])
-    unread = leaves.constants.keys() - {held for step in draft.steps for held in step.inputs()} - set(ends)
-    names = value_names(draft, {held: wish for held, wish in leaves.wishes.items() if held not in unread})
+        promote_floats(builder)
+    join_repeats(builder)
+    updates = {key: builder.now(held) for key, held in updates.items()}
+    ends = [None if held is None else builder.now(held) for held in ends]
+    drop_dead(builder, [held for held in (*ends, *updates.values()) if held is not None])
+    unread = leaves.constants.keys() - {held for step in builder.steps for held in step.inputs()} - set(ends)
+    names = value_names(builder, {held: wish for held, wish in leaves.options.items() if held not in unread})
     batch = find_batch_dim([(leaf.path, leaf.shape) for leaf in leaves.inputs])  # literals have the shape ()
     graph = Graph(
         name=name,
         entry=entry,
-        values=values_of(draft, names),
+        values=values_of(builder, names),
         inputs=tuple(
             Input(value=names[leaf.value], path=leaf.path, batched=batched)
             for leaf, batched in zip(leaves.inputs, batch.batched, strict=True)
@@ -185,7 +185,7 @@ def _finish(
             for value, keys in leaves.parameters.items()
         ),
         buffers=_buffers(leaves, updates, names),
-        ops=ops_of(draft, names),
+        ops=ops_of(builder, names),
         outputs=tuple(
             Output(path=path, value=names[end], number=isinstance(held, Number))
             if end is not None
@@ -193,7 +193,7 @@ def _finish(
             for path, held, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
         ),
         batch=batch.size,
-        notes=tuple(draft.notes),
+        notes=tuple(builder.notes),
         branches=branches.graphs,
     )
     return check(graph), names
@@ -223,7 +223,7 @@ def _buffers(leaves: Leaves, updates: Mapping[str, str], names: Mapping[str, str
     return tuple(found.values())
 
 
-def _renamed(leaf: InputLeaf, names: Mapping[str, str], draft: GraphBuilder) -> InputLeaf:
+def _renamed(leaf: InputLeaf, names: Mapping[str, str], builder: GraphBuilder) -> InputLeaf:
     if leaf.value is None:
         return leaf
-    return replace(leaf, value=names[leaf.value], dtype=draft.facts[leaf.value].dtype)
+    return replace(leaf, value=names[leaf.value], dtype=builder.analysis[leaf.value].dtype)

@@ -102,10 +102,10 @@ def convert(
 def _write_checkpoint(
     path: Path, source: WeightSource, specs: Mapping[str, Spec], get: Callable[[str], Tensor]
 ) -> None:
-    draft = disk.begin(path, MANIFEST)
+    builder = disk.begin(path, MANIFEST)
     file = "rank-00000.safetensors"
     named = {f"model/{key}@{','.join('0' for _ in spec.shape)}": key for key, spec in specs.items()}
-    with TensorWriter(draft / file, {name: specs[key] for name, key in named.items()}) as writer:
+    with TensorWriter(builder / file, {name: specs[key] for name, key in named.items()}) as writer:
         for name in in_order({name: specs[key] for name, key in named.items()}):
             writer.add(name, get(named[name]))
     entries = {}
@@ -118,9 +118,9 @@ def _write_checkpoint(
         "plans": {}, "versions": versions(),
     }  # fmt: skip
     files = {file: writer.digest}
-    files[INDEX] = disk.write_text(draft / INDEX, Index(folder=draft, entries=entries).to_json())
-    files[STATE] = disk.write_text(draft / STATE, json.dumps(said))
-    Manifest(files=files, world=1, when=datetime.now(UTC).isoformat(timespec="seconds")).write(draft)
+    files[INDEX] = disk.write_text(builder / INDEX, Index(folder=builder, entries=entries).to_json())
+    files[STATE] = disk.write_text(builder / STATE, json.dumps(said))
+    Manifest(files=files, world=1, when=datetime.now(UTC).isoformat(timespec="seconds")).write(builder)
     disk.finish(path)
 
 

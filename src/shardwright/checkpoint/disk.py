@@ -125,7 +125,7 @@ def find_folder(path: Path, mark: str) -> Path | None:
 
 def begin(path: Path, mark: str) -> Path:
     """An empty folder to write in, for what is to be named `path`."""
-    draft = path.with_name(path.name + PART)
+    builder = path.with_name(path.name + PART)
     if path.exists() and not (path / mark).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint; take another name, or remove it")
     whole = find_folder(path, mark)
@@ -133,17 +133,17 @@ def begin(path: Path, mark: str) -> Path:
         if path.exists():
             path.rmdir()  # it is empty, see above
         move(whole, path)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    return draft
+    shutil.rmtree(builder, ignore_errors=True)
+    builder.mkdir(parents=True)
+    return builder
 
 
 def finish(path: Path) -> None:
     """Give a whole draft its name, in the place of what had it."""
-    draft, old = path.with_name(path.name + PART), path.with_name(path.name + OLD)
-    sync_folder(draft)
+    builder, old = path.with_name(path.name + PART), path.with_name(path.name + OLD)
+    sync_folder(builder)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         move(path, old)
-    move(draft, path)
+    move(builder, path)
     shutil.rmtree(old, ignore_errors=True)

@@ -41,7 +41,7 @@ class KeyOwners:
         self._order = {key: at for at, key in enumerate(self.first)}
 
     def _count(self, prefix: str, holding: RankState) -> None:
-        for mesh, helds in holding.seats or ((holding.groups.mesh, holding.held),):
+        for mesh, helds in holding.pp_ranks or ((holding.groups.mesh, holding.held),):
             for held in helds:
                 name = prefix + held.name
                 self.first.update({prefix + key: name for key in held.keys})

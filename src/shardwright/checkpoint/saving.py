@@ -142,8 +142,8 @@ def _plan(
 
     meeting.together(settle)
     mine = planner.finish_plan(meeting.deal(plans))
-    draft = path.with_name(path.name + disk.PART)
-    meeting.together(lambda: _check_shared(draft))
+    builder = path.with_name(path.name + disk.PART)
+    meeting.together(lambda: _check_shared(builder))
     items = [item for item in mine.items if math.prod(_spec(item).shape) or not math.prod(_data(item).size)]
     return _RankWriter(
         path=path,
@@ -155,10 +155,10 @@ def _plan(
     )
 
 
-def _check_shared(draft: Path) -> None:
-    if not draft.is_dir():
+def _check_shared(builder: Path) -> None:
+    if not builder.is_dir():
         raise CheckpointError(
-            f"{draft} is not there, and the first rank has made it: save where all ranks see the same"
+            f"{builder} is not there, and the first rank has made it: save where all ranks see the same"
         )
 
 
@@ -194,22 +194,22 @@ class _RankWriter:
 
     def write(self, meeting: CheckpointRanks, manifest: Manifest, after: Callable[[], None] | None) -> None:
         """Write the own file; the first rank then makes the checkpoint of all. An error is one on all ranks."""
-        draft = self.path.with_name(self.path.name + disk.PART)
+        builder = self.path.with_name(self.path.name + disk.PART)
         try:
-            file, digest, places = meeting.together(lambda: _explained(draft, lambda: self._write_tensors(draft)))
+            file, digest, places = meeting.together(lambda: _explained(builder, lambda: self._write_tensors(builder)))
             every = meeting.gather((file, digest, places))
-            meeting.together(lambda: _explained(draft, lambda: self._finish(draft, manifest, every, after)))
+            meeting.together(lambda: _explained(builder, lambda: self._finish(builder, manifest, every, after)))
         except Exception:
-            if meeting.first and draft.exists():
-                disk.remove(draft)  # it takes room that may be needed
+            if meeting.first and builder.exists():
+                disk.remove(builder)  # it takes room that may be needed
             raise
 
-    def _write_tensors(self, draft: Path) -> tuple[str, Digest, dict[str, list[int]]]:
+    def _write_tensors(self, builder: Path) -> tuple[str, Digest, dict[str, list[int]]]:
         file = f"rank-{self.rank:05d}.safetensors"
         named = {f"{item.index.fqn}@{','.join(map(str, _data(item).chunk.offsets))}": item for item in self.items}
         sources = dict(zip(named, self.tensors, strict=True))
         specs = {name: _spec(item) for name, item in named.items()}
-        with TensorWriter(draft / file, specs) as writer:
+        with TensorWriter(builder / file, specs) as writer:
             for name in in_order(specs):
                 writer.add(name, sources[name]())
         places = {name: [writer.places[name].start] for name in named}
@@ -217,7 +217,7 @@ class _RankWriter:
 
     def _finish(
         self,
-        draft: Path,
+        builder: Path,
         manifest: Manifest,
         every: list[tuple[str, Digest, dict[str, list[int]]]],
         after: Callable[[], None] | None,
@@ -226,23 +226,23 @@ class _RankWriter:
             return
         files = {file: digest for file, digest, _ in every}
         starts = {name: (file, start) for file, _, places in every for name, (start,) in places.items()}
-        index = _index(draft, self.metadata, starts)
-        files[INDEX] = disk.write_text(draft / INDEX, index.to_json())
-        files[STATE] = disk.write_text(draft / STATE, json.dumps(self.said))
+        index = _index(builder, self.metadata, starts)
+        files[INDEX] = disk.write_text(builder / INDEX, index.to_json())
+        files[STATE] = disk.write_text(builder / STATE, json.dumps(self.said))
         Manifest(
             files=files, world=manifest.world, when=manifest.when, step=manifest.step, metrics=manifest.metrics
-        ).write(draft)
+        ).write(builder)
         disk.finish(self.path)
         if after is not None:
             after()
 
 
-def _explained(draft: Path, write: Callable[[], Any]) -> Any:
+def _explained(builder: Path, write: Callable[[], Any]) -> Any:
     try:
         return write()
     except OSError as error:
         raise CheckpointError(
-            f"{draft.with_suffix('')} could not be saved: {error.strerror or error} ({error.filename or draft}); "
+            f"{builder.with_suffix('')} could not be saved: {error.strerror or error} ({error.filename or builder}); "
             "what was there before is untouched"
         ) from error
 

@@ -198,7 +198,7 @@ def _kinds(census: KeyOwners, own: Mapping[str, Tensor]) -> dict[str, Tensor | _
     found: dict[str, Tensor | _WeightsFormat] = {}
     for prefix, part in census.compiled.items():
         holding = part._ready()
-        for _, helds in holding.seats:
+        for _, helds in holding.pp_ranks:
             found.update({prefix + held.name: _WeightsFormat(held.true_dtype) for held in helds})
     return {key: own.get(key, found.get(key, _WeightsFormat(torch.float32))) for key in census.shapes}
 

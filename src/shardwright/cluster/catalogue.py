@@ -224,13 +224,13 @@ def network(name: str, devices: int) -> Link:
     adapters, speed = int(match[1] or 1), float(match[3])
     if not adapters or not speed:
         raise ClusterError(f"the network {name} carries nothing")
-    facts = NETWORKS[kind]
+    analysis = NETWORKS[kind]
     plain = f"{kind}-{speed:g}"
     return Link(
         name=plain if adapters == 1 else f"{adapters}x{plain}",
         bandwidth=adapters * speed * GIGA / 8 / devices,
-        latency=facts.latency,
-        efficiency=facts.efficiency,
+        latency=analysis.latency,
+        efficiency=analysis.efficiency,
     )
 
 

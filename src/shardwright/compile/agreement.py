@@ -42,15 +42,15 @@ def check_programs(compiler: Compiler, graph: Graph, plan: Plan, made: Sequence[
     if compiler.world.size == 1:
         return
     programs = [program.program.title or "program" for program in made]
-    facts = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
-    facts |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
-    facts |= {title: code_digest(program.path.read_text()) for title, program in zip(programs, made, strict=True)}
+    analysis = {"call": graph.entry}  # what a rank alone does, such as an evaluation on rank 0, is said first
+    analysis |= {"graph": f"{graph.name} {graph.fingerprint}", "plan": f"{plan.policy} {bare(plan).name}"}
+    analysis |= {title: code_digest(program.path.read_text()) for title, program in zip(programs, made, strict=True)}
     remedy = (
         "call the model on all ranks in the same order, in train or eval mode alike (an evaluation on rank 0 alone "
         "waits for the others: run it on all ranks and print on one), build the same model everywhere, from the same "
         "files, and pass the same plan"
     )
-    objects.check_equal(facts, "programs", remedy)
+    objects.check_equal(analysis, "programs", remedy)
 
 
 def versions() -> dict[str, str]:
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 def settings_of(compiler: Compiler) -> dict[str, str]:
     """The options of a compiled model by their names in `parallelize`. Where files are written may differ."""
-    wishes, batching = compiler.setting and compiler.setting.wishes, compiler.batching
+    options, batching = compiler.setting and compiler.setting.options, compiler.batching
     settings: Mapping[str, object] = {
         "plan": plan_name(compiler.wish),
         "inputs": compiler.mode,
@@ -73,7 +73,7 @@ def settings_of(compiler: Compiler) -> dict[str, str]:
         "microbatches": batching.microbatches,
         "microbatch_semantics": "local" if batching.local else "global",
         "backward": compiler.backward,
-        "memory": wishes and wishes.memory,
+        "memory": options and options.memory,
         "seed": compiler.random.seed,
         "unbatched": compiler.call_inputs.unbatched,
         "SHARDWRIGHT_COMPARE_INPUTS": world.compare_every(),

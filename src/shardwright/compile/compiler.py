@@ -117,7 +117,7 @@ class Compiler:
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
         self.stated: dict[str, object] = {}  # options that others act on, which ranks must have in common too
         self.call_inputs = CallInputs(partial(input_paths, self.skeleton), unbatched, computed=bool(prefix))
-        self.homes: list[dict[str, Layout]] = []  # for each segment, once that is decided
+        self.storage_options: list[dict[str, Layout]] = []  # for each segment, once that is decided
         self.programs: list[LoweredProgram] = []
         self.bodies: dict[str, OpaqueBody] = {}
         self.looked = False  # whether an opaque part had to be seen running
@@ -169,27 +169,35 @@ class Compiler:
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
         with without_collection():
-            facts = analyse(graph, probing(captured.functions))
-            model.plan = plan = self._plan(model.plan, graph, facts)
+            analysis = analyse(graph, probing(captured.functions))
+            model.plan = plan = self._plan(model.plan, graph, analysis)
             if model.training and model.flops is None:
-                model.flops = training_flops(facts) * (plan.microbatches if plan.local else 1)
-            check_splits(facts, [segment.choices for segment in plan.entries[graph.entry]])
+                model.flops = training_flops(analysis) * (plan.microbatches if plan.local else 1)
+            check_splits(analysis, [segment.choices for segment in plan.entries[graph.entry]])
             self.random.apart = plan.local
             if plan.is_pipeline:
-                lowered = lower_pipeline(graph, plan, facts, homes=self.homes, mode=mode)
+                lowered = lower_pipeline(graph, plan, analysis, storage_options=self.storage_options, mode=mode)
                 programs = lowered.programs
             else:
-                programs = (lower(graph, plan, facts, homes=self.homes[0] if self.homes else None, mode=mode),)
+                programs = (
+                    lower(
+                        graph,
+                        plan,
+                        analysis,
+                        storage_options=self.storage_options[0] if self.storage_options else None,
+                        mode=mode,
+                    ),
+                )
             made = [generate(program, self.directory) for program in programs]
         check_programs(self, graph, plan, made)
         self.programs.append(programs[0])
-        seats = find_pipeline_ranks(plan.entries[graph.entry], made)
+        pp_ranks = find_pipeline_ranks(plan.entries[graph.entry], made)
         if self.precision.master and self.optimizer is not None:
-            seats = with_masters(seats)
-        groups = {seat.mesh: seat.groups() for seat in seats}  # of all meshes, on all ranks
+            pp_ranks = with_masters(pp_ranks)
+        groups = {pp_rank.mesh: pp_rank.groups() for pp_rank in pp_ranks}  # of all meshes, on all ranks
         if model._holding is None:
-            self._hold(model, made, seats, groups)
-        check_held(seats, model._ready().seats, made)
+            self._hold(model, made, pp_ranks, groups)
+        check_held(pp_ranks, model._ready().pp_ranks, made)
         model.watch(captured.reads, captured.variables, captured.left)
         if plan.is_pipeline:
             return self._load_pipeline(model, captured, lowered, made, groups)
@@ -269,11 +277,11 @@ class Compiler:
                 tensor.copy_(state[key])
         return made
 
-    def _plan(self, known: Plan | None, graph: Graph, facts: Analysis) -> Plan:
+    def _plan(self, known: Plan | None, graph: Graph, analysis: Analysis) -> Plan:
         def make() -> Plan:
             if known is None:
-                return make_plan(graph, facts, self.wish, self.world.size, self.setting, self.batching)
-            return continue_plan(known, graph, facts, self.world.size, self.setting)
+                return make_plan(graph, analysis, self.wish, self.world.size, self.setting, self.batching)
+            return continue_plan(known, graph, analysis, self.world.size, self.setting)
 
         if (self.wish if known is None else known.policy) != "auto" or not dist.is_initialized():
             return make()
@@ -296,7 +304,7 @@ class Compiler:
         self,
         model: ParallelModel,
         made: Sequence[Generated],
-        seats: Sequence[PipelineRank],
+        pp_ranks: Sequence[PipelineRank],
         groups: Mapping[Mesh, Groups],
     ) -> None:
         assert self.module is not None
@@ -306,10 +314,10 @@ class Compiler:
             wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
         )  # fmt: skip
         units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
-        holding = holder.hold(seats, groups, tuple(units))
+        holding = holder.hold(pp_ranks, groups, tuple(units))
         model.hold(holding)
-        self.homes = [{one.key: one.layout for one in held.program.holdings} for held in made]
-        replaced = holder.replaced(holding.parameters, seats)
+        self.storage_options = [{one.key: one.layout for one in held.program.parameters} for held in made]
+        replaced = holder.replaced(holding.parameters, pp_ranks)
         for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
         watch_optimizers()
@@ -323,7 +331,7 @@ class Compiler:
             stage=self._stage(model, captured, made, groups),
             path=made.path,
             rows=tuple(
-                model.passing == "rows" and name is not None and any(program.layouts[name].cuts)
+                model.passing == "rows" and name is not None and any(program.layouts[name].shards)
                 for name in program.outputs
             ),
             **ways_of(captured, model.passing),
@@ -371,7 +379,7 @@ class Compiler:
         holding, module = model._ready(), made.module
         stage = program_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
         stage.zero = holding.zero
-        read = {one.key for one in made.program.holdings}  # a loop over layers must find those of its segment
+        read = {one.key for one in made.program.parameters}  # a loop over layers must find those of its segment
         for one in holding.held:
             for key in one.keys if one.name in read else ():
                 stage.place(key, holding.parameters[one.name])

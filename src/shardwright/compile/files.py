@@ -45,9 +45,9 @@ def write(text: str, directory: Path, program: LoweredProgram) -> Path:
     what = "_".join(part for part in (program.graph.entry.replace("-", "_"), program.title.replace(" ", "")) if part)
     path = folder / f"{what}_{digest}.py"
     if not path.exists() or path.read_text() != text:
-        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")  # ranks may be threads
-        draft.write_text(text)
-        draft.replace(path)
+        builder = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")  # ranks may be threads
+        builder.write_text(text)
+        builder.replace(path)
     return path
 
 
@@ -55,13 +55,13 @@ def compile_graph(
     graph: Graph,
     wish: Callable[[Analysis], Plan],
     *,
-    homes: Mapping[str, Layout] | None = None,
+    storage_options: Mapping[str, Layout] | None = None,
     mode: str = "same",
     functions: Mapping[str, ImportedFunction] | None = None,
 ) -> tuple[Plan, LoweredProgram, str]:
     """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
     with without_collection():
-        facts = analyse(graph, probing(functions))
-        plan = wish(facts)
-        program = lower(graph, plan, facts, homes=homes, mode=mode)
+        analysis = analyse(graph, probing(functions))
+        plan = wish(analysis)
+        program = lower(graph, plan, analysis, storage_options=storage_options, mode=mode)
         return plan, program, emit(program).text

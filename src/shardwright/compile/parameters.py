@@ -39,35 +39,37 @@ class ParameterSharder:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of buffers that are cast
     wire: torch.dtype | None = None  # in which gradients are summed, if not in their own
 
-    def hold(self, seats: Sequence[PipelineRank], every: Mapping[Mesh, Groups], units: Sequence[str] = ()) -> RankState:
+    def hold(
+        self, pp_ranks: Sequence[PipelineRank], every: Mapping[Mesh, Groups], units: Sequence[str] = ()
+    ) -> RankState:
         """What this rank holds. All ranks must call it. `units` are those of ZeRO-3, in their order."""
         self._check_meta()
-        seat = next(seat for seat in seats if self.world.rank in seat.mesh.devices)
-        groups = every[seat.mesh]
+        pp_rank = next(pp_rank for pp_rank in pp_ranks if self.world.rank in pp_rank.mesh.devices)
+        groups = every[pp_rank.mesh]
         old = dict(self.module.named_parameters(remove_duplicate=False))
         pieces: dict[str, ShardedParameter] = {}
-        own = {one.name: one for one in seat.held}
-        for key in dict.fromkeys(one.name for held in seats for one in held.held):  # in one order on all ranks
+        own = {one.name: one for one in pp_rank.held}
+        for key in dict.fromkeys(one.name for held in pp_ranks for one in held.held):  # in one order on all ranks
             full = self._shared(old[key])
             if key in own:
                 pieces[key] = self._piece(full, own[key], groups)
                 take_hooks(pieces[key], old[key])
         buffers = {key: self._buffer(key, held) for key, held in self.module.named_buffers(remove_duplicate=False)}
-        every_held = tuple((seat.mesh, seat.held) for seat in seats)
-        if len(seats) > 1:
+        every_held = tuple((pp_rank.mesh, pp_rank.held) for pp_rank in pp_ranks)
+        if len(pp_ranks) > 1:
             join_pipeline(PipelineNorms(every_held), pieces.values())
-        pairs: list[tuple[ParameterSpec, nn.Parameter]] = [(one, pieces[one.name]) for one in seat.held]
+        pairs: list[tuple[ParameterSpec, nn.Parameter]] = [(one, pieces[one.name]) for one in pp_rank.held]
         holding = RankState(
             groups=groups,
-            held=list(seat.held),
+            held=list(pp_rank.held),
             parameters=pieces,
             buffers=buffers,
             sync=self._sync(pairs, groups, every_held),
             zero=self._zero3(pairs, groups, units),
             random=self.random,
-            replica_axes=replica_axes(seat.mesh),
+            replica_axes=replica_axes(pp_rank.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
-            seats=every_held,
+            pp_ranks=every_held,
             empty={key for key in own if old[key].is_meta},
         )
         for key, piece in pieces.items():  # last, since torch takes no hooks of what is frozen
@@ -85,17 +87,17 @@ class ParameterSharder:
             raise InputError("some ranks have parameters on meta and others have them with values; make all alike")
 
     def replaced(
-        self, pieces: Mapping[str, ShardedParameter], seats: Sequence[PipelineRank]
+        self, pieces: Mapping[str, ShardedParameter], pp_ranks: Sequence[PipelineRank]
     ) -> dict[nn.Parameter, ShardedParameter | None]:
         """What stands for each parameter of the original on this rank: None if it is held elsewhere."""
         old = dict(self.module.named_parameters(remove_duplicate=False))
-        held = [one for seat in seats for one in seat.held]
+        held = [one for pp_rank in pp_ranks for one in pp_rank.held]
         return {old[key]: pieces.get(one.name) for one in held for key in one.keys}
 
     def _sync(
-        self, pairs: Sequence[tuple[ParameterSpec, nn.Parameter]], groups: Groups, seats: Seats
+        self, pairs: Sequence[tuple[ParameterSpec, nn.Parameter]], groups: Groups, pp_ranks: Seats
     ) -> GradientSync | None:
-        ties = TiedGradients(seats) if len(seats) > 1 else None
+        ties = TiedGradients(pp_ranks) if len(pp_ranks) > 1 else None
         alone = ties is None and groups.mesh.size == 1
         return None if alone else GradientSync(pairs, groups, ties=ties, dtype=self.wire)
 

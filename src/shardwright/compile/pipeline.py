@@ -73,7 +73,7 @@ def _placed(
 ) -> PlacedStage:
     program, mesh = one.program, lowered.plan.entries[lowered.graph.entry][number].mesh
     here = world.rank in mesh.devices
-    names = {held.value: held.keys for held in program.holdings}
+    names = {held.value: held.keys for held in program.parameters}
     # What nobody reads in this call may lie on another device: the first call decided that.
     own = [keys for keys in names.values() if here and keys[0] in holding.parameters]
     parameters = {key: holding.parameters[keys[0]] for keys in own for key in keys}
@@ -126,5 +126,5 @@ def _leaving(held: ModelOutput) -> PipelineOutput:
         gradient=held.gradient,
         path=held.path,
         dim=held.dim,
-        cut=held.cut,
+        shard=held.shard,
     )

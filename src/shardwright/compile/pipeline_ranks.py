@@ -67,7 +67,7 @@ def _seat(mesh: Mesh, segments: Sequence[PlanStage], made: Sequence[Generated]) 
 def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Sequence[ParameterSpec]:
     """Refuse a table of parameters in a generated file that says something else than its program."""
     faults: list[str] = []
-    wanted = {holding.key: holding for holding in program.holdings}
+    wanted = {holding.key: holding for holding in program.parameters}
     for spec in parsed:
         holding = wanted.pop(spec.name, None)
         if holding is None:
@@ -87,30 +87,30 @@ def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Seq
     return parsed
 
 
-def with_masters(seats: Sequence[PipelineRank]) -> tuple[PipelineRank, ...]:
+def with_masters(pp_ranks: Sequence[PipelineRank]) -> tuple[PipelineRank, ...]:
     """The same, where what is trained in less than float32 has a master."""
 
     def narrow(held: ParameterSpec) -> bool:
         return held.trainable and held.dtype.is_floating_point and held.dtype.itemsize < 4
 
     return tuple(
-        replace(seat, held=tuple(replace(held, master=True) if narrow(held) else held for held in seat.held))
-        for seat in seats
+        replace(pp_rank, held=tuple(replace(held, master=True) if narrow(held) else held for held in pp_rank.held))
+        for pp_rank in pp_ranks
     )
 
 
-def check_held(seats: Sequence[PipelineRank], known: Seats, made: Sequence[Generated]) -> None:
+def check_held(pp_ranks: Sequence[PipelineRank], known: Seats, made: Sequence[Generated]) -> None:
     """Refuse an entry that reads parameters on devices that do not hold them: the first entry decided who does."""
     faults: list[str] = []
-    homes = {mesh: {one.name for one in held} for mesh, held in known}
-    for seat in seats:
-        for key in [one.name for one in seat.held if one.name not in homes.get(seat.mesh, ())]:
-            there = [mesh.devices for mesh, names in homes.items() if key in names]
-            graphs = [made[number].program.graph for number in seat.segments]
+    storage_options = {mesh: {one.name for one in held} for mesh, held in known}
+    for pp_rank in pp_ranks:
+        for key in [one.name for one in pp_rank.held if one.name not in storage_options.get(pp_rank.mesh, ())]:
+            there = [mesh.devices for mesh, names in storage_options.items() if key in names]
+            graphs = [made[number].program.graph for number in pp_rank.segments]
             readers = [graph.users[p.value] for graph in graphs for p in graph.parameters if p.key == key]
             op = next((op for users in readers for op, _ in users), None)
             if op is not None:  # else nobody reads it in this call, such as the decoder's while something is encoded
-                faults.append(f"{op} reads {key} on {_devices(seat.mesh.devices)}, and it is on {_devices(*there)}")
+                faults.append(f"{op} reads {key} on {_devices(pp_rank.mesh.devices)}, and it is on {_devices(*there)}")
     raise_all(
         PlanError,
         "parameters are held by the devices that read them in the first call, and this call reads some elsewhere; make "
@@ -119,8 +119,8 @@ def check_held(seats: Sequence[PipelineRank], known: Seats, made: Sequence[Gener
     )
 
 
-def _devices(*seats: tuple[int, ...]) -> str:
-    numbers = sorted({device for seat in seats for device in seat})
+def _devices(*pp_ranks: tuple[int, ...]) -> str:
+    numbers = sorted({device for pp_rank in pp_ranks for device in pp_rank})
     return f"device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
@@ -130,4 +130,4 @@ def keys_in_use(program: LoweredProgram) -> list[str]:
     for number, op in enumerate(program.body):
         for name in op.inputs:
             used.setdefault(name.split("@")[0], number)
-    return [one.key for one in sorted(program.holdings, key=lambda one: used.get(one.value, len(used)))]
+    return [one.key for one in sorted(program.parameters, key=lambda one: used.get(one.value, len(used)))]

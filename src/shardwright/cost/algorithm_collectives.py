@@ -86,7 +86,7 @@ def _batch_norm(signature: Signature, call: LocalCall, axes: tuple[str, ...], me
     x = call.inputs[0]
     size = WIDE.get(x.dtype, 4)
     held = [given.elements for given in call.inputs[1:]]  # weights and statistics, split as the channels are
-    channels = held[0] if held else float(signature.facts.graph.values[signature.op.inputs[0]].shape[1])
+    channels = held[0] if held else float(signature.analysis.graph.values[signature.op.inputs[0]].shape[1])
     ranks = math.prod(mesh.axis(name).size for name in axes)
     found = [AlgorithmCollective("all_gather", ranks * 3 * channels * size, axes, "forward")]
     if call.gradient and x.gradient:
@@ -98,7 +98,7 @@ def _experts(signature: Signature, call: LocalCall, axes: tuple[str, ...], mesh:
     """As if every expert got as many tokens as the others."""
     hidden, index, weights = call.inputs[:3]
     ranks = math.prod(mesh.axis(name).size for name in axes)
-    rows = hidden.bytes * signature.facts.graph.values[signature.op.inputs[1]].shape[-1]  # once for each expert
+    rows = hidden.bytes * signature.analysis.graph.values[signature.op.inputs[1]].shape[-1]  # once for each expert
     shares = index.elements * weights.item
     sizes = (ranks * INT, rows, shares, index.elements * INT, rows)
     found = [AlgorithmCollective("all_to_all", held, axes, "forward") for held in sizes]

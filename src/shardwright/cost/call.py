@@ -73,7 +73,7 @@ def copies(signature: Signature) -> bool:
 
     Fused attention writes its result turned already, so that the usual transpose and reshape after it are views.
     """
-    op, graph = signature.op, signature.facts.graph
+    op, graph = signature.op, signature.analysis.graph
     if not op.target.startswith("aten.reshape.") or len(graph.values[op.outputs[0]].shape) >= len(
         graph.values[op.inputs[0]].shape
     ):
@@ -86,7 +86,7 @@ def copies(signature: Signature) -> bool:
 
 
 def local_tensor(signature: Signature, name: str, layout: Layout, mesh: Mesh, training: TrainingSetup) -> LocalTensor:
-    graph = signature.facts.graph
+    graph = signature.analysis.graph
     value = graph.values[name]
     return LocalTensor(
         elements=local_elements(value.shape, layout, mesh),
@@ -100,9 +100,9 @@ def local_tensor(signature: Signature, name: str, layout: Layout, mesh: Mesh, tr
 def local_elements(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> float:
     """How many elements the first device has, which has the most."""
     found = float(math.prod(shape))
-    for cuts in layout.cuts:
-        for cut in cuts:
-            found *= cut.local(mesh.axis(cut.axis).size, 0) / cut.elements
+    for shards in layout.shards:
+        for shard in shards:
+            found *= shard.local(mesh.axis(shard.axis).size, 0) / shard.elements
     return found
 
 

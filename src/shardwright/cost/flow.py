@@ -90,8 +90,8 @@ def _back(kind: str, held: LocalTensor, size: float) -> GradientFlow:
 
 def _attention(call: LocalCall, signature: Signature) -> tuple[float, float]:
     """The scores, where the fused kernel can't be used."""
-    shape = signature.facts.graph.values[call.op.inputs[0]].shape
-    keys = signature.facts.graph.values[call.op.inputs[1]].shape[-2]
+    shape = signature.analysis.graph.values[call.op.inputs[0]].shape
+    keys = signature.analysis.graph.values[call.op.inputs[1]].shape[-2]
     query = call.inputs[0]
     scores = query.bytes / max(shape[-1], 1) * keys
     if call.op.argument("dropout_p", 0.0):

@@ -53,22 +53,22 @@ class MemoryPeak:
 
 
 def simulate_memory(
-    facts: Analysis,
+    analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
     storage: Storage,
     training: TrainingSetup,
     recompute: Sequence[str] = (),
     *,
-    habits: BackendTraits = ON_CPU,
+    traits: BackendTraits = ON_CPU,
 ) -> MemoryPeak:
     """The peak of a rank under a plan.
 
     recompute   module paths, each of which is run again in backward
     habits      what the device's libraries do with memory
     """
-    program = fuse(steps_of(facts, mesh, choices, storage, training, recompute, habits))
-    line = MemoryTimeline(program, training, habits)
+    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits))
+    line = MemoryTimeline(program, training, traits)
     line.forward()
     line.backward()
     line.update()
@@ -90,8 +90,8 @@ def simulate_memory(
 class MemoryTimeline:
     """One step of training, allocation by allocation. What lives for ever is `base`, and not on the heap."""
 
-    def __init__(self, program: RankProgram, training: TrainingSetup, habits: BackendTraits) -> None:
-        self.program, self.training, self.habits, self.heap = program, training, habits, Heap()
+    def __init__(self, program: RankProgram, training: TrainingSetup, traits: BackendTraits) -> None:
+        self.program, self.training, self.traits, self.heap = program, training, traits, Heap()
         self.steps, self.tensors = program.steps, program.tensors
         held = program.held
         states = sum(one.states for one in held)
@@ -107,8 +107,8 @@ class MemoryTimeline:
             if step.region is not None:
                 self.regions.setdefault(step.region, []).append(at)
         self.region_inputs: dict[str, list[int]] = {}
-        self.buckets = GradientBuckets(held, self.heap, training, habits)
-        self.units = Zero3Units(held, self.steps, self.heap, habits)
+        self.buckets = GradientBuckets(held, self.heap, training, traits)
+        self.units = Zero3Units(held, self.steps, self.heap, traits)
 
     def _count_uses(self) -> dict[int, int]:
         """For each parameter how many gradients it gets."""
@@ -247,10 +247,10 @@ class MemoryTimeline:
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
         shares = [held.share * held.wider for held in self.program.held if held.trainable]
-        if self.training.states() and not self.habits.fuses(self.training.optimizer):
-            heap.touch(sum(shares) if self.habits.foreach else 2 * max(shares, default=0.0))
+        if self.training.states() and not self.traits.fuses(self.training.optimizer):
+            heap.touch(sum(shares) if self.traits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)
         split = [held for held in self.program.held if held.level in (1, 2)]
-        copies = 2.0 if self.habits.copies else 1.0
+        copies = 2.0 if self.traits.copies else 1.0
         heap.touch(sum(copies * held.bytes + held.share for held in split))

@@ -54,7 +54,7 @@ class StageMemory:
 
 
 def simulate_stage_memory(
-    facts: Analysis,
+    analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
     storage: Storage,
@@ -63,7 +63,7 @@ def simulate_stage_memory(
     borders: Mapping[str, Layout],
     *,
     time: str,
-    habits: BackendTraits,
+    traits: BackendTraits,
     queued: float = 0.0,
 ) -> StageMemory:
     """One microbatch of a segment.
@@ -72,10 +72,10 @@ def simulate_stage_memory(
     time       the name of that axis
     borders    how values lie that cross
     """
-    program = fuse(steps_of(facts, mesh, choices, storage, training, recompute, habits, borders))
+    program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits, borders))
     held = [replace(one, level=1) if one.level == 2 else one for one in program.held]
     program.held[:] = [replace(one, sums=(time,)) if one.level < 3 and one.trainable else one for one in held]
-    line = MemoryTimeline(program, training, habits)
+    line = MemoryTimeline(program, training, traits)
     heap = line.heap
     start = heap.total
     line.forward()
@@ -83,7 +83,7 @@ def simulate_stage_memory(
     line.backward()
     at = heap.where
     line.update()
-    received = sum(program.tensors[number].bytes for number in _received(facts, borders))
+    received = sum(program.tensors[number].bytes for number in _received(analysis, borders))
     return StageMemory(
         held=tuple(replace(one, sums=tuple(axis for axis in one.sums if axis != time)) for one in held),
         inputs=program.inputs + program.constants,
@@ -96,9 +96,9 @@ def simulate_stage_memory(
     )
 
 
-def _received(facts: Analysis, borders: Mapping[str, Layout]) -> list[int]:
+def _received(analysis: Analysis, borders: Mapping[str, Layout]) -> list[int]:
     """The first tensors of a program are its inputs, in order."""
-    names = [held.value for held in facts.graph.inputs]
+    names = [held.value for held in analysis.graph.inputs]
     return [number for number, name in enumerate(names) if name in borders]
 
 

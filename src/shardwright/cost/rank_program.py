@@ -112,35 +112,35 @@ class RankProgram:
 
 
 def steps_of(
-    facts: Analysis,
+    analysis: Analysis,
     mesh: Mesh,
     choices: Choices,
     storage: Storage,
     training: TrainingSetup,
     recompute: Sequence[str] = (),
-    habits: BackendTraits = ON_CPU,
+    traits: BackendTraits = ON_CPU,
     borders: Mapping[str, Layout] | None = None,
 ) -> RankProgram:
     """The steps of the first rank of a mesh, one for each op and each converter.
 
     borders   how values lie that come from another segment or go to one; they are not among the program's inputs
     """
-    return _Builder(facts, mesh, choices, storage, training, recompute, habits, borders or {}).run()
+    return _Builder(analysis, mesh, choices, storage, training, recompute, traits, borders or {}).run()
 
 
 class _Builder:
     def __init__(
-        self, facts: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: TrainingSetup,
-        recompute: Sequence[str], habits: BackendTraits, borders: Mapping[str, Layout],
+        self, analysis: Analysis, mesh: Mesh, choices: Choices, storage: Storage, training: TrainingSetup,
+        recompute: Sequence[str], traits: BackendTraits, borders: Mapping[str, Layout],
     ) -> None:  # fmt: skip
         self.borders = borders
-        self.facts, self.graph, self.mesh, self.training = facts, facts.graph, mesh, training
+        self.analysis, self.graph, self.mesh, self.training = analysis, analysis.graph, mesh, training
         self.choices, self.storage, self.recompute = choices, storage, frozenset(recompute)
-        self.sizes, self.copies = mesh.sizes, habits.copies
+        self.sizes, self.copies = mesh.sizes, traits.copies
         self.program = RankProgram()
-        self.strides: Strides = strides_of(facts.graph)
-        self.constant = {op.name for op in self.graph.ops if facts.is_constant(op)}
-        self.placed = {op.name: facts.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
+        self.strides: Strides = strides_of(analysis.graph)
+        self.constant = {op.name for op in self.graph.ops if analysis.is_constant(op)}
+        self.placed = {op.name: analysis.signatures[op.name].layouts(self._choice(op), mesh) for op in self.graph.ops}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.graph.values}
         for op in self.graph.ops:
             for name, layout in zip(op.inputs, self.placed[op.name][0], strict=True):
@@ -153,7 +153,7 @@ class _Builder:
         self.known: dict[object, tuple[SavedForBackward, Flow, bool]] = {}  # layers that are alike are looked at once
         self.elements: dict[tuple[tuple[int, ...], Layout], float] = {}
         self.regions: dict[str, str | None] = {}  # of a module
-        self.homes: dict[object, StoredAlike] = {}
+        self.storage_options: dict[object, StoredAlike] = {}
 
     def _border(self, name: str) -> Layout:
         """How a value lies when it comes in or goes out."""
@@ -187,9 +187,9 @@ class _Builder:
             value = self.graph.values[parameter.value]
             uses, wish = tuple(self.uses[parameter.value]), tuple(self.storage.get(parameter.key, ()))
             key = (uses, value.shape, wish, parameter.trainable)
-            if key not in self.homes:
-                self.homes[key] = self._home(*key)
-            home = self.homes[key]
+            if key not in self.storage_options:
+                self.storage_options[key] = self._home(*key)
+            home = self.storage_options[key]
             number = self._produce(parameter.value, home.layout, fixed=True)
             self.program.tensors[number].parameter = parameter.key
             self.program.held.append(
@@ -263,7 +263,7 @@ class _Builder:
         assert form.parent is not None and form.step is not None
         source = self._form(name, form.parent, op)
         step, tensors = form.step, self.program.tensors
-        constant = name in self.facts.constants
+        constant = name in self.analysis.constants
         made = self._new(name, form.layout, fixed=constant)
         self.numbers[id(form)] = made
         self.alive.append(form)
@@ -333,7 +333,7 @@ class _Builder:
 
     def _look_at(self, op: Op) -> tuple[SavedForBackward, Flow, bool]:
         """What is kept of an op, what its work is, and whether it has a backward."""
-        values, choice, signature = self.graph.values, self._choice(op), self.facts.signatures[op.name]
+        values, choice, signature = self.graph.values, self._choice(op), self.analysis.signatures[op.name]
         flat = [self.strides.flat(name, values[name].shape) for name in op.inputs]
         key = (signature.kind, tuple(flat), tuple(choice.items()))
         if key not in self.known:

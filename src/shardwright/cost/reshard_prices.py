@@ -49,7 +49,7 @@ SUMS = np.array([a + b in ("PW", "PF", "WF") for a in LETTERS for b in LETTERS])
 
 def place_on(layout: Layout, axis: str) -> Place:
     """How a layout lies on one axis."""
-    found = layout.cut_of(axis)
+    found = layout.shard_of(axis)
     if found is not None:
         return "S", found[0], found[1]
     placement = layout.placement(axis)
@@ -74,7 +74,7 @@ class ReshardPrices:
     def __init__(self, mesh: Mesh, cluster: Cluster, placed: Mesh | None = None) -> None:
         self.mesh, self.cluster, self.placed = mesh, cluster, placed or mesh
         self.device = slowest_device(cluster, self.placed.devices)
-        self.habits = backend_traits(self.device.name, cluster.nodes)
+        self.traits = backend_traits(self.device.name, cluster.nodes)
         self._tables: dict[tuple[tuple[str, ...], float, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._numbers: dict[Place, int] = {}
         self._places: list[Place] = []
@@ -215,7 +215,7 @@ class ReshardPrices:
         def is_stuck(layout: Layout) -> bool:
             key = (layout, major, minor)
             if key not in self._held_fast:
-                one, other = layout.cut_of(major), layout.cut_of(minor)
+                one, other = layout.shard_of(major), layout.shard_of(minor)
                 together = one is not None and other is not None and one[0] == other[0]
                 self._held_fast[key] = together and reordered(layout, major, self.mesh.sizes) is None
             return self._held_fast[key]

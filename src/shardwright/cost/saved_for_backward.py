@@ -142,13 +142,13 @@ def _normed(call: LocalCall, signature: Signature) -> float:
 
 
 def _groups(call: LocalCall, signature: Signature) -> float:
-    shape = signature.facts.graph.values[call.op.inputs[0]].shape
+    shape = signature.analysis.graph.values[call.op.inputs[0]].shape
     return 8.0 * shape[0] * float(call.op.argument("num_groups", call.op.argument("group", 1)))
 
 
 def split_classes(call: LocalCall, signature: Signature) -> bool:
     """Whether a cross entropy runs on some of the classes: it keeps logits then, and no softmax."""
-    shape = signature.facts.graph.values[call.op.inputs[0]].shape
+    shape = signature.analysis.graph.values[call.op.inputs[0]].shape
     classes = shape[1] if len(shape) > 1 else shape[0]
     labels = call.inputs[1]
     return not labels.dtype.startswith("float") and call.inputs[0].elements < 0.99 * classes * labels.elements
@@ -162,7 +162,7 @@ def _log_softmax(call: LocalCall, signature: Signature) -> float:
 
 
 def _channels(call: LocalCall, signature: Signature) -> float:
-    return 8.0 * signature.facts.graph.values[call.op.inputs[0]].shape[1]
+    return 8.0 * signature.analysis.graph.values[call.op.inputs[0]].shape[1]
 
 
 _EXTRA: dict[str, Extra] = {
@@ -187,8 +187,8 @@ def _attention(call: LocalCall, signature: Signature, flat: Sequence[bool]) -> S
     The kernel wants a floating mask, and one without a gradient. With dropout the weights are computed as they stand.
     """
     query, key, value = call.inputs[:3]
-    shape = signature.facts.graph.values[call.op.inputs[0]].shape
-    keys = signature.facts.graph.values[call.op.inputs[1]].shape[-2]
+    shape = signature.analysis.graph.values[call.op.inputs[0]].shape
+    keys = signature.analysis.graph.values[call.op.inputs[1]].shape[-2]
     queries = query.elements / max(shape[-1], 1)
     scores = queries * keys * query.item
     mask = call.inputs[3] if len(call.inputs) > 3 else None
@@ -212,7 +212,7 @@ def _experts(call: LocalCall, signature: Signature) -> float:
 
     Where tokens and experts are both split, it does not show whether what lies between is: it is taken to be whole.
     """
-    values = signature.facts.graph.values
+    values = signature.analysis.graph.values
     tokens, picked = call.inputs[0], call.inputs[1]
     width = values[call.op.inputs[0]].shape[-1]
     whole = tokens.elements == values[call.op.inputs[0]].elements

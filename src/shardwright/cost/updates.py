@@ -33,9 +33,9 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, held: Sequence[ParameterMemory], heap: Heap, training: TrainingSetup, habits: BackendTraits
+        self, held: Sequence[ParameterMemory], heap: Heap, training: TrainingSetup, traits: BackendTraits
     ) -> None:
-        self.heap, self.copies = heap, habits.copies
+        self.heap, self.copies = heap, traits.copies
         self.of: dict[str, BucketMemory] = {}
         self.order: list[BucketMemory] = []
         self.sent: list[BucketMemory] = []
@@ -111,10 +111,10 @@ class Zero3Units:
     """
 
     def __init__(
-        self, held: Sequence[ParameterMemory], steps: Sequence[RankStep], heap: Heap, habits: BackendTraits
+        self, held: Sequence[ParameterMemory], steps: Sequence[RankStep], heap: Heap, traits: BackendTraits
     ) -> None:
         self.heap = heap
-        self.copies = habits.copies
+        self.copies = traits.copies
         self.units: dict[str, Zero3Unit] = {}
         self.of: dict[int, Zero3Unit] = {}
         for one in held:

@@ -53,12 +53,12 @@ class FileWriter:
         self.functions = {function_name(path): path for path in sorted(name.removeprefix("call.") for name in called)}
         self.sizes = SizeNames(program, [self.class_name, *self.functions])
         self.parts = program.mesh.sizes
-        self.paths: dict[str, str] = {holding.value: holding.key for holding in program.holdings}
+        self.paths: dict[str, str] = {holding.value: holding.key for holding in program.parameters}
         self.paths |= {buffer.value: buffer.key for buffer in program.graph.buffers}
-        self.holdings = {holding.value: holding for holding in program.holdings}
+        self.parameters = {holding.value: holding for holding in program.parameters}
         self.fixed: dict[str, str] = {}  # constants: value -> attribute
         self.inputs = tuple(f"in_{at}" for at in range(len(program.graph.inputs)))
-        self.zero3 = any(level == 3 for holding in program.holdings for _, level in holding.zero)
+        self.zero3 = any(level == 3 for holding in program.parameters for _, level in holding.zero)
         self.units: dict[str, None] = {}
         tops = {key.split(".")[0] for key in self.paths.values()}
         own = {*RESERVED, *program.mesh.names, *program.graph.branches}
@@ -100,7 +100,7 @@ class FileWriter:
 
     def head(self, names: Sequence[str]) -> Iterator[str]:
         program, graph = self.program, self.program.graph
-        held = sum(bytes_per_rank(holding, self.parts) for holding in program.holdings)
+        held = sum(bytes_per_rank(holding, self.parts) for holding in program.parameters)
         kind = {"train": "training"}.get(graph.entry, graph.entry)
         title = f", {program.title}" if program.title else ""
         yield f'"""{graph.name}, {kind}{title}. Generated from plan {program.plan_name}: edit the plan, not this file.'
@@ -139,7 +139,7 @@ class FileWriter:
                 axes = op.argument(key)
                 if isinstance(axes, tuple) and axes:
                     found.add(axes)
-        for holding in self.program.holdings:
+        for holding in self.program.parameters:
             sums = tuple(name for name in self.program.mesh.names if holding.layout.placement(name) == REPLICATE)
             if sums:
                 found.add(sums)
@@ -242,7 +242,7 @@ class FileWriter:
         """The units that an op reads; methods open their own."""
         if not self.zero3 or not isinstance(item, Op):
             return []
-        held = [self.holdings[name] for name in item.inputs if name in self.holdings]
+        held = [self.parameters[name] for name in item.inputs if name in self.parameters]
         return list(dict.fromkeys(unit_of(h.key) for h in held if any(level == 3 for _, level in h.zero)))
 
     def in_order(self) -> list[str]:

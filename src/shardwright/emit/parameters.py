@@ -19,7 +19,7 @@ def unit_of(key: str) -> str:
 
 
 def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
-    rows = {holding.key: parameter_text(holding, program) for holding in program.holdings}
+    rows = {holding.key: parameter_text(holding, program) for holding in program.parameters}
     yield f"PIECES = {{  # key in {class_name}.state_dict() -> how it is held"
     for key, text in _starred(rows).items():
         yield f'    "{key}": {text},'
@@ -29,13 +29,13 @@ def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
 def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
     parts = program.mesh.sizes
     shown = [f"shape={_tuple(holding.shape)}"]
-    cuts = []
-    for dim, held in enumerate(holding.layout.cuts):
+    shards = []
+    for dim, held in enumerate(holding.layout.shards):
         said = [f'cut("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in held]
         if said:
-            cuts.append(f"{dim}: {said[0] if len(said) == 1 else '(' + ', '.join(said) + ')'}")
-    if cuts:
-        shown.append(f"cuts={{{', '.join(cuts)}}}")
+            shards.append(f"{dim}: {said[0] if len(said) == 1 else '(' + ', '.join(said) + ')'}")
+    if shards:
+        shown.append(f"cuts={{{', '.join(shards)}}}")
     sums = [name for name in program.mesh.names if holding.layout.placement(name) == REPLICATE]
     if sums:
         shown.append(f"sums=({', '.join(repr(name) for name in sums)},)".replace("'", '"'))

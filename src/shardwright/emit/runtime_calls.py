@@ -16,8 +16,8 @@ def reshard_call(p: Printing) -> str:
     axes: tuple[str, ...] = p.literal("axes")
     group, x = axes_text(axes), p.names[0]
     if kind == "exchange":
-        cuts = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
-        extra = "".join(f", {key}={show_shard(cut)}" for key, cut in cuts if not plain(cut, p.many(axes)))
+        shards = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
+        extra = "".join(f", {key}={show_shard(cut)}" for key, cut in shards if not plain(cut, p.many(axes)))
         return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
     if kind == "reduce":
         return f"comm.reduce({x}, {group}, {p['op']})"

@@ -14,20 +14,20 @@ from ..rules import Analysis
 SPARE = "NKLPQUWXYZ"
 
 
-def kinds(facts: Analysis) -> dict[int, str]:
+def kinds(analysis: Analysis) -> dict[int, str]:
     """A letter for every atom that means something."""
     found: dict[int, str] = {}
 
     def mark(dim: tuple[int, ...], letter: str) -> None:
-        for atom in facts.atoms.expand(dim):
+        for atom in analysis.atoms.expand(dim):
             found.setdefault(atom, letter)
 
-    mark(facts.batch_dim, "B")
-    for signature in facts.signatures.values():
+    mark(analysis.batch_dim, "B")
+    for signature in analysis.signatures.values():
         kind = signature.op.target.split(".")[1]
         labels = signature.labels
         if "attention" in kind:
-            heads = facts.atoms.expand(labels.get("g", ()))
+            heads = analysis.atoms.expand(labels.get("g", ()))
             mark(heads[:1], "H")
             for label, letter in (("g", "R"), ("r", "R"), ("e", "E"), ("d", "E"), ("s", "S"), ("t", "S")):
                 if label in labels:
@@ -35,19 +35,19 @@ def kinds(facts: Analysis) -> dict[int, str]:
         elif kind == "embedding":
             mark(labels.get("v", ()), "V")
             mark(labels.get("d", ()), "D")
-    for held in facts.graph.inputs:
-        dims = facts.dims[held.value]
-        if len(dims) == 2 and not facts.graph.values[held.value].floating:
+    for held in analysis.graph.inputs:
+        dims = analysis.dims[held.value]
+        if len(dims) == 2 and not analysis.graph.values[held.value].floating:
             mark(dims[1], "S")
-    for signature in facts.signatures.values():
+    for signature in analysis.signatures.values():
         kind = signature.op.target.split(".")[1]
-        dims = facts.dims[signature.op.outputs[0]]
+        dims = analysis.dims[signature.op.outputs[0]]
         if "norm" in kind and signature.rule is not None and "batch" not in kind and dims:
             mark(dims[-1], "D")
         if "conv" in kind:
             for label in ("c", "o"):
                 mark(signature.labels.get(label, ()), "C")
-        if kind in ("linear", "mm") and len(facts.atoms.expand(signature.labels.get("n", ()))) == 1:
+        if kind in ("linear", "mm") and len(analysis.atoms.expand(signature.labels.get("n", ()))) == 1:
             mark(signature.labels["n"], "M")
     return found
 
@@ -57,12 +57,12 @@ class SizeNames:
 
     def __init__(self, program: LoweredProgram, taken: Iterable[str] = ()) -> None:
         self.program = program
-        self.kinds = kinds(program.facts)
+        self.kinds = kinds(program.analysis)
         self.whole: dict[tuple[str, int], str] = {}
         self.local: dict[tuple[str, int, tuple[str, ...]], str] = {}
         self.uneven: dict[str, SizeFactor] = {}
         self.used: set[str] = set(taken)  # names that stand for something else in the file, such as its class
-        keys = (*(h.key for h in program.holdings), *(b.key for b in program.graph.buffers))
+        keys = (*(h.key for h in program.parameters), *(b.key for b in program.graph.buffers))
         self.parts = {*program.mesh.names, *(key.split(".")[0] for key in keys)}  # what `self.c` is already
 
     def text(self, size: Size) -> str:

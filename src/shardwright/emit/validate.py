@@ -85,7 +85,7 @@ def _names(
         for node in (methods["sizes"].body if "sizes" in methods else ())
         if isinstance(node, ast.Assign)
     }
-    keys = {key: holding.value for holding in program.holdings for key in holding.keys}
+    keys = {key: holding.value for holding in program.parameters for key in holding.keys}
     keys |= {buffer.key: buffer.value for buffer in program.graph.buffers}
     return FileNames(
         program=program,
@@ -125,7 +125,7 @@ class _TextReader:
 
     def __init__(self, program: LoweredProgram, file: FileNames, methods: Mapping[str, ast.FunctionDef]) -> None:
         self.program, self.file, self.methods = program, file, methods
-        split = [holding for holding in program.holdings if any(level == 3 for _, level in holding.zero)]
+        split = [holding for holding in program.parameters if any(level == 3 for _, level in holding.zero)]
         self.gathered_by = {holding.value: unit_of(holding.key) for holding in split}  # the unit that holds a value
         self.updates: list[tuple[str, str]] = []
         self.coming: list[Op] = []  # ops of the program that no line was met for yet, the next one last

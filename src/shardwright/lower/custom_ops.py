@@ -21,7 +21,7 @@ def localize_custom(program: LoweredProgram, op: Op) -> Op:
 
 def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
     """A call of the user's algorithm, where one does the split."""
-    signature = program.facts.signatures.get(op.name)
+    signature = program.analysis.signatures.get(op.name)
     if signature is None or signature.rule is None or not signature.rule.algorithms:
         return op
     chosen = (program.choices or {}).get(op.name, {})
@@ -37,7 +37,7 @@ def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
         ("path", op.target),
         ("label", label),
         ("axes", (axis,)),
-        ("size", program.facts.atoms.product(signature.labels[label])),
+        ("size", program.analysis.atoms.product(signature.labels[label])),
         ("given", tuple((name if by_name else "", value) for name, value in op.arguments)),
     )
     return replace(op, target="runtime.own", arguments=arguments)
@@ -45,14 +45,14 @@ def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
 
 def custom_sizes(program: LoweredProgram, op: Op) -> Op:
     """The op with local sizes in the arguments that its rule names."""
-    signature = program.facts.signatures.get(op.name)
+    signature = program.analysis.signatures.get(op.name)
     if signature is None or signature.rule is None or not signature.rule.local:
         return op
     arguments = dict(op.arguments)
     for path, labels in signature.rule.local.items():
         axes = _axes(program, op, signature, labels)
         dim = tuple(atom for label in labels for atom in signature.labels.get(label, ()))
-        sections = flat(program.facts.atoms, dim, axes)
+        sections = flat(program.analysis.atoms, dim, axes)
         if not any(atom in axes for section in sections for atom in section):
             continue
         name, _, at = path.partition(".")
@@ -93,7 +93,7 @@ def _size(
     axes: dict[int, tuple[str, ...]],
 ) -> Size:
     """`whole` as a sum of products of atoms, and of what is left of it."""
-    atoms = program.facts.atoms
+    atoms = program.analysis.atoms
     rest = 1 if whole is None else whole // atoms.product(dim)
     lead = (SizeFactor(rest),) if rest != 1 else ()
     return Size(

@@ -56,11 +56,11 @@ def localize(program: LoweredProgram) -> LoweredProgram:
 
 
 def split_axes(layout: Layout, dim: int) -> tuple[str, ...]:
-    return tuple(cut.axis for cut in layout.cuts[dim])
+    return tuple(shard.axis for shard in layout.shards[dim])
 
 
 def cut_axes(layout: Layout) -> tuple[str, ...]:
-    return tuple(cut.axis for cuts in layout.cuts for cut in cuts)
+    return tuple(shard.axis for shards in layout.shards for shard in shards)
 
 
 @local("view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy", "expand", "expand_copy", "broadcast_to")
@@ -87,7 +87,7 @@ def split(program: LoweredProgram, op: Op) -> Op:
     parts = tuple(sizes_of(program, name)[dim] for name in op.outputs)
     if op.argument("split_size") is None:
         return op.with_arguments(split_sizes=parts)
-    if all(cut.even(program.mesh.sizes[cut.axis]) for cut in program.layouts[op.inputs[0]].cuts[dim]):
+    if all(shard.even(program.mesh.sizes[shard.axis]) for shard in program.layouts[op.inputs[0]].shards[dim]):
         return op.with_arguments(split_size=parts[0])
     arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, held) for key, held in op.arguments)
     # an empty piece has no size to step by
@@ -101,7 +101,7 @@ def slice_(program: LoweredProgram, op: Op) -> Op:
     dim = op.argument("dim", 0) % rank
     before = program.values[op.inputs[0]].shape[dim]
     after = program.values[op.outputs[0]].shape[dim]
-    if not program.layouts[op.inputs[0]].cuts[dim] or before == after:
+    if not program.layouts[op.inputs[0]].shards[dim] or before == after:
         if before == after:
             return op.with_arguments(start=None, end=None)
         return op
@@ -115,10 +115,10 @@ def slice_(program: LoweredProgram, op: Op) -> Op:
 def mean(program: LoweredProgram, op: Op) -> Op | tuple[Op, ...]:
     """A mean over a split dim is a share: the local sum over the whole count."""
     source = program.layouts[op.inputs[0]]
-    rank = len(source.cuts)
+    rank = len(source.shards)
     held = op.argument("dim")
     dims = tuple(range(rank)) if held in (None, ()) or not rank else tuple(d % rank for d in held)
-    if not any(source.cuts[dim] for dim in dims):
+    if not any(source.shards[dim] for dim in dims):
         return op
     count = 1
     for dim in dims:
@@ -157,9 +157,9 @@ def loss(program: LoweredProgram, op: Op) -> Op | tuple[Op, ...]:
     split = any(cut_axes(program.layouts[name]) for name in op.inputs)
     if op.argument("reduction", 1) != 1 or not split:
         return op
-    signature = program.facts.signatures[op.name]
+    signature = program.analysis.signatures[op.name]
     assert signature.rule is not None
-    atoms = program.facts.atoms
+    atoms = program.analysis.atoms
     count = math.prod(atoms.product(signature.labels[label]) for label in signature.rule.sums)
     return _divided(op.with_arguments(reduction=2), count)
 
@@ -167,18 +167,18 @@ def loss(program: LoweredProgram, op: Op) -> Op | tuple[Op, ...]:
 @local("embedding")
 def embedding(program: LoweredProgram, op: Op) -> Op:
     weight = program.layouts[op.inputs[0]]
-    if not weight.cuts[0]:
+    if not weight.shards[0]:
         return op
-    axes, cut = one_cut(program, op, "the rows of a table", weight.cuts[0])
+    axes, shard = one_cut(program, op, "the rows of a table", weight.shards[0])
     return replace(op, target="runtime.embedding_rows").with_arguments(
-        axes=axes, cut=cut, rows=program.values[op.inputs[0]].shape[0]
+        axes=axes, shard=shard, rows=program.values[op.inputs[0]].shape[0]
     )
 
 
-def one_cut(program: LoweredProgram, op: Op, what: str, cuts: Sequence[Shard]) -> tuple[tuple[str, ...], Shard]:
+def one_cut(program: LoweredProgram, op: Op, what: str, shards: Sequence[Shard]) -> tuple[tuple[str, ...], Shard]:
     """The axes that cut a dim, and their cuts as one over the product of these axes, as an algorithm wants it."""
-    axes = tuple(cut.axis for cut in cuts)
-    joined = cuts[0] if len(cuts) == 1 else join_shards(cuts, program.mesh.sizes)
+    axes = tuple(shard.axis for shard in shards)
+    joined = shards[0] if len(shards) == 1 else join_shards(shards, program.mesh.sizes)
     if joined is None:
         raise LoweringError(
             f"{op}: {what} can't be split by {' and '.join(axes)} at once; split them on one axis, or on axes that "
@@ -190,16 +190,16 @@ def one_cut(program: LoweredProgram, op: Op, what: str, cuts: Sequence[Shard]) -
 @local("aten.cross_entropy_loss.default")
 def cross_entropy(program: LoweredProgram, op: Op) -> Op:
     logits = program.layouts[op.inputs[0]]
-    at = 1 if len(logits.cuts) > 1 else 0
-    classes = logits.cuts[at]
-    rows = tuple(axis for dim in range(len(logits.cuts)) if dim != at for axis in split_axes(logits, dim))
+    at = 1 if len(logits.shards) > 1 else 0
+    classes = logits.shards[at]
+    rows = tuple(axis for dim in range(len(logits.shards)) if dim != at for axis in split_axes(logits, dim))
     if not classes and (not rows or op.argument("reduction", 1) != 1):
         return op
     found = replace(op, target="runtime.cross_entropy").with_arguments(rows=_in_mesh_order(program, rows))
     if classes:
         whole = program.values[op.inputs[0]].shape[at]
-        axes, cut = one_cut(program, op, "classes", classes)
-        found = found.with_arguments(classes=axes, cut=cut, size=whole)
+        axes, shard = one_cut(program, op, "classes", classes)
+        found = found.with_arguments(classes=axes, shard=shard, size=whole)
     return found
 
 
@@ -239,14 +239,14 @@ def opaque(program: LoweredProgram, op: Op) -> Op:
     split = [axis for axis in cut_axes(program.layouts[op.outputs[0]]) if axis != MB]  # microbatches differ anyway
     axes = _in_mesh_order(program, tuple(split))
     op = op.with_arguments(axes=axes) if axes else op
-    stacked = [program.layouts[op.inputs[slot.index]].cuts for slot in op.argument("held")]
-    homes = [cuts[0] for cuts in stacked if cuts and cuts[0]] if op.argument("rule") else []
-    if not homes:
+    stacked = [program.layouts[op.inputs[slot.index]].shards for slot in op.argument("held")]
+    storage_options = [shards[0] for shards in stacked if shards and shards[0]] if op.argument("rule") else []
+    if not storage_options:
         return op
-    if len(homes[0]) > 1:
+    if len(storage_options[0]) > 1:
         raise LoweringError(f"{op}: experts can be split on one axis only")
-    (cut,) = homes[0]
-    return replace(op, target="runtime.experts").with_arguments(home=(cut.axis,), cut=cut)
+    (shard,) = storage_options[0]
+    return replace(op, target="runtime.experts").with_arguments(home=(shard.axis,), shard=shard)
 
 
 @local("scaled_dot_product_attention")
@@ -259,4 +259,4 @@ def attention(program: LoweredProgram, op: Op) -> Op:
 
 def _splits(layout: Layout) -> tuple[tuple[int, Shard], ...]:
     """(dim, cut) for every cut, major to minor."""
-    return tuple((dim, cut) for dim, cuts in enumerate(layout.cuts) for cut in cuts)
+    return tuple((dim, shard) for dim, shards in enumerate(layout.shards) for shard in shards)

@@ -29,7 +29,7 @@ def reshard_kind(op: Op) -> str | None:
 def count_early(program: LoweredProgram) -> LoweredProgram:
     """Labels that come from the inputs alone are cut and counted first, so that their count travels meanwhile."""
     makers = {name: op for op in program.body for name in op.outputs}
-    held = {holding.value for holding in program.holdings}
+    held = {holding.value for holding in program.parameters}
     values, layouts = dict(program.values), dict(program.layouts)
     first: dict[str, Op] = {}
     changed: dict[str, Op] = {}
@@ -90,7 +90,7 @@ def put_off(program: LoweredProgram) -> LoweredProgram:
     """Where backward is in two steps, products with parameters give their weights' gradients in the second."""
     if not program.puts_off:
         return program
-    held = {holding.value for holding in program.holdings if holding.trainable}
+    held = {holding.value for holding in program.parameters if holding.trainable}
 
     def later(op: Op) -> bool:
         known = op.target in PRODUCTS and not op.argument("transposed") and op.autocast is None and not op.no_grad
@@ -103,7 +103,7 @@ def put_off(program: LoweredProgram) -> LoweredProgram:
 def overlap(program: LoweredProgram) -> LoweredProgram:
     """A value whose gradient is to be summed, and the products that alone read it, become one op."""
     users, needed = program.users(), program.needed()
-    held = {holding.value for holding in program.holdings}
+    held = {holding.value for holding in program.parameters}
     joined: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:

@@ -40,9 +40,9 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 def lower(
     graph: Graph,
     plan: Plan,
-    facts: Analysis | None = None,
+    analysis: Analysis | None = None,
     *,
-    homes: Mapping[str, Layout] | None = None,
+    storage_options: Mapping[str, Layout] | None = None,
     mode: str = "same",
     show: Callable[[str, LoweredProgram], None] | None = None,
 ) -> LoweredProgram:
@@ -51,12 +51,12 @@ def lower(
     (segment,) = plan.entries[graph.entry]
     task = PlacementTask(
         graph=graph,
-        facts=facts or analyse(graph),
+        analysis=analysis or analyse(graph),
         mesh=segment.mesh,
         choices=segment.choices,
         recompute=segment.recompute,
         storage=plan.storage,
-        homes=homes or {},
+        storage_options=storage_options or {},
         mode=mode,
         plan_name=plan.name,
         plan_policy=plan.policy,

@@ -50,7 +50,7 @@ class ModelOutput:
     dtype: str
     gradient: bool
     dim: int = 0
-    cut: Shard | None = None
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class PipelinePrograms:
 
 
 def lower_pipeline(
-    graph: Graph, plan: Plan, facts: Analysis, *, homes: Sequence[Homes] = (), mode: str = "same"
+    graph: Graph, plan: Plan, analysis: Analysis, *, storage_options: Sequence[Homes] = (), mode: str = "same"
 ) -> PipelinePrograms:
     """The programs of a plan's segments. `homes` fixes how each segment holds its parameters (later entries)."""
     plan.check_against(graph)
     segments = plan.entries[graph.entry]
-    cut = split_graph(OpSequence(facts), [tuple(segment.choices) for segment in segments])
+    shard = split_graph(OpSequence(analysis), [tuple(segment.choices) for segment in segments])
     puts_off = graph.entry.startswith("train") and schedule_of(plan).splits_weights
     count = microbatches_of(plan, graph)
     meshes = [timed(segment.mesh, 1 if plan.local else count, inside=mode == "rows") for segment in segments]
@@ -85,22 +85,24 @@ def lower_pipeline(
     given: dict[str, Layout] = {}
     for number in reversed(range(len(segments))):
         task = PlacementTask(
-            graph=cut.graphs[number],
-            facts=facts,
+            graph=shard.graphs[number],
+            analysis=analysis,
             mesh=meshes[number],
-            choices=_with_others(segments, number, cut.graphs[number]),
+            choices=_with_others(segments, number, shard.graphs[number]),
             recompute=segments[number].recompute,
             storage=plan.storage,
-            homes=homes[number] if homes else settled.get(segments[number].mesh, {}),
+            storage_options=storage_options[number] if storage_options else settled.get(segments[number].mesh, {}),
             mode=mode,
             entering={
-                held.value: _time_of(facts, segments, held, meshes) for held in cut.crossings if held.taker == number
+                held.value: _time_of(analysis, segments, held, meshes)
+                for held in shard.crossings
+                if held.taker == number
             },
-            leaving=_wanted(graph, facts, segments, meshes, number, cut.crossings, taken),
+            leaving=_wanted(graph, analysis, segments, meshes, number, shard.crossings, taken),
             plan_name=plan.name,
             plan_policy=plan.policy,
             title=f"segment {number} of {len(segments)}" if len(segments) > 1 else "",
-            said=tuple(_said(plan, number, cut.crossings)),
+            said=tuple(_said(plan, number, shard.crossings)),
             stepped=True,
             puts_off=puts_off,
         )
@@ -108,11 +110,11 @@ def lower_pipeline(
         taken |= {(value, number): placer.taken_as(value) for value in task.entering}
         given |= {value: placer.given_as(value) for value in task.leaving}
         programs[number] = run(placer)
-        homes_here = {held.key: held.layout for held in programs[number].holdings}
+        homes_here = {held.key: held.layout for held in programs[number].parameters}
         settled[segments[number].mesh] = settled.get(segments[number].mesh, {}) | homes_here
-    passages = tuple(_passage(graph, held, given, taken, meshes) for held in cut.crossings)
+    passages = tuple(_passage(graph, held, given, taken, meshes) for held in shard.crossings)
     ordered = tuple(programs[number] for number in range(len(segments)))
-    exits = tuple(_exits(graph, count if plan.local else 0, ordered, cut.outputs))
+    exits = tuple(_exits(graph, count if plan.local else 0, ordered, shard.outputs))
     return PipelinePrograms(
         plan=plan, graph=graph, microbatches=count, programs=ordered, passages=passages, exits=exits
     )
@@ -139,22 +141,22 @@ def _with_others(segments: Sequence[PlanStage], number: int, graph: Graph) -> di
     }
 
 
-def _made(facts: Analysis, segments: Sequence[PlanStage], value: str, number: int, meshes: Sequence[Mesh]) -> Layout:
-    maker = facts.graph.producer[value]
-    _, outputs = facts.signatures[maker.name].layouts(segments[number].choices[maker.name], meshes[number])
+def _made(analysis: Analysis, segments: Sequence[PlanStage], value: str, number: int, meshes: Sequence[Mesh]) -> Layout:
+    maker = analysis.graph.producer[value]
+    _, outputs = analysis.signatures[maker.name].layouts(segments[number].choices[maker.name], meshes[number])
     return outputs[maker.outputs.index(value)]
 
 
-def _time_of(facts: Analysis, segments: Sequence[PlanStage], held: StageValue, meshes: Sequence[Mesh]) -> Layout:
+def _time_of(analysis: Analysis, segments: Sequence[PlanStage], held: StageValue, meshes: Sequence[Mesh]) -> Layout:
     """How a value that crosses lies in time."""
-    made = _made(facts, segments, held.value, held.giver, meshes)
-    cuts = [tuple(cut for cut in cuts if cut.axis == MB) for cuts in made.cuts]
-    return make_layout(cuts, {name: placement for name, placement in made.rest if name == MB})
+    made = _made(analysis, segments, held.value, held.giver, meshes)
+    shards = [tuple(shard for shard in shards if shard.axis == MB) for shards in made.shards]
+    return make_layout(shards, {name: placement for name, placement in made.rest if name == MB})
 
 
 def _wanted(
     graph: Graph,
-    facts: Analysis,
+    analysis: Analysis,
     segments: Sequence[PlanStage],
     meshes: Sequence[Mesh],
     number: int,
@@ -168,8 +170,8 @@ def _wanted(
         if held.giver != number or held.value in found:
             continue
         if held.value in outputs:  # the model gives it whole
-            made = _made(facts, segments, held.value, number, meshes)
-            found[held.value] = in_time(replicated(len(made.cuts)), made, meshes[number].sizes)
+            made = _made(analysis, segments, held.value, number, meshes)
+            found[held.value] = in_time(replicated(len(made.shards)), made, meshes[number].sizes)
         else:
             alike = meshes[held.taker].axes == meshes[number].axes
             found[held.value] = taken[held.value, held.taker] if alike else None
@@ -201,29 +203,31 @@ def _passage(
 def _one_microbatch(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[tuple[int, ...], Layout]:
     """The shape of a microbatch of a value, and its layout on the axes that are devices."""
     rest = {name: placement for name, placement in layout.rest if name != MB}
-    found = layout.cut_of(MB)
+    found = layout.shard_of(MB)
     if found is None:
-        return tuple(shape), make_layout(layout.cuts, rest)
+        return tuple(shape), make_layout(layout.shards, rest)
     dim, time = found
     parts = mesh.sizes[MB]
     small = tuple(size // parts if at == dim else size for at, size in enumerate(shape))
-    cuts = [[cut for cut in held if cut.axis != MB] for held in layout.cuts]
-    if layout.cuts[dim][0] != time:  # microbatches of each group's rows
-        cuts[dim] = [_shrunk(cut, parts) for cut in cuts[dim]]
-    return small, make_layout(cuts, rest)
+    shards = [[shard for shard in held if shard.axis != MB] for held in layout.shards]
+    if layout.shards[dim][0] != time:  # microbatches of each group's rows
+        shards[dim] = [_shrunk(shard, parts) for shard in shards[dim]]
+    return small, make_layout(shards, rest)
 
 
-def _shrunk(cut: Shard, parts: int) -> Shard:
-    (block,) = cut.blocks
+def _shrunk(shard: Shard, parts: int) -> Shard:
+    (block,) = shard.blocks
     if block.outer != 1 or block.inner % parts:
-        raise LoweringError(f"microbatches of rows that {cut.axis} cuts as {cut} can't be sent")
-    return Shard(axis=cut.axis, blocks=(Block(1, block.size, block.inner // parts),))
+        raise LoweringError(f"microbatches of rows that {shard.axis} cuts as {shard} can't be sent")
+    return Shard(axis=shard.axis, blocks=(Block(1, block.size, block.inner // parts),))
 
 
-def _exits(graph: Graph, apart: int, programs: Sequence[LoweredProgram], homes: Sequence[int]) -> list[ModelOutput]:
+def _exits(
+    graph: Graph, apart: int, programs: Sequence[LoweredProgram], storage_options: Sequence[int]
+) -> list[ModelOutput]:
     """How outputs leave. `apart`: the number of microbatches that are batches of their own, else 0."""
     found = []
-    for output, number in zip(graph.outputs, homes, strict=True):
+    for output, number in zip(graph.outputs, storage_options, strict=True):
         if output.value is None:
             continue
         program, value = programs[number], graph.values[output.value]
@@ -231,14 +235,14 @@ def _exits(graph: Graph, apart: int, programs: Sequence[LoweredProgram], homes: 
         name = program.outputs[at]
         assert name is not None
         layout, shape = program.layouts[name], value.shape
-        time, dim, cut = layout.cut_of(MB), 0, None
+        time, dim, shard = layout.shard_of(MB), 0, None
         how: Literal["sum", "cat", "same", "mean"] = "same"
         if apart:
             rows = bool(shape) and shape[0] == graph.batch
             how = "cat" if rows else "mean" if value.floating and not shape else "same"
             shape = (shape[0] * apart, *shape[1:]) if rows else shape
         elif time is not None:
-            how, (dim, cut) = "cat", time
+            how, (dim, shard) = "cat", time
         elif isinstance(layout.placement(MB), Partial):
             how = "sum"
         found.append(
@@ -251,7 +255,7 @@ def _exits(graph: Graph, apart: int, programs: Sequence[LoweredProgram], homes: 
                 dtype=value.dtype,
                 gradient=value.gradient,
                 dim=dim,
-                cut=cut,
+                shard=shard,
             )
         )
     return found

@@ -40,12 +40,12 @@ class PlacementTask:
     """
 
     graph: Graph
-    facts: Analysis
+    analysis: Analysis
     mesh: Mesh
     choices: Choices
     recompute: tuple[str, ...] = ()
     storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    homes: Mapping[str, Layout] = field(default_factory=dict)
+    storage_options: Mapping[str, Layout] = field(default_factory=dict)
     mode: str = "same"
     entering: Mapping[str, Layout] = field(default_factory=dict)
     leaving: Mapping[str, Layout | None] = field(default_factory=dict)
@@ -61,7 +61,13 @@ class Placer:
     """Walks the graph once and writes the program's ops."""
 
     def __init__(self, task: PlacementTask) -> None:
-        self.task, self.graph, self.facts, self.mesh, self.mode = task, task.graph, task.facts, task.mesh, task.mode
+        self.task, self.graph, self.analysis, self.mesh, self.mode = (
+            task,
+            task.graph,
+            task.analysis,
+            task.mesh,
+            task.mode,
+        )
         graph = task.graph
         self.sizes = task.mesh.sizes
         self.values: dict[str, Value] = {}
@@ -81,11 +87,11 @@ class Placer:
                 self.uses[name].append(layout)
         for name, layout in self._sinks():
             self.uses[name].append(layout)
-        self.homes = dict(task.homes)
+        self.storage_options = dict(task.storage_options)
 
     def _layouts(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        signature = self.facts.signatures[op.name]
-        choice = {} if self.facts.is_constant(op) else self.choices.get(op.name, {})
+        signature = self.analysis.signatures[op.name]
+        choice = {} if self.analysis.is_constant(op) else self.choices.get(op.name, {})
         if signature.rule is None and any(picked != FAN for picked in choice.values()):
             raise PlanError(f"the plan splits {op}, which has no rule")
         return signature.layouts(choice, self.mesh)
@@ -134,13 +140,13 @@ class Placer:
 
     def _rows(self, name: str) -> Layout:
         """The layout in which each data-parallel group has its own rows."""
-        return batch_layout(self.facts, self.mesh, replica_axes(self.mesh), name)
+        return batch_layout(self.analysis, self.mesh, replica_axes(self.mesh), name)
 
     def run(self) -> LoweredProgram:
         graph = self.graph
         for held in graph.inputs:
             self._produce(held.value, self._entering(held.value))
-        holdings = [self._hold(parameter) for parameter in graph.parameters]
+        parameters = [self._hold(parameter) for parameter in graph.parameters]
         for buffer in graph.buffers:
             self._produce(buffer.value, replicated(len(graph.values[buffer.value].shape)))
         for op in graph.ops:
@@ -155,13 +161,13 @@ class Placer:
         )
         return LoweredProgram(
             graph=graph,
-            facts=self.facts,
+            analysis=self.analysis,
             mesh=self.mesh,
             plan_name=self.task.plan_name,
             plan_policy=self.task.plan_policy,
             values=self.values,
             layouts=self.layouts,
-            holdings=tuple(holdings),
+            parameters=tuple(parameters),
             body=tuple(self.ops),
             outputs=outputs,
             updates=updates,
@@ -256,13 +262,13 @@ class Placer:
     def _hold(self, parameter: Parameter) -> ParameterPlacement:
         value = self.graph.values[parameter.value]
         wish = tuple(held for held in self.task.storage.get(parameter.key, ()) if held[0] in self.sizes)
-        home = self.homes.get(parameter.key)
+        home = self.storage_options.get(parameter.key)
         if home is None:
             home = parameter_layout(self.uses[parameter.value], self.mesh, len(value.shape))
             for axis, _ in wish if self.uses[parameter.value] else ():  # kept in shares: its gradient is a sum
                 home = home.with_placement(axis, REPLICATE) if home.placement(axis) == INVARIANT else home
         zero = tuple(held for held in wish if not parameter.trainable or home.placement(held[0]) == REPLICATE)
-        if home.cut_of(MB) is not None:
+        if home.shard_of(MB) is not None:
             raise LoweringError(
                 f"the batch can't be cut into microbatches: dim 0 of the inputs is taken for the batch, and parameter "
                 f"{parameter.key} {value.shape} has that dim too; use microbatches=1, pass inputs with a batch dim, or "
@@ -286,29 +292,29 @@ class Placer:
 
 def sendable_layout(layout: Layout) -> Layout:
     """The layout in which a value goes to another segment: cut or whole on every axis; in time as it is."""
-    return make_layout(layout.cuts, {name: held for name, held in layout.rest if name == MB})
+    return make_layout(layout.shards, {name: held for name, held in layout.rest if name == MB})
 
 
 def in_time(layout: Layout, made: Layout, sizes: Mapping[str, int]) -> Layout:
     """A layout of an output, in time as the value is made; its gradient is the same for all microbatches."""
-    found = made.cut_of(MB)
+    found = made.shard_of(MB)
     if found is None:
         held = made.placement(MB)
         return layout.with_placement(MB, held) if isinstance(held, Partial) else layout
-    dim, cut = found
+    dim, shard = found
     if next(iter(sizes)) != MB:
-        return layout.with_cut(dim, cut)
-    cuts = tuple((cut, *held) if at == dim else held for at, held in enumerate(layout.cuts))
-    return make_layout(cuts, dict(layout.rest))
+        return layout.with_shard(dim, shard)
+    shards = tuple((shard, *held) if at == dim else held for at, held in enumerate(layout.shards))
+    return make_layout(shards, dict(layout.rest))
 
 
 def entering(given: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
     """How a value from another segment is taken: as its most split use has it, settled; in time as it was given."""
-    best = sendable_layout(parameter_layout(uses, mesh, len(given.cuts)))
-    if best.cut_of(MB) == given.cut_of(MB):
-        return make_layout(best.cuts, {MB: given.placement(MB) or INVARIANT})
-    cuts = [tuple(cut for cut in held if cut.axis == MB) for held in given.cuts]
-    return make_layout(cuts, {MB: given.placement(MB) or INVARIANT})
+    best = sendable_layout(parameter_layout(uses, mesh, len(given.shards)))
+    if best.shard_of(MB) == given.shard_of(MB):
+        return make_layout(best.shards, {MB: given.placement(MB) or INVARIANT})
+    shards = [tuple(shard for shard in held if shard.axis == MB) for held in given.shards]
+    return make_layout(shards, {MB: given.placement(MB) or INVARIANT})
 
 
 def reshard_op(step: Reshard, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
@@ -336,8 +342,8 @@ def check_edges(program: LoweredProgram) -> LoweredProgram:
     for op in program.body:
         if op.target.startswith("comm."):
             continue
-        signature = program.facts.signatures[op.name]
-        choice = {} if program.facts.is_constant(op) or program.choices is None else program.choices.get(op.name, {})
+        signature = program.analysis.signatures[op.name]
+        choice = {} if program.analysis.is_constant(op) or program.choices is None else program.choices.get(op.name, {})
         inputs, _ = signature.layouts(choice, program.mesh)
         for name, wanted in zip(op.inputs, inputs, strict=True):
             held = program.layouts[name]

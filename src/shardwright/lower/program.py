@@ -82,13 +82,13 @@ class LoweredProgram:
     """The program for one entry on one mesh."""
 
     graph: Graph
-    facts: Analysis
+    analysis: Analysis
     mesh: Mesh
     plan_name: str
     plan_policy: str
     values: Mapping[str, Value]
     layouts: Mapping[str, Layout]
-    holdings: tuple[ParameterPlacement, ...]
+    parameters: tuple[ParameterPlacement, ...]
     constants: tuple[Op, ...] = ()  # run once, whole, when the program is loaded
     body: tuple[Op, ...] = ()
     outputs: tuple[str | None, ...] = ()  # the value for each output of the graph, None for a literal
@@ -136,9 +136,9 @@ class LoweredProgram:
 def sizes_of(program: LoweredProgram, value: str) -> tuple[Size, ...]:
     """The local size of every dim of a value, in atoms."""
     origin = graph_value(value)
-    dims = program.facts.dims[origin]
+    dims = program.analysis.dims[origin]
     layout = program.layouts[value]
-    return tuple(_size(program, dim, layout.cuts[at]) for at, dim in enumerate(dims))
+    return tuple(_size(program, dim, layout.shards[at]) for at, dim in enumerate(dims))
 
 
 def graph_value(value: str) -> str:
@@ -146,20 +146,20 @@ def graph_value(value: str) -> str:
     return value.split("@", 1)[0]
 
 
-def _size(program: LoweredProgram, dim: tuple[int, ...], cuts: tuple[Any, ...]) -> Size:
-    atoms, mesh = program.facts.atoms, program.mesh
+def _size(program: LoweredProgram, dim: tuple[int, ...], shards: tuple[Any, ...]) -> Size:
+    atoms, mesh = program.analysis.atoms, program.mesh
     taken: list[tuple[int, int]] = []
     axes: dict[int, tuple[str, ...]] = {}
-    for cut in cuts:
-        axis = mesh.axis(cut.axis)
+    for shard in shards:
+        axis = mesh.axis(shard.axis)
         for atom in atoms.splittable(dim):
-            if atoms.cut(dim, atom, axis, taken) == cut:
+            if atoms.shard(dim, atom, axis, taken) == shard:
                 taken.append((atom, axis.size))
                 axes[atom] = (*axes.get(atom, ()), axis.name)
                 break
         else:
             total = atoms.product(dim)
-            return Size(((SizeFactor(total, None, tuple(held.axis for held in cuts)),),))
+            return Size(((SizeFactor(total, None, tuple(held.axis for held in shards)),),))
     return Size(
         tuple(
             tuple(SizeFactor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in flat(atoms, dim, axes)
@@ -167,18 +167,18 @@ def _size(program: LoweredProgram, dim: tuple[int, ...], cuts: tuple[Any, ...]) 
     )
 
 
-def flat(atoms: Any, dim: tuple[int, ...], cut: Mapping[int, Any]) -> list[tuple[int, ...]]:
+def flat(atoms: Any, dim: tuple[int, ...], shard: Mapping[int, Any]) -> list[tuple[int, ...]]:
     """The sections of a dim, opened only as far as a cut reaches into them."""
     sections: list[tuple[int, ...]] = [()]
     for atom in atoms.expand(dim):
         inner = atoms.sections(atom)
-        if inner is None or atom in cut or not _reaches(atoms, inner, cut):
+        if inner is None or atom in shard or not _reaches(atoms, inner, shard):
             sections = [(*held, atom) for held in sections]
         else:
-            opened = [part for section in inner for part in flat(atoms, section, cut)]
+            opened = [part for section in inner for part in flat(atoms, section, shard)]
             sections = [(*held, *part) for held in sections for part in opened]
     return sections
 
 
-def _reaches(atoms: Any, sections: tuple[tuple[int, ...], ...], cut: Mapping[int, Any]) -> bool:
-    return any(atom in cut for section in sections for part in flat(atoms, section, cut) for atom in part)
+def _reaches(atoms: Any, sections: tuple[tuple[int, ...], ...], shard: Mapping[int, Any]) -> bool:
+    return any(atom in shard for section in sections for part in flat(atoms, section, shard) for atom in part)

@@ -44,7 +44,7 @@ class _Prologue:
     def __init__(self, program: LoweredProgram) -> None:
         self.program = program
         self.makers = {name: op for op in program.body for name in op.outputs}
-        self.held = {holding.value for holding in program.holdings} | program.received
+        self.held = {holding.value for holding in program.parameters} | program.received
         self.values, self.layouts = dict(program.values), dict(program.layouts)
         self.first: dict[str, Op] = {}
         self.early: list[PrologueValue] = []

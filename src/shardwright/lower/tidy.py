@@ -50,9 +50,9 @@ def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
     if MB in axes or any(op.region != last.region for op in row):
         return None
     (name,) = first.inputs if last.target in JOINS else last.outputs
-    cuts = program.layouts[name].cuts[last.argument("dim")][-len(axes) :]
-    joined = join_shards(cuts, program.mesh.sizes) if {cut.axis for cut in cuts} == set(axes) else None
-    return None if joined is None else one.with_arguments(axes=tuple(cut.axis for cut in cuts), cut=joined)
+    shards = program.layouts[name].shards[last.argument("dim")][-len(axes) :]
+    joined = join_shards(shards, program.mesh.sizes) if {shard.axis for shard in shards} == set(axes) else None
+    return None if joined is None else one.with_arguments(axes=tuple(shard.axis for shard in shards), shard=joined)
 
 
 SHARES = ("comm.take", "comm.take_pad")
@@ -106,9 +106,9 @@ def hoist(program: LoweredProgram) -> LoweredProgram:
     constants: list[Op] = []
     body: list[Op] = []
     for op in program.body:
-        own = program.facts.is_constant(op)
-        cut = op.target in SHARES and op.inputs[0] in fixed and MB not in op.argument("axes")
-        if (own or cut) and all(name in fixed for name in op.inputs):
+        own = program.analysis.is_constant(op)
+        shard = op.target in SHARES and op.inputs[0] in fixed and MB not in op.argument("axes")
+        if (own or shard) and all(name in fixed for name in op.inputs):
             fixed.update(op.outputs)
             constants.append(op)
         else:
@@ -135,7 +135,7 @@ def fold_bias(program: LoweredProgram) -> LoweredProgram:
     """A product and the bias added right after it become one call again, if nothing stands between."""
     users, needed = program.users(), program.needed()
     made = {name: op for op in program.body for name in op.outputs}
-    held = {holding.value for holding in program.holdings}
+    held = {holding.value for holding in program.parameters}
     held |= {name for name, op in made.items() if op.target == "aten._to_copy.default" and op.inputs[0] in held}
     replaced: dict[str, Op] = {}
     gone: set[str] = set()

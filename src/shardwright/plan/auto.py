@@ -141,10 +141,10 @@ class SearchResult:
 
 
 def search(
-    facts: Analysis,
+    analysis: Analysis,
     cluster: Cluster,
     training: TrainingSetup,
-    wishes: SearchOptions | None = None,
+    options: SearchOptions | None = None,
     *,
     size: int | None = None,
     progress: Progress | None = None,
@@ -155,7 +155,7 @@ def search(
     `like`: a frame of the same graph, of which what can be is used again.
     """
     told = progress or (lambda what, best: None)
-    return _MeshSearch(facts, cluster, training, wishes or SearchOptions(), size, told, like).run()
+    return _MeshSearch(analysis, cluster, training, options or SearchOptions(), size, told, like).run()
 
 
 class NothingFits(PlanError):
@@ -177,12 +177,18 @@ class _MeshSearch:
     """One search. What it learns on one mesh (`hints`, `reserve`) helps on the next."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: TrainingSetup, wishes: SearchOptions, size: int | None, told: Progress,
+        self, analysis: Analysis, cluster: Cluster, training: TrainingSetup, options: SearchOptions, size: int | None, told: Progress,
         like: SearchContext | None = None,
     ) -> None:  # fmt: skip
-        self.facts, self.cluster, self.training, self.wishes, self.progress = facts, cluster, training, wishes, told
+        self.analysis, self.cluster, self.training, self.options, self.progress = (
+            analysis,
+            cluster,
+            training,
+            options,
+            told,
+        )
         self.size, self.began = size, time.monotonic()
-        self.constraints = with_memory(wishes.constraints, wishes.memory, cluster, training)
+        self.constraints = with_memory(options.constraints, options.memory, cluster, training)
         self.frame = self._frame(self.constraints, like)
         self.limit = self.frame.limits.memory
         self.reserve = 0.0  # bytes that come and go, which sums of what is kept do not see
@@ -190,15 +196,15 @@ class _MeshSearch:
         self.best: MeshResult | None = None
 
     def _frame(self, constraints: Constraints, like: SearchContext | None = None) -> SearchContext:
-        wishes, limits = self.wishes, bind(constraints, self.facts)
+        options, limits = self.options, bind(constraints, self.analysis)
         return SearchContext(
-            self.facts, self.cluster, self.training, limits,
-            size=self.size, rows=wishes.data_only, recompute=wishes.recompute, like=like,
+            self.analysis, self.cluster, self.training, limits,
+            size=self.size, rows=options.data_only, recompute=options.recompute, like=like,
         )  # fmt: skip
 
     def late(self) -> bool:
-        told = self.wishes.stop is not None and self.wishes.stop()
-        return told or time.monotonic() - self.began > self.wishes.seconds
+        told = self.options.stop is not None and self.options.stop()
+        return told or time.monotonic() - self.began > self.options.seconds
 
     def run(self) -> SearchResult:
         looked: list[MeshResult] = []
@@ -230,7 +236,7 @@ class _MeshSearch:
     @property
     def upper(self) -> float:
         """What another mesh must stay below to be worth a look."""
-        return self.best.time * (1 - self.wishes.slack) if self.best is not None else math.inf
+        return self.best.time * (1 - self.options.slack) if self.best is not None else math.inf
 
     def _fit(self, looked: MeshResult, attempts: int = ATTEMPTS) -> MeshResult:
         """Solve a mesh so that a walk through the step, too, says that it fits; remember it if it is the best."""
@@ -246,7 +252,7 @@ class _MeshSearch:
             looked = replace(looked, memory=self._memory(looked))
             if looked.needs <= self.limit:
                 fitting = looked
-                if not rough or solution.gap <= self.wishes.aim:
+                if not rough or solution.gap <= self.options.aim:
                     break
             self.reserve, rough = max(self.reserve, looked.passing), False
         if fitting is not None:
@@ -298,7 +304,7 @@ class _MeshSearch:
         if True not in self.hints:  # else another mesh was short of memory, and this one will be
             solution = self._solved(looked.plain, limit, upper, rough)
             looked = replace(looked, tables=looked.plain, solution=solution)
-            short = solution.states is None or solution.time > looked.bound * (1 + self.wishes.aim)
+            short = solution.states is None or solution.time > looked.bound * (1 + self.options.aim)
             if not short or not self.frame.may_recompute:
                 return looked
             upper = min(upper, solution.time)
@@ -312,7 +318,7 @@ class _MeshSearch:
         return replace(looked, tables=tables, again=tables, solution=again)
 
     def _solved(self, tables: Tables, limit: float, upper: float, rough: bool, *, recompute: bool = False) -> Solution:
-        hint, aim = self.hints.get(recompute), max(ROUGH, self.wishes.aim) if rough else self.wishes.aim
+        hint, aim = self.hints.get(recompute), max(ROUGH, self.options.aim) if rough else self.options.aim
         found = solve(tables.problem(limit), upper=upper, stop=self.late, aim=aim, hint=hint, exact=not rough)
         if found.multipliers is not None:
             self.hints[recompute] = found.multipliers
@@ -324,14 +330,14 @@ class _MeshSearch:
         assert best.solution is not None
         bound = min(one.solution.bound if one.solution is not None else one.bound for one in looked)
         said = dict.fromkeys((*notes, *(note for one in looked for note in one.tables.spaces.left_out())))
-        plan = _plan(self.facts, self.cluster, best, self.wishes.constraints)
+        plan = _plan(self.analysis, self.cluster, best, self.options.constraints)
         return SearchResult(
             plan=replace(plan, notes=(*plan.notes, *(f"the search: {note}" for note in said))),
             best=best,
             looked=tuple(looked),
             bound=min(bound, best.time),
             limit=self.limit - max(0.0, self.reserve),
-            slack=self.wishes.slack,
+            slack=self.options.slack,
             seconds=time.monotonic() - self.began,
             stopped=stopped or best.solution.stopped,
         )
@@ -340,53 +346,53 @@ class _MeshSearch:
         """Say what clashes, or if the model alone does not fit, how far it is from it."""
         reserve = max(0.0, self.reserve)
         found = find_clash(self.constraints, self._frame, reserve)
-        if found is not None and any(item in self.wishes.constraints.items for item in found.items):
+        if found is not None and any(item in self.options.constraints.items for item in found.items):
             return PlanError(str(found))
         least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
         return PlanError(
-            f"{self.facts.graph.name} with a batch of {self.facts.graph.batch} does not fit: the leanest plan that was "
+            f"{self.analysis.graph.name} with a batch of {self.analysis.graph.batch} does not fit: the leanest plan that was "
             f"found needs {format_bytes(least)} on a device, and there are {format_bytes(self.limit - reserve)}; use more "
             "devices, a smaller batch or a larger memory="
         )
 
 
-def extend(plan: Plan, facts: Analysis, cluster: Cluster, training: TrainingSetup) -> Plan:
+def extend(plan: Plan, analysis: Analysis, cluster: Cluster, training: TrainingSetup) -> Plan:
     """A plan for one more graph of a planned model: ops that it knows by name do what they did."""
     known = next(iter(plan.entries.values()))[0].choices
     names = plan.mesh.names
     allowed = {
         op.name: {axis: frozenset([known[op.name].get(axis, "")]) for axis in names}
-        for op in facts.graph.ops
+        for op in analysis.graph.ops
         if op.name in known
     }
-    kinds = OpKinds(facts, training, {**allowed, **plan.storage})
+    kinds = OpKinds(analysis, training, {**allowed, **plan.storage})
     spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), allowed=allowed)
     tables = Tables(ProblemStructure(kinds), spaces, StoragePricing(spaces, fixed=plan.storage))
     solution = solve(tables.problem())
     assert solution.states is not None
-    draft = PlanBuilder(facts.graph, plan.mesh, facts)
-    draft.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
-    return draft.finish(plan.policy, plan.cluster, settle=False)
+    builder = PlanBuilder(analysis.graph, plan.mesh, analysis)
+    builder.choices.update({name: dict(choice) for name, choice in tables.choices(solution.states).items()})
+    return builder.finish(plan.policy, plan.cluster, settle=False)
 
 
-def _plan(facts: Analysis, cluster: Cluster, best: MeshResult, constraints: Constraints) -> Plan:
+def _plan(analysis: Analysis, cluster: Cluster, best: MeshResult, constraints: Constraints) -> Plan:
     """The plan of a solution, with axes named for what they do, unless somebody has named them."""
     assert best.solution is not None and best.solution.states is not None
     states, tables = best.solution.states, best.tables
     choices, storage = tables.choices(states), tables.storage(states)
-    names = axis_names(facts, best.candidate.mesh, choices)
+    names = axis_names(analysis, best.candidate.mesh, choices)
     mesh = Mesh(axes=tuple(Axis(name=names[axis.name], size=axis.size) for axis in best.candidate.mesh.axes))
-    draft = PlanBuilder(facts.graph, mesh, facts)
+    builder = PlanBuilder(analysis.graph, mesh, analysis)
     for op, choice in choices.items():
-        draft.choices[op] = {names[axis]: role for axis, role in choice.items()}
+        builder.choices[op] = {names[axis]: role for axis, role in choice.items()}
     for key, held in storage.items():
         for axis, level in held:
-            draft.storage.setdefault(key, {})[names[axis]] = level
+            builder.storage.setdefault(key, {})[names[axis]] = level
     for path in tables.recompute(states):
-        draft.recompute(path)
+        builder.recompute(path)
     for item in constraints.items:
-        draft.note(f"keeps to {item.said}")
-    return draft.finish("auto", str(cluster), settle=False)
+        builder.note(f"keeps to {item.said}")
+    return builder.finish("auto", str(cluster), settle=False)
 
 
 __all__ = ["MeshResult", "SearchOptions", "SearchResult", "search"]

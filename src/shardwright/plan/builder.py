@@ -31,10 +31,10 @@ MB = "mb"
 class PlanBuilder:
     """Choices for the ops of one graph on one mesh. With `lenient`, what an axis can't share stays whole on it."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, facts: Analysis | None = None, *, lenient: bool = False) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, analysis: Analysis | None = None, *, lenient: bool = False) -> None:
         self.graph = graph
         self.mesh, self.lenient = mesh, lenient
-        self.facts = facts or analyse(graph)
+        self.analysis = analysis or analyse(graph)
         self.choices: dict[str, dict[str, str]] = {}
         self.storage: dict[str, dict[str, int]] = {}
         self.recomputed: list[str] = []
@@ -44,10 +44,10 @@ class PlanBuilder:
     @property
     def ops(self) -> tuple[Op, ...]:
         """The ops that are worth splitting: constants are computed once, whole."""
-        return self.facts.live
+        return self.analysis.live
 
     def signature(self, op: Op) -> Signature:
-        return self.facts.signatures[op.name]
+        return self.analysis.signatures[op.name]
 
     def roles(self, op: Op) -> tuple[Role, ...]:
         return self.signature(op).roles
@@ -62,7 +62,7 @@ class PlanBuilder:
 
     def left_of(self, op: Op, axis: Axis, atom: int) -> int:
         """How much of an atom the other axes leave of an op."""
-        size = self.facts.atoms.size[atom]
+        size = self.analysis.atoms.size[atom]
         for other in self.mesh.axes:
             role = self.role_on(op, other) if other != axis else None
             size = size // other.size if role is not None and role.atom == atom else size
@@ -121,7 +121,7 @@ class PlanBuilder:
             producer = self.graph.producer.get(bound.value)
             if producer is None or axis.name not in self.choices.get(producer.name, {}):
                 continue
-            held = self.output_layout(producer, bound.value).cut_of(axis.name)
+            held = self.output_layout(producer, bound.value).shard_of(axis.name)
             score += held is not None and held[0] == bound.dim_of(role.label)
         return score
 
@@ -223,7 +223,7 @@ class PlanBuilder:
         For those that depend on parameters only, the parameter's own sync sums them. Others must not cost a sum: what
         they read is summed over the axis anyway, for another op that reads it, or over the axis around this one.
         """
-        lean, sinks = {op.name for op in self.facts.lean}, set(self.graph.sinks())
+        lean, sinks = {op.name for op in self.analysis.lean}, set(self.graph.sinks())
         whole = [op for op in self.graph.ops if self.chosen(op, axis) is None and self._has_gradient(op)]
         found = {op.name: op for op in whole if op.name not in lean and axis.name != MB}
         for _ in tuple(found):

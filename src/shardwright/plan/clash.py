@@ -74,7 +74,7 @@ class Clash:
             there = "is 1 device" if count == 1 else f"are {count} devices"
             return f"there {there}, {inside} on a node; ask for another size, or say less of the axis"
         if isinstance(item, SplitConstraint):
-            held = sizes_of(item, self.constraints, self.frame.facts)
+            held = sizes_of(item, self.constraints, self.frame.analysis)
             return f"{held}; ask for another label, or for an axis that divides it"
         return REMEDIES[type(item)]
 

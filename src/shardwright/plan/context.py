@@ -27,7 +27,7 @@ class SearchContext:
 
     def __init__(
         self,
-        facts: Analysis,
+        analysis: Analysis,
         cluster: Cluster,
         training: TrainingSetup,
         limits: Limits,
@@ -38,7 +38,7 @@ class SearchContext:
         like: SearchContext | None = None,
     ) -> None:
         """`like`: another frame of the graph, whose structure is taken if the limits allow for it."""
-        self.facts, self.cluster, self.training, self.limits = facts, cluster, training, limits
+        self.analysis, self.cluster, self.training, self.limits = analysis, cluster, training, limits
         self.size, self.rows, self.recompute = size, rows, recompute
         self._like = like if like is not None and self._is_like(like) else None
         self._first: dict[int, Tables] = {}  # of each skeleton, for the steps in which others are solved
@@ -46,7 +46,7 @@ class SearchContext:
     def _is_like(self, other: SearchContext) -> bool:
         """Whether the kinds and the structure of another frame serve here: ops of a kind are asked the same."""
         mine, others = self.limits, other.limits
-        if self.facts is not other.facts or (self.training, self.recompute) != (other.training, other.recompute):
+        if self.analysis is not other.analysis or (self.training, self.recompute) != (other.training, other.recompute):
             return False
         if any(getattr(mine, name) != getattr(others, name) for name in ("together", "most", "must", "never")):
             return False
@@ -58,7 +58,7 @@ class SearchContext:
 
     @cached_property
     def kinds(self) -> OpKinds:
-        return self._like.kinds if self._like is not None else OpKinds(self.facts, self.training, self.limits.said)
+        return self._like.kinds if self._like is not None else OpKinds(self.analysis, self.training, self.limits.said)
 
     @cached_property
     def plain(self) -> ProblemStructure:
@@ -78,12 +78,12 @@ class SearchContext:
 
     def _skeleton(self, *, free: bool) -> ProblemStructure:
         limits = self.limits
-        layers = limits.ways(self.facts.graph, self._layers, free=free) if free or limits.must else {}
+        layers = limits.ways(self.analysis.graph, self._layers, free=free) if free or limits.must else {}
         return ProblemStructure(self.kinds, layers, limits.together)
 
     @cached_property
     def _layers(self) -> dict[str, tuple[frozenset[str], ...]]:
-        return recomputable(self.facts)
+        return recomputable(self.analysis)
 
     def candidates(self) -> Iterator[MeshCandidate]:
         base = list(candidates(self.cluster, self.size, data_only=self.rows))
@@ -132,20 +132,20 @@ class SearchContext:
         return least_memory(tables.problem()) if tables is not None else math.inf
 
 
-def recomputable(facts: Analysis) -> dict[str, tuple[frozenset[str], ...]]:
+def recomputable(analysis: Analysis) -> dict[str, tuple[frozenset[str], ...]]:
     """The repeated layers of a model, and the ways to recompute each.
 
     Not at all; its parts that have no products, which are cheap to run again; one of those that have; all its parts,
     each by itself; and the layer as a whole, of which only what enters it is kept.
     """
-    graph = facts.graph
+    graph = analysis.graph
     layers = {layer: dict[str, bool]() for layer in layers_of(graph) if not faults_of(graph, layer)}
     for op in graph.ops:
         layer = next((path for path in prefixes(op.module_path) if path in layers), None)
         if layer is not None:
             part = op.module_path[len(layer) + 1 :].split(".")[0]
             if part:
-                path, product = f"{layer}.{part}", is_matmul(facts.signatures[op.name])
+                path, product = f"{layer}.{part}", is_matmul(analysis.signatures[op.name])
                 layers[layer][path] = layers[layer].get(path, False) or product
     found = {}
     for layer, parts in layers.items():

@@ -53,17 +53,17 @@ class AxisUse:
 
 
 def axis_uses(
-    facts: Analysis, mesh: Mesh, cluster: Cluster, choices: Mapping[str, Mapping[str, str]]
+    analysis: Analysis, mesh: Mesh, cluster: Cluster, choices: Mapping[str, Mapping[str, str]]
 ) -> tuple[AxisUse, ...]:
     """What the axes of a mesh are used for under these choices."""
-    kinds = atom_kinds(facts)
-    products = [op for op in facts.graph.ops if is_matmul(facts.signatures[op.name])]
-    total = sum(flops(facts.signatures[op.name]) for op in products) or 1.0
+    kinds = atom_kinds(analysis)
+    products = [op for op in analysis.graph.ops if is_matmul(analysis.signatures[op.name])]
+    total = sum(flops(analysis.signatures[op.name]) for op in products) or 1.0
     found = []
     for axis in mesh.axes:
         work = {"batch": 0.0, "weights": 0.0, "other": 0.0}
         for op in products:
-            signature, picked = facts.signatures[op.name], choices.get(op.name, {}).get(axis.name)
+            signature, picked = analysis.signatures[op.name], choices.get(op.name, {}).get(axis.name)
             role = next((role for role in signature.roles if role.name == picked), None)
             if role is not None:
                 work[kinds.get(role.atom, "other")] += flops(signature) / total
@@ -74,9 +74,9 @@ def axis_uses(
     return tuple(found)
 
 
-def atom_kinds(facts: Analysis) -> dict[int, str]:
+def atom_kinds(analysis: Analysis) -> dict[int, str]:
     """Of each atom that is the batch's or a parameter's: "batch" or "weights"."""
-    return dict.fromkeys(facts.owned, "weights") | dict.fromkeys(facts.batch, "batch")
+    return dict.fromkeys(analysis.owned, "weights") | dict.fromkeys(analysis.batch, "batch")
 
 
 def stored_bytes(graph: Graph, storage: Mapping[str, Iterable[tuple[str, int]]]) -> dict[str, float]:

@@ -64,12 +64,14 @@ def _segments(data: Any, segments: list[Any], graph: Graph, path: str | Path) ->
     names = [op.name for op in graph.ops]
     parts = [uncover(held["ops"], names) if "ops" in held else names for held in segments]
     meshes = _meshes(data, segments, path)
-    homes: dict[str, int] = {}
+    storage_options: dict[str, int] = {}
     faults: list[str] = []
     for number, own in enumerate(parts):
-        faults += [f"{name!r} is in segments {homes[name]} and {number}" for name in own if name in homes]
-        homes |= dict.fromkeys(own, number)
-    faults += [f"{name!r} is in no segment" for name in names if name not in homes]
+        faults += [
+            f"{name!r} is in segments {storage_options[name]} and {number}" for name in own if name in storage_options
+        ]
+        storage_options |= dict.fromkeys(own, number)
+    faults += [f"{name!r} is in no segment" for name in names if name not in storage_options]
     raise_all(PlanError, f"{path} does not fit the model:", faults)
     found = []
     for number, (held, own, mesh) in enumerate(zip(segments, parts, meshes, strict=True)):

@@ -106,30 +106,30 @@ def _is_in(op: Op, way: Iterable[str]) -> bool:
     return any(is_inside(op.module_path, path) for path in way)
 
 
-def bind(constraints: Constraints, facts: Analysis) -> Limits:
+def bind(constraints: Constraints, analysis: Analysis) -> Limits:
     """The limits of a graph. Refuses, all at once, what names nothing that the model has."""
-    binder = _Binder(constraints, facts)
+    binder = _Binder(constraints, analysis)
     for item in constraints.items:
         binder.add(item)
-    raise_all(PlanError, f"the constraints do not fit {facts.graph.name}:", binder.faults)
+    raise_all(PlanError, f"the constraints do not fit {analysis.graph.name}:", binder.faults)
     return binder.finish()
 
 
-def sizes_of(item: SplitConstraint, constraints: Constraints, facts: Analysis) -> str:
+def sizes_of(item: SplitConstraint, constraints: Constraints, analysis: Analysis) -> str:
     """What a label that ops are to be split on has: "n has 128 in blocks.0.up / linear"."""
-    binder, found = _Binder(constraints, facts), dict[tuple[str, int], str]()
+    binder, found = _Binder(constraints, analysis), dict[tuple[str, int], str]()
     for op in binder.live:
         if item.target.takes(op, constraints.classes):
-            for role in facts.signatures[op.name].roles:
+            for role in analysis.signatures[op.name].roles:
                 if binder.is_meant(role, item.label):
                     found.setdefault((role.name, role.size), f"{role.name} has {role.size} in {op.name}")
     return ", ".join(list(found.values())[:3])
 
 
 class _Binder:
-    def __init__(self, constraints: Constraints, facts: Analysis) -> None:
-        self.facts, self.graph, self.classes = facts, facts.graph, constraints.classes
-        self.live = facts.live
+    def __init__(self, constraints: Constraints, analysis: Analysis) -> None:
+        self.analysis, self.graph, self.classes = analysis, analysis.graph, constraints.classes
+        self.live = analysis.live
         self.faults: list[str] = []
         self.axes: dict[str, tuple[AxisConstraint, ...]] = {}
         self.demands: dict[str, tuple[ChoiceDemand, ...]] = {}
@@ -205,7 +205,7 @@ class _Binder:
     def _split(self, item: SplitConstraint, ops: Sequence[Op]) -> None:
         found = False
         for op in ops:
-            roles = self.facts.signatures[op.name].roles
+            roles = self.analysis.signatures[op.name].roles
             picks = tuple(role.name for role in roles if self.is_meant(role, item.label))
             if picks:
                 found = True
@@ -213,14 +213,14 @@ class _Binder:
         if not found:
             known: dict[str, str] = {}
             for op in ops:
-                labels = dict.fromkeys(role.label for role in self.facts.signatures[op.name].roles)
+                labels = dict.fromkeys(role.label for role in self.analysis.signatures[op.name].roles)
                 known.setdefault(op.target.split(".")[1], ", ".join(labels) or "none")
             there = "; ".join(f"{kind} has {labels}" for kind, labels in list(known.items())[:6])
             self.faults.append(f"{item.said}: no op there has the label {item.label!r}; {there}")
 
     def is_meant(self, role: Role, label: str) -> bool:
         if label == "batch":
-            return role.atom in self.facts.batch
+            return role.atom in self.analysis.batch
         if label == "sequence":
             return role.atom in self.sequence
         return label in (role.name, role.label)
@@ -228,11 +228,11 @@ class _Binder:
     @cached_property
     def sequence(self) -> set[int]:
         """Atoms of the middle dim of [batch, sequence, features] activations."""
-        facts, found = self.facts, set[int]()
+        analysis, found = self.analysis, set[int]()
         for value in self.graph.values.values():
             if len(value.shape) == 3 and value.gradient and value.shape[0] == self.graph.batch:
-                found.update(facts.atoms.splittable(facts.dims[value.name][1]))
-        return found - facts.batch
+                found.update(analysis.atoms.splittable(analysis.dims[value.name][1]))
+        return found - analysis.batch
 
     def _whole(self, item: ReplicateConstraint, ops: Sequence[Op]) -> None:
         for op in ops:

@@ -119,7 +119,7 @@ def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def axis_names(analysis: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """dp for an axis that splits mostly the batch, ep if it splits experts, else tp; numbered if there are several.
 
     Axes that somebody has named keep their names.
@@ -132,13 +132,13 @@ def axis_names(facts: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str, s
         experts = False
         for name, choice in choices.items():
             picked = choice.get(axis.name)
-            signature = facts.signatures[name]
+            signature = analysis.signatures[name]
             role = next((role for role in signature.roles if role.name == picked), None)
             if role is None:
                 continue
             experts = experts or signature.beside(role.label) is not None
             weight = flops(signature) if is_matmul(signature) else 1e-6
-            work["dp" if role.atom in facts.batch else "tp"] += weight
+            work["dp" if role.atom in analysis.batch else "tp"] += weight
         kind = "ep" if experts else max(work, key=lambda name: work[name])
         numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))
         found[axis.name] = next(name for name in numbered if name not in found.values())

@@ -23,12 +23,12 @@ ALONE = Mesh(axes=())
 class OpKinds:
     """The kinds of a graph's ops, by number; the first op of a kind stands for all."""
 
-    def __init__(self, facts: Analysis, training: TrainingSetup, said: Mapping[str, object] | None = None) -> None:
+    def __init__(self, analysis: Analysis, training: TrainingSetup, said: Mapping[str, object] | None = None) -> None:
         """`said` is what somebody has decided about some ops: ops that differ in it are of different kinds."""
-        self.facts, self.training, self.graph = facts, training, facts.graph
+        self.analysis, self.training, self.graph = analysis, training, analysis.graph
         self.said = said or {}
-        self.backward = facts.graph.entry.startswith("train")
-        self.live, self.lean = facts.live, frozenset(op.name for op in facts.lean)
+        self.backward = analysis.graph.entry.startswith("train")
+        self.live, self.lean = analysis.live, frozenset(op.name for op in analysis.lean)
         self.of: dict[str, int] = {}
         self.first: list[Op] = []
         self._keeps: dict[int, tuple[tuple[bool, ...], tuple[bool, ...]]] = {}
@@ -38,11 +38,11 @@ class OpKinds:
             self.of[op.name] = kind
             if kind == len(self.first):
                 self.first.append(op)
-            facts.signatures[op.name].is_like(facts.signatures[self.first[kind].name])
+            analysis.signatures[op.name].is_like(analysis.signatures[self.first[kind].name])
 
     def _key(self, op: Op) -> Hashable:
-        signature = self.facts.signatures[op.name]
-        blocks, dims, graph = self.facts.atoms.blocks, self.facts.dims, self.graph
+        signature = self.analysis.signatures[op.name]
+        blocks, dims, graph = self.analysis.atoms.blocks, self.analysis.dims, self.graph
         shapes = []
         for name in (*op.inputs, *op.outputs):
             value, parameter = graph.values[name], graph.parameter_of(name)
@@ -60,10 +60,10 @@ class OpKinds:
         """In each layer, for each atom of a parameter, the arithmetic of the products that can be split on it."""
         found: dict[str, dict[int, float]] = {}
         for op in self.live:
-            signature = self.facts.signatures[op.name]
+            signature = self.analysis.signatures[op.name]
             if is_matmul(signature):
                 sums = found.setdefault(layer_of(op.module_path), {})
-                for atom in {role.atom for role in signature.roles} & self.facts.owned:
+                for atom in {role.atom for role in signature.roles} & self.analysis.owned:
                     sums[atom] = sums.get(atom, 0.0) + flops(signature)
         return found
 
@@ -71,7 +71,7 @@ class OpKinds:
         """Which inputs and which outputs of an op backward needs."""
         if kind not in self._keeps:
             op = self.first[kind]
-            signature = self.facts.signatures[op.name]
+            signature = self.analysis.signatures[op.name]
             if self.backward:
                 inputs, outputs, _ = saved_bytes(local_call(signature, {}, ALONE, self.training), signature)
             else:

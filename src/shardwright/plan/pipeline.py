@@ -59,26 +59,26 @@ def pipeline_ranks_of(stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def build_pipeline(
     graph: Graph,
     request: PolicyRequest,
-    facts: Analysis | None = None,
+    analysis: Analysis | None = None,
     cluster: str = "",
     microbatches: int | None = None,
     local: bool = False,
 ) -> Plan:
     """The plan that a plan string with stages, or with microbatches, asks for."""
-    facts = facts or analyse(graph)
-    request, notes = refine(request, facts, tp)
+    analysis = analysis or analyse(graph)
+    request, notes = refine(request, analysis, tp)
     stages = request.stages or (request.mesh.size,)
     name = request.schedule or USUAL
     kind = schedule_kind(f"{name}:{request.chunks}" if request.chunks else name)
     groups = max(replicas(request.mesh_of(size)) for size in stages)
     count = microbatches or usual_microbatches(graph, len(stages), groups)
     check_microbatches(graph, count, groups, local)
-    line = OpSequence(facts)
-    cuts = balanced(line, [flops(facts.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
-    drawn = {size: _drawn(facts, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
-    seats = pipeline_ranks_of(stages)
-    meshes = [replace(drawn[len(seat)].mesh_inside, devices=seat) for seat in seats]
-    held = [(meshes[seat], drawn[len(seats[seat])].choices) for (seat,) in kind.holders(len(stages))]
+    line = OpSequence(analysis)
+    cuts = balanced(line, [flops(analysis.signatures[op.name]) for op in line.ops], len(stages) * kind.segments)
+    drawn = {size: _drawn(analysis, request, size, 1 if local else count) for size in dict.fromkeys(stages)}
+    pp_ranks = pipeline_ranks_of(stages)
+    meshes = [replace(drawn[len(pp_rank)].mesh_inside, devices=pp_rank) for pp_rank in pp_ranks]
+    held = [(meshes[pp_rank], drawn[len(pp_ranks[pp_rank])].choices) for (pp_rank,) in kind.holders(len(stages))]
     segments = tuple(
         PlanStage(
             mesh=mesh,
@@ -104,49 +104,49 @@ def build_pipeline(
 class _Drawn:
     """What the policies of a stage say of the whole graph."""
 
-    def __init__(self, draft: PlanBuilder, mesh: Mesh) -> None:
-        self.plan = draft.finish("")
-        self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(draft.graph.entry)
-        self.recomputed = tuple(draft.recomputed)
+    def __init__(self, builder: PlanBuilder, mesh: Mesh) -> None:
+        self.plan = builder.finish("")
+        self.choices: Mapping[str, Mapping[str, str]] = self.plan.choices(builder.graph.entry)
+        self.recomputed = tuple(builder.recomputed)
         self.mesh_inside = mesh
 
 
-def _drawn(facts: Analysis, request: PolicyRequest, size: int, microbatches: int) -> _Drawn:
+def _drawn(analysis: Analysis, request: PolicyRequest, size: int, microbatches: int) -> _Drawn:
     mesh = request.mesh_of(size)
-    draft = PlanBuilder(facts.graph, timed(mesh, microbatches), facts)
+    builder = PlanBuilder(analysis.graph, timed(mesh, microbatches), analysis)
     if microbatches > 1:
-        split_in_time(draft, Axis(name=MB, size=microbatches))
-    apply(draft, request, size)
-    return _Drawn(draft, mesh)
+        split_in_time(builder, Axis(name=MB, size=microbatches))
+    apply(builder, request, size)
+    return _Drawn(builder, mesh)
 
 
-def split_in_time(draft: PlanBuilder, axis: Axis) -> None:
+def split_in_time(builder: PlanBuilder, axis: Axis) -> None:
     """The policy of microbatches: data parallel, where nobody can be asked.
 
     What depends on inputs alone and is wanted whole is computed whole; every rank has the inputs.
     """
-    dp(draft, axis)
-    graph, facts = draft.graph, draft.facts
-    given = {held.value for held in graph.inputs} | {held.value for held in graph.buffers} | facts.constants
+    dp(builder, axis)
+    graph, analysis = builder.graph, builder.analysis
+    given = {held.value for held in graph.inputs} | {held.value for held in graph.buffers} | analysis.constants
     early = []
-    for op in draft.ops:
+    for op in builder.ops:
         if all(name in given for name in op.inputs) and not any(graph.values[name].gradient for name in op.outputs):
             given.update(op.outputs)
             early.append(op)
-    draft.foreseen[axis.name] = frozenset(name for op in early for name in op.outputs)
+    builder.foreseen[axis.name] = frozenset(name for op in early for name in op.outputs)
     for op in reversed(early):
-        if draft.chosen(op, axis) is not None and any(_wanted_whole(draft, axis, op, name) for name in op.outputs):
-            del draft.choices[op.name][axis.name]
+        if builder.chosen(op, axis) is not None and any(_wanted_whole(builder, axis, op, name) for name in op.outputs):
+            del builder.choices[op.name][axis.name]
 
 
-def _wanted_whole(draft: PlanBuilder, axis: Axis, op: Op, value: str) -> bool:
+def _wanted_whole(builder: PlanBuilder, axis: Axis, op: Op, value: str) -> bool:
     """Whether a value that an axis cuts is read by an op that does not take it cut."""
-    if draft.output_layout(op, value).cut_of(axis.name) is None:
+    if builder.output_layout(op, value).shard_of(axis.name) is None:
         return False
-    for user, index in draft.graph.users[value]:
-        choice = draft.choices.get(user.name, {})
-        inputs, _ = draft.signature(user).layouts({k: v for k, v in choice.items() if k == axis.name}, draft.mesh)
-        if inputs[index].cut_of(axis.name) is None:
+    for user, index in builder.graph.users[value]:
+        choice = builder.choices.get(user.name, {})
+        inputs, _ = builder.signature(user).layouts({k: v for k, v in choice.items() if k == axis.name}, builder.mesh)
+        if inputs[index].shard_of(axis.name) is None:
             return True
     return False
 
@@ -188,14 +188,14 @@ def _meshes(plan: Plan) -> list[Mesh]:
 def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool = True) -> Schedule:
     """The schedule that a plan names, over its devices."""
     meshes, count = _meshes(plan), plan.microbatches if microbatches is None else microbatches
-    seats = list(dict.fromkeys(mesh.devices for mesh in meshes))
+    pp_ranks = list(dict.fromkeys(mesh.devices for mesh in meshes))
     held = tuple(tuple(sorted(mesh.devices)) for mesh in meshes)
     if not training:
         return forward_only(held, count)
     if plan.steps is not None:
         made = fewer(Schedule.from_json(plan.steps), count)
     else:
-        made = spread(schedule_kind(plan.schedule or USUAL).make(len(seats), count), seats)
+        made = spread(schedule_kind(plan.schedule or USUAL).make(len(pp_ranks), count), pp_ranks)
     if made.holders != held:
         raise PlanError(
             f"the schedule {made.name} has segments on devices {_listed(made.holders)}, and the plan on "
@@ -204,17 +204,17 @@ def schedule_of(plan: Plan, microbatches: int | None = None, *, training: bool =
     return made
 
 
-def _listed(seats: Sequence[Sequence[int]]) -> str:
-    return ", ".join("+".join(map(str, seat)) for seat in seats)
+def _listed(pp_ranks: Sequence[Sequence[int]]) -> str:
+    return ", ".join("+".join(map(str, pp_rank)) for pp_rank in pp_ranks)
 
 
-def continue_pipeline(plan: Plan, facts: Analysis) -> Plan:
+def continue_pipeline(plan: Plan, analysis: Analysis) -> Plan:
     """A pipeline with one more entry: ops of the same names are where they are in the first, and split as there."""
-    graph, line = facts.graph, OpSequence(facts)
+    graph, line = analysis.graph, OpSequence(analysis)
     known = {name: number for number, segment in enumerate(plan.segments) for name in segment.choices}
     parts = parts_like(line, known, len(plan.segments))
     count = 1 if plan.local else microbatches_of(plan, graph)
-    drawn = {mesh: _again(plan, facts, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
+    drawn = {mesh: _again(plan, analysis, mesh, count) for mesh in dict.fromkeys(_meshes(plan))}
     segments = tuple(
         PlanStage(
             mesh=held.mesh,
@@ -240,18 +240,18 @@ def parts_like(line: OpSequence, known: Mapping[str, int], count: int) -> tuple[
     return line.settled(home, count)
 
 
-def _again(plan: Plan, facts: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
+def _again(plan: Plan, analysis: Analysis, mesh: Mesh, microbatches: int) -> Mapping[str, Mapping[str, str]]:
     """What ops do on a mesh, by what those of the same names do on it."""
-    draft = PlanBuilder(facts.graph, timed(mesh, microbatches), facts)
+    builder = PlanBuilder(analysis.graph, timed(mesh, microbatches), analysis)
     if microbatches > 1:
-        split_in_time(draft, Axis(name=MB, size=microbatches))
+        split_in_time(builder, Axis(name=MB, size=microbatches))
     for segment in plan.segments:
         for name, held in segment.choices.items() if segment.mesh == mesh else ():
-            op = facts.graph.by_name.get(name)
-            if op is None or facts.is_constant(op):
+            op = analysis.graph.by_name.get(name)
+            if op is None or analysis.is_constant(op):
                 continue
             for axis in mesh.axes:
-                role = next((role for role in draft.roles(op) if role.name == held.get(axis.name)), None)
+                role = next((role for role in builder.roles(op) if role.name == held.get(axis.name)), None)
                 if role is not None and role.fills(axis.size):
-                    draft.split(op, axis, role)
-    return draft.finish("").choices(facts.graph.entry)
+                    builder.split(op, axis, role)
+    return builder.finish("").choices(analysis.graph.entry)

@@ -168,6 +168,6 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all."""
         path = Path(path)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(self.to_json())
-        draft.replace(path)
+        builder = path.with_name(path.name + ".part")
+        builder.write_text(self.to_json())
+        builder.replace(path)

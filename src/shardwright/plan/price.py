@@ -139,7 +139,7 @@ class PlanPrice:
 
 
 def price(
-    facts: Analysis,
+    analysis: Analysis,
     cluster: Cluster,
     training: TrainingSetup,
     plan: Plan,
@@ -153,13 +153,13 @@ def price(
     limit     bytes that a device may use, if less than it has
     memory    what a walk through the step has said, if there was one
     """
-    entry = facts.graph.entry
+    entry = analysis.graph.entry
     if entry not in plan.entries:
         raise PlanError(f"the plan has no entry {entry!r}; it has {', '.join(plan.entries)}")
     choices = plan.choices(entry)
     recompute = plan.entries[entry][0].recompute
     said: dict[str, object] = {**choices, **plan.storage}
-    kinds = OpKinds(facts, training, said)
+    kinds = OpKinds(analysis, training, said)
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in recompute})
     spaces = ChoiceSpaces(kinds, ReshardPrices(plan.mesh, cluster), fixed=choices)
     tables = Tables(skeleton, spaces, StoragePricing(spaces, fixed=plan.storage), rows)
@@ -170,7 +170,7 @@ def price(
     return PlanPrice(
         made_for={
             "cluster": str(cluster),
-            "batch": facts.graph.batch,
+            "batch": analysis.graph.batch,
             "optimizer": training.optimizer,
             "compute": training.compute,
             "reduce": training.reduce,
@@ -178,7 +178,7 @@ def price(
             "precision": training.said,
             "accumulate": training.accumulate,
             "rows": list(rows),
-            "outputs": _outputs(facts.graph),
+            "outputs": _outputs(analysis.graph),
         },
         used=np.asarray(solution.resources),
         overlap=cluster.overlap,
@@ -188,8 +188,8 @@ def price(
         edges=_dearest(
             PricedPart(name=held.name, seconds=held.seconds, kept=0.0, sends=held.said()) for held in conversions
         ),
-        axes=axis_uses(facts, plan.mesh, cluster, choices),
-        stored=stored_bytes(facts.graph, plan.storage),
+        axes=axis_uses(analysis, plan.mesh, cluster, choices),
+        stored=stored_bytes(analysis.graph, plan.storage),
         memory=memory or tables.peak(choices, plan.storage, recompute),
         limit=training.room(cluster.memory) if limit is None else limit,
     )
@@ -264,7 +264,10 @@ def _conversions(tables: Tables, states: tuple[int, ...]) -> Iterator[PricedResh
         if not forward and not backward:
             continue
         if isinstance(table, UseTable):
-            starts, goals = tables.homes[table.home].layouts, tables.layouts(EdgeEnd("in", table.kind, table.index))
+            starts, goals = (
+                tables.storage_options[table.home].layouts,
+                tables.layouts(EdgeEnd("in", table.kind, table.index)),
+            )
         else:
             starts, goals = tables.layouts(table.start), tables.layouts(table.goal, table.value)
         source = starts[states[factor.variables[0]]]
@@ -315,7 +318,7 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
         if not isinstance(table, OpTable):
             continue
         again = table.region[states[factor.variables[-1]]] >= 0 if table.region else table.again
-        signature = skeleton.facts.signatures[entry.name]
+        signature = skeleton.analysis.signatures[entry.name]
         for sent in algorithm_collectives(signature, choices.get(entry.name, {}), tables.mesh, tables.training):
             time = tables.training.accumulate * tables.moves.waited(sent.collective, sent.bytes, sent.axes)
             if sent.when == "forward" or tables.spaces.backward:
@@ -327,7 +330,7 @@ def _of_ops(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
 def _of_parameters(tables: Tables, states: tuple[int, ...]) -> Iterator[Sending]:
     whens = {Resource.BESIDE_FORWARD: "forward", Resource.BESIDE_BACKWARD: "backward", Resource.UPDATE: "update"}
     for parameter in tables.graph.parameters:
-        if parameter.key not in tables.skeleton.homes:
+        if parameter.key not in tables.skeleton.storage_options:
             continue
         layout, held = tables.home(parameter.key, states)
         for sent in tables.storing.sends(parameter, layout, held, tables.skeleton.units[parameter.key]):

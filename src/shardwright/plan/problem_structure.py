@@ -129,14 +129,14 @@ class ProblemStructure:
     """
 
     def __init__(self, kinds: OpKinds, layers: Ways | None = None, together: Mapping[str, str] | None = None) -> None:
-        self.kinds, self.facts, self.graph = kinds, kinds.facts, kinds.graph
+        self.kinds, self.analysis, self.graph = kinds, kinds.analysis, kinds.graph
         self.layers, self.together = layers or {}, together or {}
         self.variables: list[SearchVariable] = []
         self.entries: list[FactorEntry] = []
         self.tables: dict[Table, int] = {}
         self.ops: dict[str, int] = {}
         self.hubs: dict[str, int] = {}
-        self.homes: dict[str, int] = {}
+        self.storage_options: dict[str, int] = {}
         self.recomputed: dict[str, int] = {}
         self.hub_kinds: dict[tuple[EdgeEnd, ...], int] = {}
         self.home_kinds: dict[Hashable, int] = {}
@@ -289,7 +289,7 @@ class ProblemStructure:
         if kind == len(self.home_firsts):
             self.home_firsts.append(parameter)
         variable = self._variable("home", kind, blocks[users[0][0].name])
-        self.homes[parameter.key] = variable
+        self.storage_options[parameter.key] = variable
         self._add((variable,), StorageTable(kind), parameter.key)
         for user, index in users:
             table = UseTable(kind, self.kinds.of[user.name], index, name)

@@ -25,16 +25,16 @@ def is_replica(name: str) -> bool:
     return name in REPLICAS or name.startswith("dp")
 
 
-def batch_layout(facts: Analysis, mesh: Mesh, axes: Sequence[str], name: str) -> Layout:
+def batch_layout(analysis: Analysis, mesh: Mesh, axes: Sequence[str], name: str) -> Layout:
     """The layout in which each group of ranks along these axes has its own rows of a value."""
-    layout = replicated(len(facts.graph.values[name].shape))
+    layout = replicated(len(analysis.graph.values[name].shape))
     taken: list[tuple[int, int]] = []
     for axis in mesh.axes:
-        if axis.name not in axes or not layout.cuts:
+        if axis.name not in axes or not layout.shards:
             continue
-        for atom in facts.batch:
-            cut = facts.atoms.cut(facts.dims[name][0], atom, axis, taken)
-            if cut is not None:
-                layout = layout.with_cut(0, cut)
+        for atom in analysis.batch:
+            shard = analysis.atoms.shard(analysis.dims[name][0], atom, axis, taken)
+            if shard is not None:
+                layout = layout.with_shard(0, shard)
                 taken.append((atom, axis.size))
     return layout

@@ -90,7 +90,7 @@ class ChoiceSpaces:
         to be known to `kinds` too. `twins`: kinds that have the choices that all of them have, in the same order.
         `like`: spaces that differ in nothing but where in the cluster the mesh lies.
         """
-        self.kinds, self.facts, self.moves, self.mesh = kinds, kinds.facts, moves, moves.mesh
+        self.kinds, self.analysis, self.moves, self.mesh = kinds, kinds.analysis, moves, moves.mesh
         self.training, self.backward = kinds.training, kinds.backward
         self.data, self.fixed, self.allowed = frozenset(data), fixed, allowed or {}
         self.free = frozenset(free)
@@ -115,7 +115,7 @@ class ChoiceSpaces:
         roles = signature.roles
         if self.fixed is not None or sum(axis.name not in self.data for axis in self.mesh.axes) < 2:
             return roles
-        owned, work = self.facts.owned, self.kinds.work.get(layer_of(signature.op.module_path), {})
+        owned, work = self.analysis.owned, self.kinds.work.get(layer_of(signature.op.module_path), {})
         ranked = sorted((role for role in roles if role.atom in owned), key=lambda role: -work.get(role.atom, 0.0))
         asked = {pick for demand in self.demands.get(signature.op.name, ()) for pick in demand.picks}
         kept = [*ranked[:MOST], *(role for role in ranked if role.name in asked)]
@@ -129,7 +129,7 @@ class ChoiceSpaces:
         count: dict[str, int] = {}
         many = Counter(self.kinds.of.values())
         for kind, op in enumerate(self.kinds.first):
-            signature = self.facts.signatures[op.name]
+            signature = self.analysis.signatures[op.name]
             if len(self._roles(signature)) < len(signature.roles):
                 target = op.target.split(".")[1] if "." in op.target else op.target
                 count[target] = count.get(target, 0) + many[kind]
@@ -155,7 +155,7 @@ class ChoiceSpaces:
 
     def _measure(self, op: Op) -> Measured:
         """The space of an op without what it sends, and that."""
-        signature = self.facts.signatures[op.name]
+        signature = self.analysis.signatures[op.name]
         choices: list[Mapping[str, str]] = []
         found: list[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = []
         seen: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
@@ -210,12 +210,12 @@ class ChoiceSpaces:
         for axis, role in zip(self.mesh.axes, roles, strict=True):
             if role is not None:
                 parts.setdefault(role.atom, []).append(axis.size)
-        sizes = self.facts.atoms.size
+        sizes = self.analysis.atoms.size
         return all(len(held) == 1 or sizes[atom] % math.prod(held) == 0 for atom, held in parts.items())
 
     def _on(self, op: Op, signature: Signature, axis: Axis) -> list[str]:
         """What an op may do on one axis; "" is to run whole."""
-        batch, even = self.facts.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
+        batch, even = self.analysis.batch, [role for role in self._roles_of(op, signature) if role.fills(axis.size)]
         roles = [role.name for role in even if role.atom not in batch or role.size % axis.size == 0]
         data = axis.name in self.data and op.name not in self.free
         if data:
@@ -230,7 +230,7 @@ class ChoiceSpaces:
 
     def _rows(self, op: Op, signature: Signature) -> Iterable[int]:
         """Groups of linear inputs through which a partial sum may pass and gets smaller, or is a number anyway."""
-        values = self.facts.graph.values
+        values = self.analysis.graph.values
         made = sum(values[name].elements for name in op.outputs)
         if not any(values[name].gradient for name in op.outputs):
             return

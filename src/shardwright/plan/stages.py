@@ -38,9 +38,9 @@ class StageValue:
 class OpSequence:
     """The ops of a graph that are cut into segments, in order; the others are run where they are read."""
 
-    def __init__(self, facts: Analysis) -> None:
-        self.facts, self.graph = facts, facts.graph
-        self.floating = _floating(facts)
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis, self.graph = analysis, analysis.graph
+        self.floating = _floating(analysis)
         self.ops = tuple(op for op in self.graph.ops if op.name not in self.floating)
         self.place = {op.name: at for at, op in enumerate(self.ops)}
 
@@ -76,14 +76,14 @@ class OpSequence:
         Of several places in a row between which nothing is multiplied, the last: a bias and an activation stay with
         their product.
         """
-        ops, load, facts = self.ops, (*self.crossing, 0), self.facts
+        ops, load, analysis = self.ops, (*self.crossing, 0), self.analysis
         found: list[int] = []
         for at in range(1, len(ops)):
             if ops[at].region is not None and ops[at].region == ops[at - 1].region:
                 continue
             low = (at == 1 or load[at - 1] >= load[at]) and load[at] <= load[at + 1]
             alike = found[-1:] == [at - 1] and load[at] == load[at - 1]
-            if alike and not is_matmul(facts.signatures[ops[at - 1].name]):
+            if alike and not is_matmul(analysis.signatures[ops[at - 1].name]):
                 found[-1] = at
             elif low or at + 1 == len(ops):
                 found.append(at)
@@ -114,22 +114,22 @@ class OpSequence:
         return tuple(map(tuple, parts))
 
 
-def _floating(facts: Analysis) -> frozenset[str]:
-    graph = facts.graph
+def _floating(analysis: Analysis) -> frozenset[str]:
+    graph = analysis.graph
     changed = {buffer.value for buffer in graph.buffers if buffer.update is not None}
     updates = {buffer.update for buffer in graph.buffers}
-    lean = {parameter.value for parameter in graph.parameters} | facts.constants
-    given = {held.value for held in graph.inputs} | facts.constants
+    lean = {parameter.value for parameter in graph.parameters} | analysis.constants
+    given = {held.value for held in graph.inputs} | analysis.constants
     given |= {buffer.value for buffer in graph.buffers} - changed
     found: set[str] = set()
     for op in graph.ops:
-        if facts.is_constant(op):
+        if analysis.is_constant(op):
             found.add(op.name)
             continue
         if is_random(op) or op.target in DROPOUTS or any(name in updates for name in op.outputs):
             continue
         kept = bool(op.inputs) and not op.target.startswith("call.")
-        if kept and all(name in given for name in op.inputs) and is_cheap(facts, op):
+        if kept and all(name in given for name in op.inputs) and is_cheap(analysis, op):
             found.add(op.name)
             given.update(op.outputs)
         elif kept and all(name in lean for name in op.inputs):
@@ -138,9 +138,9 @@ def _floating(facts: Analysis) -> frozenset[str]:
     return frozenset(found)
 
 
-def is_cheap(facts: Analysis, op: Op) -> bool:
+def is_cheap(analysis: Analysis, op: Op) -> bool:
     """Whether running an op again costs less than sending what it makes."""
-    signature = facts.signatures[op.name]
+    signature = analysis.signatures[op.name]
     return op.target.startswith("aten.") and signature.rule is not None and not is_matmul(signature)
 
 
@@ -213,7 +213,7 @@ def _again(line: OpSequence, inside: set[str]) -> set[str]:
             continue
         read = any(user.name in inside for name in op.outputs for user, _ in graph.users[name])
         ready = all(name in at_hand and graph.parameter_of(name) is None for name in op.inputs)
-        if read and ready and is_cheap(line.facts, op) and not is_random(op) and op.target not in DROPOUTS:
+        if read and ready and is_cheap(line.analysis, op) and not is_random(op) and op.target not in DROPOUTS:
             found.add(op.name)
     return found
 

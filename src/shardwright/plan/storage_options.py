@@ -70,11 +70,11 @@ class StoragePricing:
     ) -> None:
         """`fixed`: the storage of every parameter, if it is known. `most`: the highest level for some keys."""
         self.spaces, self.moves, self.training = spaces, spaces.moves, spaces.training
-        self.graph, self.mesh = spaces.facts.graph, spaces.mesh
+        self.graph, self.mesh = spaces.analysis.graph, spaces.mesh
         self.fixed, self.most = fixed, most or {}
         self._counts: dict[tuple[tuple[int, ...], Layout], float] = {}
 
-    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
+    def storage_options(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
         """`asked` are the layouts that each use may ask for, `unit` the elements that are gathered together."""
         layouts: list[Layout] = []
         storage: list[Storage] = []
@@ -154,7 +154,7 @@ class StoragePricing:
         pack = unit * count / max(value.elements, 1)
         summed = tuple(axis for axis, place in layout.rest if place == REPLICATE)
         rest = tuple(axis for axis in summed if axis not in axes)
-        backward, habits = self.spaces.backward, self.moves.habits
+        backward, traits = self.spaces.backward, self.moves.traits
 
         def sent(
             resource: Resource, kind: Collective, elements: float, over: tuple[str, ...], size: float
@@ -162,7 +162,7 @@ class StoragePricing:
             bucket = max(elements * size, pack * size if level == 3 else BUCKET)
             times = 1.0 if level == 3 or resource == Resource.UPDATE else 1.0 / training.accumulate
             seconds = self.moves.collective(kind, bucket, over) * elements * size / bucket * times
-            copies = 6 if habits.copies and kind != "all_reduce" else 2  # see `Habits`
+            copies = 6 if traits.copies and kind != "all_reduce" else 2  # see `Habits`
             return ParameterCollective(
                 resource, kind, over, seconds + times * self.moves.copy(copies * elements * size)
             )
@@ -190,9 +190,9 @@ class StoragePricing:
         step.
         """
         states, device, name, large = self.training.states(), self.moves.device, self.training.optimizer, float(BUCKET)
-        if self.moves.habits.foreach:
+        if self.moves.traits.foreach:
             return update_time(large, large, large * states, device, optimizer=name) * bytes / large
-        if self.moves.habits.fuses(name):
+        if self.moves.traits.fuses(name):
             return update_time(bytes, bytes, bytes * states, device, optimizer=name, fused=True)
         first = update_time(large, large, large * states, device, optimizer=name, fused=True) * bytes / large
         return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)

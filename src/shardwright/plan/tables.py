@@ -39,7 +39,7 @@ class Tables:
         `other`: tables of the same skeleton with other spaces, whose problem is solved in the same steps.
         """
         self.skeleton, self.spaces, self.storing, self.rows = skeleton, spaces, storing, rows
-        self.facts, self.graph = skeleton.facts, skeleton.graph
+        self.analysis, self.graph = skeleton.analysis, skeleton.graph
         self.moves, self.training, self.mesh = spaces.moves, spaces.training, spaces.mesh
         self._unique: dict[int, tuple[Layouts, np.ndarray]] = like._unique if like else {}
         self._prices: dict[tuple[object, ...], np.ndarray] = like._prices if like else {}
@@ -50,7 +50,7 @@ class Tables:
         self._same: dict[Layouts, Layouts] = like._same if like else {}  # each once
         self._readers = [len(ends) - 1 for ends in skeleton.hub_kinds]
         self.hubs = [self._hub(ends) for ends in skeleton.hub_kinds]
-        self.homes = storage_options_of(skeleton, spaces, storing)
+        self.storage_options = storage_options_of(skeleton, spaces, storing)
         self.arrays = [self._fill(table) for table in skeleton.tables]
         self._other = other if other is not None and self.is_plain and other.is_plain else None
 
@@ -63,7 +63,9 @@ class Tables:
         """How many states each variable has."""
         counts = {("op", kind): self.spaces.of(kind).size for kind in range(len(self.skeleton.kinds.first))}
         counts |= {("hub", kind): len(layouts) for kind, layouts in enumerate(self.hubs)}
-        counts |= {("home", kind): len(homes.layouts) for kind, homes in enumerate(self.homes)}
+        counts |= {
+            ("home", kind): len(storage_options.layouts) for kind, storage_options in enumerate(self.storage_options)
+        }
         counts |= {held: held[1] for held in self.skeleton.shapes if held[0] == "layer"}
         return tuple(map(counts.__getitem__, self.skeleton.shapes))
 
@@ -74,7 +76,7 @@ class Tables:
     def layouts(self, end: EdgeEnd, value: str = "") -> Layouts:
         """How a value lies at an end, in each of its states."""
         if end.what == "leaving":
-            layout = batch_layout(self.facts, self.mesh, self.rows, value)
+            layout = batch_layout(self.analysis, self.mesh, self.rows, value)
             return self._leaving.setdefault(hash(layout), (layout,))
         if end.what == "hub":
             return self.hubs[end.kind]
@@ -97,7 +99,7 @@ class Tables:
         if isinstance(table, EdgeTable):
             return self._edge(table)
         if isinstance(table, StorageTable):
-            return self.homes[table.home].used
+            return self.storage_options[table.home].used
         return self._use(table)
 
     # -- conversions -----------------------------------------------------------------------
@@ -164,11 +166,11 @@ class Tables:
 
     def _use(self, table: UseTable) -> np.ndarray:
         """[home, state of the op, resource]: a home that is cut otherwise than a use must be brought there."""
-        value, homes = self.graph.values[table.value], self.homes[table.home]
+        value, storage_options = self.graph.values[table.value], self.storage_options[table.home]
         layouts = self.spaces.of(table.kind).inputs[table.index]
-        starts, from_state = self._distinct(homes.layouts)
+        starts, from_state = self._distinct(storage_options.layouts)
         goals, to_state = self._distinct(layouts)
-        if homes.alone:
+        if storage_options.alone:
             found = np.zeros((len(starts), len(goals), COUNT))
             same = self._numbered(starts)[:, None] == self._numbered(goals)[None, :]
             found[..., 0] = np.where(same, 0.0, np.inf)
@@ -179,10 +181,10 @@ class Tables:
         spread: np.ndarray = found[from_state[:, None], to_state[None, :]]
         return spread
 
-    def _unsummed(self, homes: Layouts, uses: Layouts) -> np.ndarray:
+    def _unsummed(self, storage_options: Layouts, uses: Layouts) -> np.ndarray:
         """[home, use]: whether a use hands back parts of a gradient that the home does not sum."""
         axes = self.mesh.names
-        whole = np.array([[home.placement(axis) == INVARIANT for axis in axes] for home in homes], dtype=bool)
+        whole = np.array([[home.placement(axis) == INVARIANT for axis in axes] for home in storage_options], dtype=bool)
         fanned = np.array([[use.placement(axis) == REPLICATE for axis in axes] for use in uses], dtype=bool)
         found: np.ndarray = (whole[:, None, :] & fanned[None, :, :]).any(axis=-1)
         return found
@@ -214,7 +216,7 @@ class Tables:
     ) -> MemoryPeak:
         """What a walk through a step says that a device holds at the worst moment."""
         return simulate_memory(
-            self.facts, self.mesh, choices, storage, self.training, recompute, habits=self.moves.habits
+            self.analysis, self.mesh, choices, storage, self.training, recompute, traits=self.moves.traits
         )
 
     # -- the way back ----------------------------------------------------------------------
@@ -224,12 +226,12 @@ class Tables:
         return {name: self.spaces.of(kinds[name]).choices[states[at]] for name, at in self.skeleton.ops.items()}
 
     def home(self, key: str, states: Sequence[int]) -> tuple[Layout, Storage]:
-        at = self.skeleton.homes[key]
-        homes = self.homes[self.skeleton.variables[at].kind]
-        return homes.layouts[states[at]], homes.storage[states[at]]
+        at = self.skeleton.storage_options[key]
+        storage_options = self.storage_options[self.skeleton.variables[at].kind]
+        return storage_options.layouts[states[at]], storage_options.storage[states[at]]
 
     def storage(self, states: Sequence[int]) -> dict[str, Storage]:
-        return {key: self.home(key, states)[1] for key in self.skeleton.homes}
+        return {key: self.home(key, states)[1] for key in self.skeleton.storage_options}
 
     def recompute(self, states: Sequence[int]) -> tuple[str, ...]:
         layers, recomputed = self.skeleton.layers, self.skeleton.recomputed
@@ -244,7 +246,7 @@ def storage_options_of(
     for parameter in skeleton.home_firsts:
         users = [(user, at) for user, at in skeleton.graph.users[parameter.value] if user.name in skeleton.ops]
         asked = [spaces.of(skeleton.kinds.of[user.name]).inputs[at] for user, at in users]
-        found.append(storing.homes(parameter, asked, skeleton.units[parameter.key]))
+        found.append(storing.storage_options(parameter, asked, skeleton.units[parameter.key]))
     return found
 
 

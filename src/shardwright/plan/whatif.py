@@ -49,7 +49,7 @@ class Alternative:
 class WhatIfQuery:
     """A plan, what it is for, and the ops that are asked about."""
 
-    facts: Analysis
+    analysis: Analysis
     cluster: Cluster
     training: TrainingSetup
     plan: Plan
@@ -59,16 +59,16 @@ class WhatIfQuery:
 
     @property
     def entry(self) -> str:
-        return self.facts.graph.entry
+        return self.analysis.graph.entry
 
     @property
     def recompute(self) -> tuple[str, ...]:
         return self.plan.entries[self.entry][0].recompute
 
 
-def find_ops(facts: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
+def find_ops(analysis: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
     """The ops that a name stands for, which may have stars; refused if the plan splits them differently."""
-    live = [op.name for op in facts.live]
+    live = [op.name for op in analysis.live]
     wanted = " ".join(name.split())
     found = tuple(one for one in live if one == wanted or ("*" in wanted and star(one) == wanted))
     if not found:
@@ -76,7 +76,7 @@ def find_ops(facts: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
         near = list(dict.fromkeys(star(one) for one in live if star(part) in star(one)))[:6]
         hint = f"; there are {', '.join(near)}" if near else "; an op is named as in the plan file: module path / kind"
         raise PlanError(f"no op is named {name!r}, or its value is a constant{hint}")
-    choices = plan.choices(facts.graph.entry)
+    choices = plan.choices(analysis.graph.entry)
     ways = {tuple(sorted(choices.get(one, {}).items())): one for one in found}
     if len(ways) > 1:
         raise PlanError(f"the ops of {name!r} are split in {len(ways)} ways; ask for one: {', '.join(ways.values())}")
@@ -86,7 +86,7 @@ def find_ops(facts: Analysis, plan: Plan, name: str) -> tuple[str, ...]:
 def alternatives(asked: WhatIfQuery, most: int | None = None) -> tuple[Alternative, ...]:
     """Every way to split the asked ops, the fastest alone first; `most` of them, the chosen one in any case."""
     fixed, free = _tables(asked, follow=False), _tables(asked, follow=True)
-    layouts, mesh = asked.facts.signatures[asked.ops[0]].layouts, asked.plan.mesh
+    layouts, mesh = asked.analysis.signatures[asked.ops[0]].layouts, asked.plan.mesh
     picked = layouts(asked.plan.choices(asked.entry).get(asked.ops[0], {}), mesh)
     problem = fixed.problem()
     alone = [(choice, solve(_held(problem, states))) for choice, states in _ways(asked, fixed)]
@@ -116,10 +116,10 @@ def alternatives(asked: WhatIfQuery, most: int | None = None) -> tuple[Alternati
 
 def _tables(asked: WhatIfQuery, *, follow: bool) -> Tables:
     """The tables with the asked ops free, and the others too if they follow."""
-    facts, plan = asked.facts, asked.plan
+    analysis, plan = asked.analysis, asked.plan
     choices = plan.choices(asked.entry)
     known: dict[str, object] = {} if follow else {**choices, **plan.storage}
-    kinds = OpKinds(facts, asked.training, {**known, **dict.fromkeys(asked.ops, "asked")})
+    kinds = OpKinds(analysis, asked.training, {**known, **dict.fromkeys(asked.ops, "asked")})
     skeleton = ProblemStructure(kinds, {path: (frozenset([path]),) for path in asked.recompute})
     names = plan.mesh.names
     data = asked.rows if not follow else asked.rows or names[: len(names) == 3]
@@ -144,7 +144,7 @@ def _same(asked: WhatIfQuery, tables: Tables, choice: Choice) -> dict[int, int]:
     for name in asked.ops:
         kind = tables.skeleton.kinds.of[name]
         if kind not in known:
-            layouts, mesh = asked.facts.signatures[name].layouts, asked.plan.mesh
+            layouts, mesh = asked.analysis.signatures[name].layouts, asked.plan.mesh
             wanted, held = layouts(choice, mesh), tables.spaces.of(kind).choices
             known[kind] = next((at for at, one in enumerate(held) if layouts(one, mesh) == wanted), None)
         state = known[kind]

@@ -55,12 +55,14 @@ def parts_of(units: int) -> tuple[int, ...]:
     return tuple(parts for parts in (2, 3, 4) if (parts - 1) * -(-units // parts) < units)[:2]
 
 
-def check_role(facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain) -> bool:
+def check_role(
+    analysis: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
+) -> bool:
     """Raise a RuleError unless the split is right; False where an algorithm does it, which has tests of its own.
 
     `given` are the whole inputs. `role` is a choice of the op's signature: a role, or "partial:1".
     """
-    trial = SplitTrial(facts, op, role, parts, given, run)
+    trial = SplitTrial(analysis, op, role, parts, given, run)
     if trial.talks:
         return False
     trial.judge([trial.rank(index, run) for index in range(parts)])
@@ -75,13 +77,13 @@ class SplitTrial:
     """One split of one op: what it makes whole, what every rank makes of its pieces, and whether they agree."""
 
     def __init__(
-        self, facts: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
+        self, analysis: Analysis, op: Op, role: str, parts: int, given: Sequence[Tensor], run: Run = run_plain
     ) -> None:
         self.op, self.mesh = op, mesh_of(parts)
-        self.program, self.here = local_op(facts, op, role, self.mesh)
+        self.program, self.here = local_op(analysis, op, role, self.mesh)
         self.said = f"split on {role} over {parts}"
         self.given = [x.detach() for x in given]
-        values = facts.graph.values
+        values = analysis.graph.values
         self.wants = [
             values[name].gradient and differentiable(x) and not op.no_grad
             for x, name in zip(given, op.inputs, strict=True)
@@ -134,17 +136,17 @@ class SplitTrial:
         return WrongSplit(f"{self.op} {self.said}: {what}", f"{self.said} {what}")
 
 
-def local_op(facts: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[LoweredProgram, Op]:
+def local_op(analysis: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[LoweredProgram, Op]:
     """The op as a program of its own, with the layouts that the role gives it."""
-    inputs, outputs = facts.signatures[op.name].layouts({AXIS: role}, mesh)
+    inputs, outputs = analysis.signatures[op.name].layouts({AXIS: role}, mesh)
     names = tuple(f"{name}@use{at}" for at, name in enumerate(op.inputs))  # one value may be read in two layouts
-    values, layouts = dict(facts.graph.values), {}
+    values, layouts = dict(analysis.graph.values), {}
     for name, origin, layout in zip((*names, *op.outputs), (*op.inputs, *op.outputs), (*inputs, *outputs), strict=True):
-        values[name] = replace(facts.graph.values[origin], name=name)
+        values[name] = replace(analysis.graph.values[origin], name=name)
         layouts[name] = layout
     renamed = replace(op, inputs=names)
     program = LoweredProgram(
-        graph=facts.graph, facts=facts, mesh=mesh, plan_name="", plan_policy="", values=values, layouts=layouts,
+        graph=analysis.graph, analysis=analysis, mesh=mesh, plan_name="", plan_policy="", values=values, layouts=layouts,
         holdings=(), body=(renamed,), choices={op.name: {AXIS: role}},
     )  # fmt: skip
     return localize(program), renamed
@@ -173,7 +175,7 @@ def local_value(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
 
 
 def local_shard(x: Tensor, layout: Layout, mesh: Mesh, index: int) -> Tensor:
-    held = layout.cut_of(AXIS)
+    held = layout.shard_of(AXIS)
     if held is None:
         return x
     dim, how = held

@@ -248,20 +248,20 @@ def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[Sp
     bound = custom_rule(own, rule, call)
     if bound is None:
         return
-    facts = analyse(one_op(call), lambda call: (bound, ""))
-    (op,) = facts.graph.ops
-    signature = facts.signatures[op.name]
+    analysis = analyse(one_op(call), lambda call: (bound, ""))
+    (op,) = analysis.graph.ops
+    signature = analysis.signatures[op.name]
     torch.manual_seed(0)
     for role in signature.roles:
         for parts in parts_of(role.size):
             try:
-                _judge(facts, op, role.name, parts, given, own, talk)
+                _judge(analysis, op, role.name, parts, given, own, talk)
             except WrongSplit as error:
                 hint = _hint(own, bound, call, given, role.label)
                 raise RuleError(f"the rule {bound.text!r} of {own.name} is wrong: {error.said}{hint}") from error
     for group in signature.linear_groups():
         try:
-            _judge(facts, op, f"{ROWS}{group}", 2, given, own, talk)
+            _judge(analysis, op, f"{ROWS}{group}", 2, given, own, talk)
         except WrongSplit as error:
             what = error.said.partition("over 2 ")[2]
             raise RuleError(
@@ -271,7 +271,7 @@ def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[Sp
 
 
 def _judge(
-    facts: Analysis,
+    analysis: Analysis,
     op: Op,
     role: str,
     parts: int,
@@ -279,7 +279,7 @@ def _judge(
     own: CustomOp,
     talk: Callable[[SplitTrial], None],
 ) -> None:
-    trial = SplitTrial(facts, op, role, parts, given, own)
+    trial = SplitTrial(analysis, op, role, parts, given, own)
     if trial.talks:
         talk(trial)
     else:
@@ -289,12 +289,12 @@ def _judge(
 def _hint(own: CustomOp, rule: Rule, call: OpCall, given: Sequence[Tensor], label: str) -> str:
     """What the rule should say about a label, found by trying."""
     for words, other in _variants(rule, label, call):
-        facts = analyse(one_op(call), lambda call, other=other: (other, ""))  # type: ignore[misc]
-        (op,) = facts.graph.ops
-        roles = [role for role in facts.signatures[op.name].roles if role.label == label]
+        analysis = analyse(one_op(call), lambda call, other=other: (other, ""))  # type: ignore[misc]
+        (op,) = analysis.graph.ops
+        roles = [role for role in analysis.signatures[op.name].roles if role.label == label]
         try:
             for parts in parts_of(roles[0].size):
-                trial = SplitTrial(facts, op, roles[0].name, parts, given, own)
+                trial = SplitTrial(analysis, op, roles[0].name, parts, given, own)
                 trial.judge([trial.rank(index, own) for index in range(parts)])
         except (WrongSplit, IndexError):
             continue

@@ -109,16 +109,16 @@ def _checked(found: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
     sizes = {size for value in (*sample.call.inputs, *sample.call.outputs) for size in value.shape}
     wording = Wording(found, sample.call, replace(sample, real={size: size for size in sizes}))
     rule = wording.rule()
-    facts = analyse(one_op(sample.call), lambda call: (rule, ""))
-    (op,) = facts.graph.ops
-    roles = {role.label for role in facts.signatures[op.name].roles}
+    analysis = analyse(one_op(sample.call), lambda call: (rule, ""))
+    (op,) = analysis.graph.ops
+    roles = {role.label for role in analysis.signatures[op.name].roles}
     draws = [sample.draw(3), sample.draw(4)]
     _check_backward(sample, run)
 
     def holds(choice: str, units: int) -> bool:
         try:
             for parts, given in zip(parts_of(units), draws, strict=False):
-                check_role(facts, op, choice, parts, given, run)
+                check_role(analysis, op, choice, parts, given, run)
         except RuleError:
             return False
         return True

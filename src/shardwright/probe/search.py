@@ -325,8 +325,8 @@ def layout_of(place: Place | Reduction | None, rank: int, mesh: Mesh, partial: R
     """The layout of a tensor in a split."""
     if isinstance(place, tuple):
         dim, block = place
-        cut = make_shard(Axis(name=AXIS, size=mesh.size), (block,))
-        return make_layout([[cut] if at == dim else [] for at in range(rank)])
+        shard = make_shard(Axis(name=AXIS, size=mesh.size), (block,))
+        return make_layout([[shard] if at == dim else [] for at in range(rank)])
     kind = place or partial
     return replicated(rank) if kind is None else replicated(rank).with_placement(AXIS, Partial(kind))
 

@@ -65,8 +65,8 @@ def graph_input(graph: Graph, value: Value, known: Tensor | None, generator: tor
         return torch.randn(value.shape, generator=generator, dtype=torch.float64).to(dtype)
     top = lookup_size(graph, value.name)
     if known is not None and _covers(known, value) and bool((known != known.flatten()[0]).any()):
-        cut = cut_down(known, value.shape).to(dtype)
-        return torch.where(cut >= top, cut % top, cut) if top is not None and dtype is not torch.bool else cut
+        shard = cut_down(known, value.shape).to(dtype)
+        return torch.where(shard >= top, shard % top, shard) if top is not None and dtype is not torch.bool else shard
     if top is None or dtype is torch.bool:
         return torch.ones(value.shape, dtype=dtype)
     return torch.randint(top, value.shape, generator=generator).to(dtype)

@@ -138,8 +138,8 @@ def _read(
         return load_plan(plan, graph), captured
     if isinstance(plan, Plan):
         return plan, captured
-    facts = analyse(graph, probing(captured.functions))
-    return make_plan(graph, facts, plan, size or ranks_of(plan)), captured
+    analysis = analyse(graph, probing(captured.functions))
+    return make_plan(graph, analysis, plan, size or ranks_of(plan)), captured
 
 
 def _precision_of(plan: PlanLike) -> str | None:

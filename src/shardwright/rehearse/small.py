@@ -66,17 +66,17 @@ def shrink(plan: Plan, captured: CapturedGraph, model: nn.Module, leaves: Sequen
     _check(plan, graph)
     cluster = shrink_cluster(plan, plan.entries[graph.entry])
     decided, layers, rename = drop_layers(decided_by(plan, widened(graph), cluster))
-    facts = analyse(decided.graph, probing(captured.functions))
+    analysis = analyse(decided.graph, probing(captured.functions))
     meshes = cluster.meshes_of(cluster.axes)
-    real = translated(plan, decided, facts, meshes, replace(cluster, microbatches=plan.microbatches))
+    real = translated(plan, decided, analysis, meshes, replace(cluster, microbatches=plan.microbatches))
     try:
-        programs = lowered(decided.graph, real, facts)
+        programs = lowered(decided.graph, real, analysis)
     except PlanError as error:
         raise PlanError(f"the plan does not fit this call of the model, which has to be as large as the one that it "
                         f"was made for (--batch, --seq): {error}") from error  # fmt: skip
     shrinker = _Shrinker(
-        plan=plan, cluster=cluster, decided=decided, layers=layers, facts=facts, real=real, programs=programs,
-        shared=(*shared_by(decided, facts, meshes, plan.microbatches), *stored_by(facts, programs, meshes)),
+        plan=plan, cluster=cluster, decided=decided, layers=layers, analysis=analysis, real=real, programs=programs,
+        shared=(*shared_by(decided, analysis, meshes, plan.microbatches), *stored_by(analysis, programs, meshes)),
         small_call=SmallCall(captured=captured, module=model, leaves=tuple(leaves), rename=rename, seed=seed),
     )  # fmt: skip
     return shrinker.best()
@@ -90,7 +90,7 @@ class _Shrinker:
     cluster: SmallCluster
     decided: Decided
     layers: tuple[KeptLayers, ...]
-    facts: Analysis
+    analysis: Analysis
     real: Plan
     programs: tuple[LoweredProgram, ...]
     shared: tuple[Shared, ...]
@@ -117,17 +117,19 @@ class _Shrinker:
 
     def _tries(self) -> Iterator[tuple[Mapping[str, int], int]]:
         """Sizes of axes, and how far sizes of atoms are apart at least."""
-        axes = tuple(islice(small_axes(self.facts, self.shared, self.cluster.axes, self.cluster.microbatches), TRIES))
+        axes = tuple(
+            islice(small_axes(self.analysis, self.shared, self.cluster.axes, self.cluster.microbatches), TRIES)
+        )
         yield from ((few, gap) for gap, few in product((1, 2, 3), axes[:3]))
         yield from ((few, 1) for few in axes[3:])
 
     def _at(self, axes: Mapping[str, int], gap: int) -> SmallPlan:
         captured, cluster = self.small_call.captured, self.cluster
-        sizes = choose_sizes(self.facts, self.shared, axes, gap)
+        sizes = choose_sizes(self.analysis, self.shared, axes, gap)
         small = fit(self.decided.graph, sizes, captured.functions, self.small_call.attempt)
-        facts = analyse(small, probing(captured.functions))
-        plan = translated(self.plan, replace(self.decided, graph=small), facts, cluster.meshes_of(axes), cluster)
-        programs = lowered(small, plan, facts)
+        analysis = analyse(small, probing(captured.functions))
+        plan = translated(self.plan, replace(self.decided, graph=small), analysis, cluster.meshes_of(axes), cluster)
+        programs = lowered(small, plan, analysis)
         changed = (*differences(self.programs, programs), *self._stored_otherwise(programs, plan))
         return SmallPlan(
             layers=self.layers, real=self.real, sizes=sizes, graph=small, plan=plan, programs=programs, changed=changed,

@@ -92,7 +92,7 @@ def _of_parameters(program: LoweredProgram) -> Iterator[IssuedCollective]:
     """Once a step: sums of gradients, and what ZeRO gathers (in fact joined into buckets)."""
     if not program.graph.entry.startswith("train"):
         return
-    for holding in program.holdings:
+    for holding in program.parameters:
         size = parameter_bytes(program, holding)
         level = max((level for _, level in holding.zero), default=0)
         stored = tuple(axis for axis, _ in holding.zero)

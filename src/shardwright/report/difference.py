@@ -141,21 +141,21 @@ def diff(
     return replace(found, parts=tuple(part_costs(one, other, analyse(graph, probing()), made)))
 
 
-def part_costs(a: Plan, b: Plan, facts: Analysis, made: PlanConditions) -> list[PartDifference]:
+def part_costs(a: Plan, b: Plan, analysis: Analysis, made: PlanConditions) -> list[PartDifference]:
     """What each part of the model costs that the plans treat differently, the largest change of time first."""
-    entry = facts.graph.entry
+    entry = analysis.graph.entry
     one, other = a.choices(entry), b.choices(entry)
     ops: dict[str, list[str]] = {}
     keys: dict[str, list[str]] = {}
-    for op in facts.graph.ops:
+    for op in analysis.graph.ops:
         if dict(one.get(op.name, {})) != dict(other.get(op.name, {})):
             ops.setdefault(part_of(op.module_path), []).append(op.name)
-    for key in (parameter.key for parameter in facts.graph.parameters):
+    for key in (parameter.key for parameter in analysis.graph.parameters):
         if dict(a.storage.get(key, ())) != dict(b.storage.get(key, ())):
             keys.setdefault(part_of(key.rpartition(".")[0]), []).append(key)
 
     def priced(plan: Plan) -> PlanPrice:
-        return price(facts, made.cluster, made.training, plan, rows=made.rows)
+        return price(analysis, made.cluster, made.training, plan, rows=made.rows)
 
     base, segment = priced(a), a.entries[entry][0]
 

@@ -140,24 +140,24 @@ def explain(
             raise InputError("to explain an op the graph of the model is needed: explain(plan, graph, op=...)")
         return Explanation(plan=plan, entry=entry, full=full)
     plan, graph = spelled_out(plan, graph)
-    facts = analyse(graph, probing())
+    analysis = analyse(graph, probing())
     if op is not None:
-        return why(plan, facts, op, made_for(plan, entry, cluster, training))
-    return Explanation(plan=plan, program=lower(graph, plan, facts), entry=entry, full=True)
+        return why(plan, analysis, op, made_for(plan, entry, cluster, training))
+    return Explanation(plan=plan, program=lower(graph, plan, analysis), entry=entry, full=True)
 
 
 def _laid_out(plan: Plan) -> str:
     """The mesh, or the stages of a pipeline and theirs."""
     if not plan.is_pipeline:
         return f"mesh {plan.mesh}"
-    seats = len({segment.mesh.devices for segment in plan.segments})
+    pp_ranks = len({segment.mesh.devices for segment in plan.segments})
     meshes = ", ".join(dict.fromkeys(str(segment.mesh) for segment in plan.segments))
-    return f"{seats} stage{'s' if seats > 1 else ''} by {plan.schedule}, mesh {meshes}"
+    return f"{pp_ranks} stage{'s' if pp_ranks > 1 else ''} by {plan.schedule}, mesh {meshes}"
 
 
 def _layouts(program: LoweredProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
     for op in program.graph.ops:
-        if not program.facts.is_constant(op):
+        if not program.analysis.is_constant(op):
             held = program.layouts.get(op.outputs[0])
             yield op.name, ("-" if held is None else str(held),)
 
@@ -183,7 +183,7 @@ def _held(program: LoweredProgram) -> Table:
                   title="how parameters are held", title_justify="left")  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}
     first = dict.fromkeys(program.mesh.names, 0)
-    for holding in program.holdings:
+    for holding in program.parameters:
         local = holding.layout.local_shape(holding.shape, program.mesh.sizes, first)
         sums = ", ".join(axis for axis, held in holding.layout.rest if held == REPLICATE)
         sums = sums if holding.trainable else "frozen"
@@ -201,7 +201,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _memory(program: LoweredProgram) -> Iterator[Text]:
-    every, trained = program.holdings, [held for held in program.holdings if held.trainable]
+    every, trained = program.parameters, [held for held in program.parameters if held.trainable]
 
     def total(held: Sequence[ParameterPlacement], level: int, times: int = 1) -> str:
         return format_bytes(times * sum(stored_bytes(program, one, level) for one in held))

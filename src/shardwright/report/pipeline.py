@@ -50,12 +50,12 @@ def _time(said: Said) -> Iterator[RenderableType]:
 def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     """The schedule as it is predicted to run, the first and last lines of a large one."""
     stages = plan.predicted[entry]["pipeline"]["stages"]
-    seats = len(dict.fromkeys(stage["devices"] for stage in stages))
-    some = min(plan.microbatches, 3 * seats + 2)
+    pp_ranks = len(dict.fromkeys(stage["devices"] for stage in stages))
+    some = min(plan.microbatches, 3 * pp_ranks + 2)
     if plan.steps is not None:
         schedule = fewer(Schedule.from_json(plan.steps), some)
     else:
-        schedule = schedule_kind(plan.schedule).make(seats, some)
+        schedule = schedule_kind(plan.schedule).make(pp_ranks, some)
     apart = schedule.splits_weights
     times = [
         StageTimes(stage["forward"], stage["backward"] - stage["weight"] * apart, stage["weight"] * apart)

@@ -43,12 +43,12 @@ class Why:
         return render(self)
 
     def _head(self) -> Iterator[RenderableType]:
-        facts, names = self.asked.facts, self.asked.ops
-        op = facts.graph.by_name[names[0]]
+        analysis, names = self.asked.analysis, self.asked.ops
+        op = analysis.graph.by_name[names[0]]
         count = f", {len(names)} times" if len(names) > 1 else ""
         yield Text(f"{names[0] if len(names) == 1 else star(names[0])}{count}", style="bold")
-        rule = facts.signatures[op.name].rule
-        values = facts.graph.values
+        rule = analysis.signatures[op.name].rule
+        values = analysis.graph.values
         shapes = ", ".join(str(list(values[name].shape)) for name in (*op.inputs, *op.outputs[:1]))
         yield Text(f"  {f'{op.source}; ' if op.source else ''}rule {rule.text if rule else 'none'}; shapes {shapes}")
         others = [way for way in self.ways if not way.chosen]
@@ -83,8 +83,8 @@ class Why:
 
     def _said(self, choice: Mapping[str, str]) -> str:
         """A choice in words: "dp: ma (batch), tp: n (weights)"."""
-        facts = self.asked.facts
-        kinds, roles = atom_kinds(facts), {role.name: role for role in facts.signatures[self.asked.ops[0]].roles}
+        analysis = self.asked.analysis
+        kinds, roles = atom_kinds(analysis), {role.name: role for role in analysis.signatures[self.asked.ops[0]].roles}
 
         def one(picked: str) -> str:
             if picked in roles:
@@ -94,14 +94,14 @@ class Why:
         return ", ".join(f"{axis}: {one(picked)}" for axis, picked in choice.items()) or "not split"
 
 
-def why(plan: Plan, facts: Analysis, op: str, made: PlanConditions) -> Why:
+def why(plan: Plan, analysis: Analysis, op: str, made: PlanConditions) -> Why:
     """Why a plan splits an op the way it does."""
     asked = WhatIfQuery(
-        facts=facts,
+        analysis=analysis,
         cluster=made.cluster,
         training=made.training,
         plan=plan,
-        ops=find_ops(facts, plan, op),
+        ops=find_ops(analysis, plan, op),
         rows=made.rows,
         limit=made.limit,
     )

@@ -206,7 +206,7 @@ class Atoms:
                 return outer, tuple(Block(row.outer, row.size, row.inner * inner) for row in rows)
         return None
 
-    def cut(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Shard | None:
+    def shard(self, dim: Dim, atom: int, axis: Axis, taken: Sequence[tuple[int, int]] = ()) -> Shard | None:
         """The cut that `axis` makes by taking `atom` of `dim`, after others have `taken` (atom, parts)."""
         found = self.blocks(dim, atom)
         if found is None:

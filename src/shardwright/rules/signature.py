@@ -50,7 +50,7 @@ class Signature:
     outputs: tuple[LabelledTensor, ...]
     labels: Mapping[str, Dim]
     blocked: frozenset[str]
-    facts: Analysis = field(repr=False, compare=False)
+    analysis: Analysis = field(repr=False, compare=False)
     why: str = ""  # why there is no rule, where that is known
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -58,7 +58,7 @@ class Signature:
     def roles(self) -> tuple[Role, ...]:
         """The legal splits, labels in the order of the rule."""
         found: list[Role] = []
-        atoms = self.facts.atoms
+        atoms = self.analysis.atoms
         for label, dim in self.labels.items():
             if label in self.blocked:
                 continue
@@ -72,12 +72,12 @@ class Signature:
 
     def _fits(self, label: str, atom: int) -> bool:
         """Whether every tensor that has the label has the atom there, once."""
-        atoms = self.facts.atoms
+        atoms = self.analysis.atoms
         for bound in (*self.inputs, *self.outputs):
             at = self._dim_of(bound, label)
             if at is None:
                 continue
-            dim = self.facts.dims[bound.value][at]
+            dim = self.analysis.dims[bound.value][at]
             if atoms.blocks(dim, atom) is None or atoms.expand(dim).count(atom) > 1:
                 return False
         return True
@@ -91,7 +91,9 @@ class Signature:
         other = self._beside_label(label)
         if other is None or other in self.blocked:
             return None
-        return next((atom for atom in self.facts.atoms.splittable(self.labels[other]) if self._fits(other, atom)), None)
+        return next(
+            (atom for atom in self.analysis.atoms.splittable(self.labels[other]) if self._fits(other, atom)), None
+        )
 
     def _dim_of(self, bound: LabelledTensor, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
@@ -150,14 +152,14 @@ class Signature:
         is_input = number < len(self.inputs)
         bound = self.inputs[number] if is_input else self.outputs[number - len(self.inputs)]
         places = tuple((name, size, self._place(number, bound, role)) for name, size, role in picked)
-        once, key = self.facts.once, (self.facts.dims[bound.value], places)
+        once, key = self.analysis.once, (self.analysis.dims[bound.value], places)
         if key not in once:
             made = self._made(bound, places, picked)
             once[key] = once.setdefault(made, made)
         return once[key]
 
     def _made(self, bound: LabelledTensor, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
-        cuts: list[list[Shard]] = [[] for _ in bound.dims]
+        shards: list[list[Shard]] = [[] for _ in bound.dims]
         taken: list[list[tuple[int, int]]] = [[] for _ in bound.dims]
         rest: dict[str, Placement] = {}
         for (name, size, place), (_, _, role) in zip(places, picked, strict=True):
@@ -165,16 +167,18 @@ class Signature:
                 rest[name] = place
                 continue
             at, atom = place
-            cut = self.facts.atoms.cut(self.facts.dims[bound.value][at], atom, Axis(name=name, size=size), taken[at])
-            if cut is None:
+            shard = self.analysis.atoms.shard(
+                self.analysis.dims[bound.value][at], atom, Axis(name=name, size=size), taken[at]
+            )
+            if shard is None:
                 raise PlanError(
                     f"{self.op}: {name}={size} can't take {role} of {bound.value}, dim {at} of size "
-                    f"{self.facts.graph.values[bound.value].shape[at]}, after {', '.join(c.axis for c in cuts[at])}; "
+                    f"{self.analysis.graph.values[bound.value].shape[at]}, after {', '.join(c.axis for c in shards[at])}; "
                     "the sizes do not divide"
                 )
-            cuts[at].append(cut)
+            shards[at].append(shard)
             taken[at].append((atom, size))
-        return make_layout(cuts, rest)
+        return make_layout(shards, rest)
 
     def _place(self, number: int, bound: LabelledTensor, picked: str) -> Place:
         """What a role does to a tensor, whatever the axis."""
@@ -194,7 +198,7 @@ class Signature:
             if at is not None:
                 return at, atom
             held = self._absent(bound, role, is_input)
-        return held if held != REPLICATE or self.facts.graph.values[bound.value].gradient else INVARIANT
+        return held if held != REPLICATE or self.analysis.graph.values[bound.value].gradient else INVARIANT
 
     def _unsplit(self, bound: LabelledTensor, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
@@ -212,7 +216,7 @@ class Signature:
             return PARTIAL if algorithm.partial else INVARIANT
         if role.label in self.rule.sums:
             return Partial(self.rule.sums[role.label])
-        if not self.facts.graph.values[bound.value].gradient:
+        if not self.analysis.graph.values[bound.value].gradient:
             return INVARIANT  # another output has the label, and this one does not depend on it
         raise PlanError(f"{self.op} can't be split on {role.name}: {bound.value} neither has it nor sums it")
 
@@ -294,15 +298,15 @@ def analyse(graph: Graph, find: Find = has_written_rule) -> Analysis:
     for name in (*(p.value for p in graph.parameters), *(b.value for b in graph.buffers)):
         dims[name] = tuple(atoms.fresh(size) for size in graph.values[name].shape)
     signatures: dict[str, Signature] = {}
-    facts = Analysis(graph, atoms, dims, signatures, batch, constants_of(graph))
+    analysis = Analysis(graph, atoms, dims, signatures, batch, constants_of(graph))
     for op in graph.ops:
-        signatures[op.name] = _bind(op, facts, find)
+        signatures[op.name] = _bind(op, analysis, find)
     atoms.freeze()
-    return facts
+    return analysis
 
 
-def _bind(op: Op, facts: Analysis, find: Find) -> Signature:
-    graph = facts.graph
+def _bind(op: Op, analysis: Analysis, find: Find) -> Signature:
+    graph = analysis.graph
     inputs = tuple(graph.values[name] for name in op.inputs)
     outputs = tuple(graph.values[name] for name in op.outputs)
     rule, why = (None, "") if is_random(op) else find(OpCall(op, inputs, outputs))
@@ -319,17 +323,17 @@ def _bind(op: Op, facts: Analysis, find: Find) -> Signature:
     for term, value in zip(terms, inputs, strict=True):
         patterns = tuple(_patterns(term, len(value.shape), op))
         bound_in.append(LabelledTensor(value.name, patterns, term.linear, term.bias))
-        for pattern, dim, size in zip(patterns, facts.dims[value.name], value.shape, strict=True):
-            _bind_input(pattern, dim, size, rule, labels, blocked, facts.atoms)
+        for pattern, dim, size in zip(patterns, analysis.dims[value.name], value.shape, strict=True):
+            _bind_input(pattern, dim, size, rule, labels, blocked, analysis.atoms)
     terms = rule.outputs if rule else (Term(anything=True),) * len(outputs)
     for term, value in zip(terms, outputs, strict=True):
         patterns = tuple(_patterns(term, len(value.shape), op))
         bound_out.append(LabelledTensor(value.name, patterns))
-        facts.dims[value.name] = tuple(
-            _bind_output(pattern, size, rule, labels, facts.atoms)
+        analysis.dims[value.name] = tuple(
+            _bind_output(pattern, size, rule, labels, analysis.atoms)
             for pattern, size in zip(patterns, value.shape, strict=True)
         )
-    return Signature(op, rule, tuple(bound_in), tuple(bound_out), labels, frozenset(blocked), facts, why)
+    return Signature(op, rule, tuple(bound_in), tuple(bound_out), labels, frozenset(blocked), analysis, why)
 
 
 def _patterns(term: Term, rank: int, op: Op) -> Iterator[notation.Dim]:

@@ -29,24 +29,25 @@ from .step import Devices, Schedule, Step, StepKind
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
     _need(stages=stages, microbatches=microbatches)
-    return _straight("gpipe", stages, microbatches, lambda seat: microbatches)
+    return _straight("gpipe", stages, microbatches, lambda pp_rank: microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """A backward as soon as there can be one, so that seat k keeps at most stages - k microbatches."""
     _need(stages=stages, microbatches=microbatches)
-    return _straight("1f1b", stages, microbatches, lambda seat: stages - seat - 1)
+    return _straight("1f1b", stages, microbatches, lambda pp_rank: stages - pp_rank - 1)
 
 
 def eager(stages: int, microbatches: int) -> Schedule:
     """1F1B with twice the forwards ahead: while a message is on its way, there is still something to do."""
     _need(stages=stages, microbatches=microbatches)
-    return _straight("eager", stages, microbatches, lambda seat: 2 * (stages - seat - 1))
+    return _straight("eager", stages, microbatches, lambda pp_rank: 2 * (stages - pp_rank - 1))
 
 
 def _straight(name: str, stages: int, microbatches: int, ahead: Callable[[int], int]) -> Schedule:
     rows = [
-        _weave(_each("F", seat, microbatches), _each("B", seat, microbatches), ahead(seat)) for seat in range(stages)
+        _weave(_each("F", pp_rank, microbatches), _each("B", pp_rank, microbatches), ahead(pp_rank))
+        for pp_rank in range(stages)
     ]
     return _schedule(name, rows, _round_robin(stages, 1), microbatches)
 
@@ -62,10 +63,10 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     bounds = [-(-microbatches * at // rounds) for at in range(rounds + 1)]  # the longest is the first
     order = [(chunk, at) for first, end in pairwise(bounds) for chunk in range(chunks) for at in range(first, end)]
     rows = []
-    for seat in range(stages):
-        forwards = [Step("F", chunk * stages + seat, at) for chunk, at in order]
-        backwards = [Step("B", (chunks - 1 - chunk) * stages + seat, at) for chunk, at in order]
-        rows.append(_weave(forwards, backwards, 2 * (stages - seat - 1) + (chunks - 1) * bounds[1]))
+    for pp_rank in range(stages):
+        forwards = [Step("F", chunk * stages + pp_rank, at) for chunk, at in order]
+        backwards = [Step("B", (chunks - 1 - chunk) * stages + pp_rank, at) for chunk, at in order]
+        rows.append(_weave(forwards, backwards, 2 * (stages - pp_rank - 1) + (chunks - 1) * bounds[1]))
     return _schedule(
         "interleaved" if chunks == 2 else f"interleaved:{chunks}", rows, _round_robin(stages, chunks), microbatches
     )
@@ -78,13 +79,13 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     """
     _need(stages=stages, microbatches=microbatches)
     rows = []
-    for seat in range(stages):
+    for pp_rank in range(stages):
         row: list[Step] = []
-        for step in _weave(_each("F", seat, microbatches), _each("B", seat, microbatches), stages - seat - 1):
+        for step in _weave(_each("F", pp_rank, microbatches), _each("B", pp_rank, microbatches), stages - pp_rank - 1):
             row.append(step)
-            if step.kind == "B" and step.microbatch >= seat:
-                row.append(Step("W", seat, step.microbatch - seat))
-        row += _each("W", seat, microbatches)[max(microbatches - seat, 0) :]
+            if step.kind == "B" and step.microbatch >= pp_rank:
+                row.append(Step("W", pp_rank, step.microbatch - pp_rank))
+        row += _each("W", pp_rank, microbatches)[max(microbatches - pp_rank, 0) :]
         rows.append(row)
     return _schedule("zb", rows, _round_robin(stages, 1), microbatches)
 
@@ -105,19 +106,19 @@ def zbv(stages: int, microbatches: int) -> Schedule:
     _need(stages=stages, microbatches=microbatches)
     full = max(microbatches, 2 * stages - 1)  # fewer run as these would, with what is missing left out
     rows = []
-    for seat in range(stages):
-        down, up = _Lane(seat), _Lane(2 * stages - 1 - seat)
-        row = down.next("F" * (2 * (stages - seat) - 1))
-        for _ in range(seat):
+    for pp_rank in range(stages):
+        down, up = _Lane(pp_rank), _Lane(2 * stages - 1 - pp_rank)
+        row = down.next("F" * (2 * (stages - pp_rank) - 1))
+        for _ in range(pp_rank):
             row += up.next("F") + down.next("F")
-        for _ in range(stages - seat):
+        for _ in range(stages - pp_rank):
             row += up.next("FBW")
-        while up.done["B"] < full - seat:
+        while up.done["B"] < full - pp_rank:
             row += down.next("FBW" if down.done["F"] < full else "BW")
             row += up.next("FBW" if up.done["F"] < full else "BW")
-        for _ in range(seat):
+        for _ in range(pp_rank):
             row += down.next("B") + up.next("B")
-        for _ in range(stages - seat):
+        for _ in range(stages - pp_rank):
             row += down.next("BW")
         row += up.next("W" * (full - up.done["W"])) + down.next("W" * (full - down.done["W"]))
         rows.append(_first(microbatches, row))
@@ -172,20 +173,24 @@ def fewer(schedule: Schedule, microbatches: int) -> Schedule:
     return replace(schedule, devices=devices, microbatches=microbatches)
 
 
-def spread(schedule: Schedule, seats: Sequence[Devices]) -> Schedule:
+def spread(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
     """The schedule with several devices for each seat, which do the same: seats[0] are the devices of device 0.
 
     Seats may differ in size. Every device from 0 on is in exactly one.
     """
-    if len(seats) != len(schedule.devices):
-        raise ScheduleError(f"{schedule} has {len(schedule.devices)} seats, but devices are given for {len(seats)}")
-    seat_of = {device: seat for seat, devices in enumerate(seats) for device in devices}
-    if sorted(device for devices in seats for device in devices) != list(range(len(seat_of))) or not all(seats):
-        raise ScheduleError(f"the seats {list(seats)} must hold every device from 0 on exactly once, and each one some")
+    if len(pp_ranks) != len(schedule.devices):
+        raise ScheduleError(f"{schedule} has {len(schedule.devices)} seats, but devices are given for {len(pp_ranks)}")
+    seat_of = {device: pp_rank for pp_rank, devices in enumerate(pp_ranks) for device in devices}
+    if sorted(device for devices in pp_ranks for device in devices) != list(range(len(seat_of))) or not all(pp_ranks):
+        raise ScheduleError(
+            f"the seats {list(pp_ranks)} must hold every device from 0 on exactly once, and each one some"
+        )
     return replace(
         schedule,
         devices=tuple(schedule.devices[seat_of[device]] for device in range(len(seat_of))),
-        holders=tuple(tuple(sorted(device for seat in held for device in seats[seat])) for held in schedule.holders),
+        holders=tuple(
+            tuple(sorted(device for pp_rank in held for device in pp_ranks[pp_rank])) for held in schedule.holders
+        ),
     )
 
 
@@ -218,7 +223,7 @@ def _round_robin(stages: int, chunks: int = 1) -> tuple[Devices, ...]:
 
 
 def _vee(stages: int) -> tuple[Devices, ...]:
-    return tuple((seat,) for seat in (*range(stages), *reversed(range(stages))))
+    return tuple((pp_rank,) for pp_rank in (*range(stages), *reversed(range(stages))))
 
 
 KINDS = {

@@ -378,9 +378,9 @@ class Trainer:
             self.run.begin()
             self.run.write_config(self.config, step)
             self.run.write_plan(self.model.plan.to_json(), step)
-        facts = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
+        analysis = RunFacts(folder=self.run.path, config=yaml.safe_load(self.config), step=step,
                          steps=self.last_step if write else None)  # fmt: skip
         for logger in self.loggers:
             if write or isinstance(logger, ConsoleLogger):
-                logger.start(facts)
+                logger.start(analysis)
                 self._active.append(logger)

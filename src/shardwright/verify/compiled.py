@@ -82,8 +82,8 @@ class CompiledSide:
 
     def gradients(self) -> Tensors:
         own = {one.name: self._gradient(one) for one in self.holding.held if one.trainable}
-        every = [one for _, helds in self.holding.seats for one in helds]
-        whole = spread_out(own, self.holding.seats)
+        every = [one for _, helds in self.holding.pp_ranks for one in helds]
+        whole = spread_out(own, self.holding.pp_ranks)
         return {self.first[one.name]: whole[one.name] for one in every if one.trainable}
 
     def _gradient(self, held: ParameterSpec) -> Tensor | None:

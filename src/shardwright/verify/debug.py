@@ -211,7 +211,7 @@ class _Comparison:
                     pieces = [watched.uses[use].grad for watched in self.every]
                     layout, expected = self.program.layouts[name].gradient(), self.original.uses[use].grad
                     yield self._seen("backward", op, name, layout, pieces, expected, self.scale)
-        for holding in self.program.holdings:
+        for holding in self.program.parameters:
             if holding.trainable:
                 yield from self._of_value(holding.value, None)
 

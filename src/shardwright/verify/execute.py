@@ -100,7 +100,7 @@ class ProgramInterpreter:
         """Every value that the program makes of these inputs."""
         program, graph = self.program, self.program.graph
         start = {held.value: self.piece(x, held.value) for held, x in zip(graph.inputs, inputs, strict=True)}
-        for holding in program.holdings:
+        for holding in program.parameters:
             local = shard_tensor(parameters[holding.key].detach(), holding.layout, program, self.at)
             start[holding.value] = local.requires_grad_(holding.trainable and local.is_floating_point())
         for buffer in graph.buffers:

@@ -60,10 +60,10 @@ def compile_program(
     if captured is None:
         real, entry = (module, args, kwargs), "train" if module.training else "eval"
         captured = capture(copy_to_meta(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
-    facts = analyse(captured.graph, probing(captured.functions))
-    found = make_plan(captured.graph, facts, plan, size, batching=batching)
+    analysis = analyse(captured.graph, probing(captured.functions))
+    found = make_plan(captured.graph, analysis, plan, size, batching=batching)
     if found.is_pipeline:
-        programs = lower_pipeline(captured.graph, found, facts).programs
+        programs = lower_pipeline(captured.graph, found, analysis).programs
     else:
-        programs = (lower(captured.graph, found, facts),)
+        programs = (lower(captured.graph, found, analysis),)
     return Compilation(captured=captured, plan=found, programs=programs)

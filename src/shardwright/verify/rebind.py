@@ -37,8 +37,10 @@ def rebind(plan: Plan, old: Graph, new: Graph) -> Plan:
     if len(held) == 1:
         parts: tuple[tuple[str, ...], ...] = (tuple(choices),)
     else:
-        homes = {name: number for number, segment in enumerate(held) for name in segment.choices}
-        parts = parts_like(OpSequence(analyse(new)), {name: homes[before] for name, before in names.items()}, len(held))
+        storage_options = {name: number for number, segment in enumerate(held) for name in segment.choices}
+        parts = parts_like(
+            OpSequence(analyse(new)), {name: storage_options[before] for name, before in names.items()}, len(held)
+        )
     segments = tuple(
         replace(segment, choices={name: choices.get(name, {}) for name in part})
         for segment, part in zip(held, parts, strict=True)

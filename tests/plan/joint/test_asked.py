@@ -14,10 +14,10 @@ from .models import chain, language
 CLASSES = {"": "Chain", "layers": "ModuleList", **{f"layers.{n}": "Sequential" for n in range(8)}}
 
 
-def found(*entries, facts=None, size=4, **wishes):
+def found(*entries, analysis=None, size=4, **options):
     asked = read_constraints(list(entries), CLASSES)
     return find_joint(
-        facts or chain(), find(f"{size}xA100-80GB"), TrainingSetup(), SearchOptions(constraints=asked, **wishes)
+        analysis or chain(), find(f"{size}xA100-80GB"), TrainingSetup(), SearchOptions(constraints=asked, **options)
     )
 
 
@@ -77,9 +77,9 @@ def test_what_cannot_be_is_said(entries, message):
 
 def test_more_stages_than_the_model_has_parts():
     with pytest.raises(PlanError, match="can be cut"):
-        found({"stages": 4}, facts=chain(layers=1))
+        found({"stages": 4}, analysis=chain(layers=1))
 
 
 def test_axes_are_those_that_are_named():
-    plan = found({"stages": 2}, {"axis": "tp", "size": 2}, facts=language(layers=4)).plan
+    plan = found({"stages": 2}, {"axis": "tp", "size": 2}, analysis=language(layers=4)).plan
     assert all(segment.mesh.sizes == {"tp": 2} for segment in plan.segments)

@@ -56,18 +56,18 @@ def test_bounds_that_know_of_memory_are_below_what_they_bound(room):
 
 def test_what_is_known_of_larger_microbatches_bounds_smaller_ones():
     search = PipelineSearch(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
-    rough = {(one.seats, one.microbatches): one for one in search.candidates if len(one.seats) == 1}
-    for (seats, microbatches), candidate in rough.items():
-        if (seats, 2 * microbatches) in rough:
+    rough = {(one.pp_ranks, one.microbatches): one for one in search.candidates if len(one.pp_ranks) == 1}
+    for (pp_ranks, microbatches), candidate in rough.items():
+        if (pp_ranks, 2 * microbatches) in rough:
             search.candidates.sure(candidate)
-            after = search.candidates.by_now(rough[seats, 2 * microbatches])
-            assert rough[seats, 2 * microbatches].bound <= after.bound
+            after = search.candidates.by_now(rough[pp_ranks, 2 * microbatches])
+            assert rough[pp_ranks, 2 * microbatches].bound <= after.bound
             assert after.bound <= search.candidates.sure(after).bound * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb", "zbv", "interleaved", "interleaved:3", "interleaved:4"])
 def test_microbatches_in_flight_are_those_of_the_schedule(schedule):
     kind = schedule_kind(schedule)
-    for seats in range(2, 7):
-        for microbatches in range(seats if kind.segments > 1 else 1, 3 * seats + 1):
-            assert flights(schedule, seats, microbatches) == in_flight(kind.make(seats, microbatches))
+    for pp_ranks in range(2, 7):
+        for microbatches in range(pp_ranks if kind.segments > 1 else 1, 3 * pp_ranks + 1):
+            assert flights(schedule, pp_ranks, microbatches) == in_flight(kind.make(pp_ranks, microbatches))

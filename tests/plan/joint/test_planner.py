@@ -22,10 +22,10 @@ from .models import chain, language
 MIXED = TrainingSetup(compute="bfloat16")
 
 
-def setup(facts, cluster, *, room=math.inf, training=None, **asked):
+def setup(analysis, cluster, *, room=math.inf, training=None, **asked):
     return PipelineSetup(
-        facts=facts, cluster=cluster, training=training or TrainingSetup(), limits=Limits(), size=cluster.size,
-        room=lambda seat: room, asked=PipelineRequest(**asked),
+        analysis=analysis, cluster=cluster, training=training or TrainingSetup(), limits=Limits(), size=cluster.size,
+        room=lambda pp_rank: room, asked=PipelineRequest(**asked),
     )  # fmt: skip
 
 
@@ -64,7 +64,9 @@ def test_a_faster_group_of_devices_gets_more_layers():
         setup(chain(layers=24), cluster, stages=4, microbatches=16, schedule="1f1b", training=MIXED)
     )
     found = search.run().best
-    held = dict(zip((cluster.device(seat.devices[0]).name for seat in found.seats), layers(found, search), strict=True))
+    held = dict(
+        zip((cluster.device(pp_rank.devices[0]).name for pp_rank in found.pp_ranks), layers(found, search), strict=True)
+    )
     assert held["A100-80GB"] >= 4 * held["V100-32GB"] > 0
     assert sum(layers(found, search)) == 24
 
@@ -72,7 +74,7 @@ def test_a_faster_group_of_devices_gets_more_layers():
 @pytest.mark.parametrize("size", [3, 4])
 def test_every_number_of_stages_is_looked_at(size):
     search = PipelineSearch(setup(chain(), find(f"{size}xA100-80GB")))
-    assert {len(candidate.seats) for candidate in search.candidates} == set(range(1, size + 1))
+    assert {len(candidate.pp_ranks) for candidate in search.candidates} == set(range(1, size + 1))
 
 
 def test_bounds_are_below_what_they_bound():
@@ -84,7 +86,7 @@ def test_bounds_are_below_what_they_bound():
         trial = search.tried(sure)
         if trial is not None:
             assert sure.bound <= trial.seconds * (1 + 1e-9)
-            uneven += len({len(seat.devices) for seat in sure.seats}) > 1
+            uneven += len({len(pp_rank.devices) for pp_rank in sure.pp_ranks}) > 1
     assert uneven
 
 
@@ -104,31 +106,37 @@ def test_slow_links_between_nodes_make_pipelines_win():
     found = find_joint(language(width=4096, layers=4), cluster, MIXED, SearchOptions())
     assert found.pipeline is not None
     assert found.flat.best.time > found.pipeline.trial.seconds
-    seats = found.pipeline.trial.seats
-    assert all(len({cluster.node_of(rank) for rank in seat.devices}) == 1 for seat in seats)
+    pp_ranks = found.pipeline.trial.pp_ranks
+    assert all(len({cluster.node_of(rank) for rank in pp_rank.devices}) == 1 for pp_rank in pp_ranks)
 
 
 def test_short_memory_is_met_by_recomputing_or_more_stages():
-    facts, cluster = language(layers=8, batch=64), find("4xA100-80GB")
-    wide = PipelineSearch(setup(facts, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4)).run().best
-    need = max(wide.memory(seat) for seat in range(2))
+    analysis, cluster = language(layers=8, batch=64), find("4xA100-80GB")
+    wide = (
+        PipelineSearch(setup(analysis, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4)).run().best
+    )
+    need = max(wide.memory(pp_rank) for pp_rank in range(2))
     short = need * 0.6
-    found = find_joint(facts, cluster, MIXED, SearchOptions(memory=short))
+    found = find_joint(analysis, cluster, MIXED, SearchOptions(memory=short))
     if found.pipeline is not None:
         assert max(held.peak for held in found.pipeline.memory) <= short
-    tight = PipelineSearch(setup(facts, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4, room=short))
+    tight = PipelineSearch(
+        setup(analysis, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4, room=short)
+    )
     again = tight.run().best
-    assert again is None or (again.seconds > wide.seconds and max(again.memory(seat) for seat in range(2)) <= short)
+    assert again is None or (
+        again.seconds > wide.seconds and max(again.memory(pp_rank) for pp_rank in range(2)) <= short
+    )
 
 
 def test_a_plan_of_a_pipeline_names_every_op_once_and_says_what_it_costs():
-    facts, cluster = language(width=4096, layers=4), slow_network(find("2x4xA100-80GB"), 1e9)
-    found = find_joint(facts, cluster, MIXED, SearchOptions())
+    analysis, cluster = language(width=4096, layers=4), slow_network(find("2x4xA100-80GB"), 1e9)
+    found = find_joint(analysis, cluster, MIXED, SearchOptions())
     plan = found.plan
     names = [name for segment in plan.segments for name in segment.choices]
-    assert sorted(names) == sorted(op.name for op in facts.graph.ops)
+    assert sorted(names) == sorted(op.name for op in analysis.graph.ops)
     assert plan.size == 8 and plan.schedule and plan.is_pipeline
-    said = predicted(found, cluster, MIXED, facts.graph)
+    said = predicted(found, cluster, MIXED, analysis.graph)
     assert said["seconds"] > 0 and len(said["pipeline"]["stages"]) == len(plan.segments)
     assert 0 <= said["pipeline"]["bubble"] < 1 <= said["pipeline"]["balance"]
     assert said["memory"]["peak"] <= said["limit"]

@@ -18,10 +18,10 @@ from .test_planner import MIXED
 
 @pytest.fixture(scope="module")
 def plan():
-    facts, cluster = language(layers=4), find("4xA100-80GB")
+    analysis, cluster = language(layers=4), find("4xA100-80GB")
     asked = read_constraints([{"stages": 4}, {"microbatches": 8}, {"schedule": "1f1b"}])
-    found = find_joint(facts, cluster, MIXED, SearchOptions(constraints=asked))
-    return replace(found.plan, predicted={"train": predicted(found, cluster, MIXED, facts.graph)})
+    found = find_joint(analysis, cluster, MIXED, SearchOptions(constraints=asked))
+    return replace(found.plan, predicted={"train": predicted(found, cluster, MIXED, analysis.graph)})
 
 
 def test_a_plan_that_is_saved_and_loaded_is_the_same(plan, tmp_path):

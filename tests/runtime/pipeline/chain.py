@@ -213,7 +213,7 @@ def crossings_of(cut, meshes, rows, dtype):
             if name not in INPUTS:
                 shape = (rows,) if name == "mask" else (rows, WIDTH)
                 sides = [meshes[home[name]], meshes[taker]]
-                given, taken = (Layout(cuts=layout_of(mesh, rows).cuts[: len(shape)]) for mesh in sides)
+                given, taken = (Layout(shards=layout_of(mesh, rows).shards[: len(shape)]) for mesh in sides)
                 found.append(
                     StageCrossing(
                         value=name,
@@ -267,12 +267,12 @@ def build(
     meshes = [mesh_of(devices) for devices in schedule.holders]
     cut = parts_of(segments)
     moment, random, full = Moment(schedule.microbatches), Randomness(), values(dtype)
-    seats = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
+    pp_ranks = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
     placed, parameters = [], {}
     for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, cut, strict=True)):
         groups = Groups(mesh)
         keys = {key: held_of(key, mesh, dtype, tied) for part in parts for key in part[3]}
-        seats[mesh].update({held.name: held for held in keys.values()})
+        pp_ranks[mesh].update({held.name: held for held in keys.values()})
         stage, own = None, {}
         if rank in mesh.devices:
             rest = (groups, ("dp",), torch.device("cpu"), random)
@@ -301,7 +301,7 @@ def build(
         forward=forward,
         moment=moment,
     )
-    held = [(mesh, tuple(found.values())) for mesh, found in seats.items()]
+    held = [(mesh, tuple(found.values())) for mesh, found in pp_ranks.items()]
     join_pipeline(PipelineNorms(held), parameters.values())
     sync = GradientSync([(p.held, p) for p in parameters.values()], ties=TiedGradients(held))
     running = RunningPipeline(pipeline, PipelineLoop(sync, backward))

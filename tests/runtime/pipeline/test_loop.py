@@ -25,16 +25,16 @@ SEATS = {  # for each number of seats, devices of each
 PARTS = {1: (4,), 2: (2, 2), 3: (1, 2, 1), 4: (1, 1, 1, 1)}
 
 
-def schedules(kind, seats, microbatches):
+def schedules(kind, pp_ranks, microbatches):
     """The training schedule, the one for inference, and how many parts each segment has."""
-    made = spread(schedule_kind(kind).make(len(seats), microbatches), seats)
+    made = spread(schedule_kind(kind).make(len(pp_ranks), microbatches), pp_ranks)
     last = [made.segments - 1]
     forward = forward_only(made.holders, microbatches)
     return with_prologue(made, last), with_prologue(forward, last), PARTS[made.segments]
 
 
-def ready(rank, kind, seats, microbatches, **options):
-    training, inference, parts = schedules(kind, SEATS[seats], microbatches)
+def ready(rank, kind, pp_ranks, microbatches, **options):
+    training, inference, parts = schedules(kind, SEATS[pp_ranks], microbatches)
     return chain.build(rank, training, inference, parts, **options)
 
 
@@ -78,8 +78,8 @@ CASES = {
 
 def steps(rank, cases):
     found = []
-    for number, (kind, seats, microbatches) in enumerate(cases):
-        built = ready(rank, kind, seats, microbatches, recomputed=number % 2 == 1)
+    for number, (kind, pp_ranks, microbatches) in enumerate(cases):
+        built = ready(rank, kind, pp_ranks, microbatches, recomputed=number % 2 == 1)
         outputs = built.running(chain.batch())
         outputs[0].backward()
         found.append((gradients(built.parameters), [out.detach() for out in outputs]))
@@ -222,10 +222,10 @@ def merged_uses(results):
     return [(merged([found for found, _ in case]), [given for _, given in case]) for case in zip(*results, strict=True)]
 
 
-def uses(rank, kind, seats, backward, names):
+def uses(rank, kind, pp_ranks, backward, names):
     found = []
     for name in names:
-        built = ready(rank, kind, seats, 4, backward=backward)
+        built = ready(rank, kind, pp_ranks, 4, backward=backward)
         given = globals()[name](lambda *tensors, built=built: built.running(tensors), built.parameters)
         found.append((gradients(built.parameters), given))
     return found
@@ -235,11 +235,11 @@ def uses(rank, kind, seats, backward, names):
     ("kind", "seats", "backward"),
     [("zb", "2", "inside"), ("1f1b", "1+2", "inside"), ("interleaved", "2", "outside"), ("zbv", "1+2", "outside")],
 )
-def test_what_people_do(kind, seats, backward):
+def test_what_people_do(kind, pp_ranks, backward):
     names = [use.__name__ for use in (USES if backward == "inside" else OUTSIDE)]
-    if seats == "1+2":
+    if pp_ranks == "1+2":
         names.remove("asked_for")  # gradients that are not accumulated are not summed over ranks either
-    results = run_processes(sum(map(len, SEATS[seats])), uses, kind, seats, backward, names, timeout=120)
+    results = run_processes(sum(map(len, SEATS[pp_ranks])), uses, kind, pp_ranks, backward, names, timeout=120)
     for name, (found, given) in zip(names, merged_uses(results), strict=True):
         model = chain.Single()
         parameters = dict(model.named_parameters())
@@ -342,9 +342,9 @@ def test_no_sync_puts_the_sums_off():
 # -- loss scaling ----------------------------------------------------------------------------
 
 
-def overflowing(rank, backward, seats):
+def overflowing(rank, backward, pp_ranks):
     """A gradient of the last stage overflows in the second of four steps."""
-    built = ready(rank, "1f1b", seats, 4, backward=backward)
+    built = ready(rank, "1f1b", pp_ranks, 4, backward=backward)
     optimizer = torch.optim.SGD(built.parameters.values(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     found = []
@@ -364,7 +364,7 @@ def overflowing(rank, backward, seats):
 
 
 @pytest.mark.parametrize(("backward", "seats"), [("inside", "2"), ("outside", "1+2")])
-def test_an_overflow_on_one_stage_is_seen_by_all(backward, seats):
+def test_an_overflow_on_one_stage_is_seen_by_all(backward, pp_ranks):
     model = chain.Single()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wanted = []
@@ -374,7 +374,7 @@ def test_an_overflow_on_one_stage_is_seen_by_all(backward, seats):
             model(*chain.batch(step))[0].backward()
             optimizer.step()
         wanted.append({key: p.detach().clone() for key, p in model.named_parameters()})
-    results = run_processes(sum(map(len, SEATS[seats])), overflowing, backward, seats)
+    results = run_processes(sum(map(len, SEATS[pp_ranks])), overflowing, backward, pp_ranks)
     for step, case in enumerate(zip(*results, strict=True)):
         assert_near(merged([values for values, _ in case]), wanted[step], f"step {step}")
         assert [scale for _, scale in case] == [(1024.0, 512.0, 512.0, 1024.0)[step]] * len(case)

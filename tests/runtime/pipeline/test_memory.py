@@ -39,12 +39,12 @@ class Saved:
         Saved.live -= 1
 
 
-def kept(rank, kind, seats, counts):
+def kept(rank, kind, pp_ranks, counts):
     """The most tensors that autograd kept at a time in a step, for each number of microbatches."""
     found = []
     for microbatches in counts:
         rows = 3 * microbatches
-        built = ready(rank, kind, seats, microbatches, rows=rows)
+        built = ready(rank, kind, pp_ranks, microbatches, rows=rows)
         Saved.live = Saved.peak = 0
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = built.running(chain.batch(rows=rows))[0]
@@ -55,11 +55,11 @@ def kept(rank, kind, seats, counts):
 
 
 @pytest.mark.parametrize("seats", ["2", "4"])
-def test_1f1b_keeps_as_many_microbatches_as_there_are_stages(seats):
-    results = run_processes(int(seats), kept, "1f1b", seats, (1, 4, 8, 16))
+def test_1f1b_keeps_as_many_microbatches_as_there_are_stages(pp_ranks):
+    results = run_processes(int(pp_ranks), kept, "1f1b", pp_ranks, (1, 4, 8, 16))
     for rank, (one, *many) in enumerate(results):
         assert len(set(many)) == 1
-        assert many[0] == one * (int(seats) - rank)
+        assert many[0] == one * (int(pp_ranks) - rank)
 
 
 def test_gpipe_keeps_all():

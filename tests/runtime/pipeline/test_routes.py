@@ -44,7 +44,7 @@ def side(draw, ranks=8):
 def local(x, layout, mesh, rank):
     """The piece of a rank, cut by the other implementation."""
     at, sizes = mesh.coordinates(rank), mesh.sizes
-    for dim, cuts in enumerate(layout.cuts):
+    for dim, cuts in enumerate(layout.shards):
         for cut in cuts:
             x = blocks.shard(x, dim, cut, sizes[cut.axis], at[cut.axis])
     return x.contiguous()

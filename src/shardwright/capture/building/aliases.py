@@ -59,63 +59,63 @@ class TensorHandle:
             self.seen = now
         return self.name
 
-    def write(self, draft: GraphBuilder, name: str, place: OpOrigin) -> None:
+    def write(self, builder: GraphBuilder, name: str, place: OpOrigin) -> None:
         """Give this tensor, and everything that shares its memory, a new value."""
         if place.no_grad:
-            name = _unnoticed(draft, self.read(), name, place)
+            name = _unnoticed(builder, self.read(), name, place)
         if self.parent is None or self.view is None:
             self.version += 1
         else:
             before = self.parent.read()
-            new = _scatter(draft, self.view, before, name, place)
+            new = _scatter(builder, self.view, before, name, place)
             if self.view.target.startswith("aten.detach"):
-                new = _unnoticed(draft, before, new, place)
-            self.parent.write(draft, new, place)
+                new = _unnoticed(builder, before, new, place)
+            self.parent.write(builder, new, place)
             self.seen = self.root().version
         self.name = name
 
 
-def _unnoticed(draft: GraphBuilder, old: str, new: str, place: OpOrigin) -> str:
+def _unnoticed(builder: GraphBuilder, old: str, new: str, place: OpOrigin) -> str:
     """A write under no_grad, or through detach, as autograd sees it: new values, with the gradient of the old ones."""
-    if not draft.facts[old].gradient or draft.facts[new].gradient:
+    if not builder.analysis[old].gradient or builder.analysis[new].gradient:
         return new
     place = replace(place, no_grad=False)
-    fact = draft.facts[old]
-    detached = draft.emit_one("aten.detach.default", {"self": ValueRef(old)}, fact, place)
-    nothing = draft.emit_one("aten.sub.Tensor", {"self": ValueRef(old), "other": ValueRef(detached)}, fact, place)
-    return draft.emit_one("aten.add.Tensor", {"self": ValueRef(new), "other": ValueRef(nothing)}, fact, place)
+    fact = builder.analysis[old]
+    detached = builder.emit_one("aten.detach.default", {"self": ValueRef(old)}, fact, place)
+    nothing = builder.emit_one("aten.sub.Tensor", {"self": ValueRef(old), "other": ValueRef(detached)}, fact, place)
+    return builder.emit_one("aten.add.Tensor", {"self": ValueRef(new), "other": ValueRef(nothing)}, fact, place)
 
 
-def _scatter(draft: GraphBuilder, view: AliasView, parent: str, new: str, place: OpOrigin) -> str:
+def _scatter(builder: GraphBuilder, view: AliasView, parent: str, new: str, place: OpOrigin) -> str:
     """The parent with the part that `view` takes from it replaced by `new`."""
-    fact = draft.facts[parent]
+    fact = builder.analysis[parent]
     kind = view.target.rsplit(".", 1)[0]
     held = {name: value for name, value in view.arguments.items() if name not in ("self", "input")}
     both = {"self": ValueRef(parent), "src": ValueRef(new)}
     if kind in SHAPERS:
-        if draft.facts[new].shape == fact.shape:
+        if builder.analysis[new].shape == fact.shape:
             return new
-        return draft.emit_one("aten.reshape.default", {"self": ValueRef(new), "shape": fact.shape}, fact, place)
+        return builder.emit_one("aten.reshape.default", {"self": ValueRef(new), "shape": fact.shape}, fact, place)
     if kind in SELF_INVERSE:
-        return draft.emit_one(view.target, {"self": ValueRef(new), **held}, fact, place)
+        return builder.emit_one(view.target, {"self": ValueRef(new), **held}, fact, place)
     if kind == "aten.permute":
         dims = [dim % len(fact.shape) for dim in held["dims"]]
         inverse = tuple(dims.index(dim) for dim in range(len(dims)))
-        return draft.emit_one("aten.permute.default", {"self": ValueRef(new), "dims": inverse}, fact, place)
+        return builder.emit_one("aten.permute.default", {"self": ValueRef(new), "dims": inverse}, fact, place)
     if kind == "aten.as_strided":
-        numbers = element_numbers(draft, held["size"], held["stride"], held.get("storage_offset") or 0, place)
+        numbers = element_numbers(builder, held["size"], held["stride"], held.get("storage_offset") or 0, place)
         written = {"self": ValueRef(parent), "index": numbers, "source": ValueRef(new)}
-        return draft.emit_one("aten.put.default", written, fact, place)
+        return builder.emit_one("aten.put.default", written, fact, place)
     if kind in ("aten.slice", "aten.select", "aten.diagonal"):
         if kind == "aten.slice":
             held = slice_bounds(held, fact.shape)
-        return draft.emit_one(f"{kind}_scatter.default", {**both, **held}, fact, place)
+        return builder.emit_one(f"{kind}_scatter.default", {**both, **held}, fact, place)
     if kind == "aten.unbind":
         where = {"dim": held.get("dim", 0), "index": view.index}
-        return draft.emit_one("aten.select_scatter.default", {**both, **where}, fact, place)
+        return builder.emit_one("aten.select_scatter.default", {**both, **where}, fact, place)
     if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.narrow"):
-        span = _span(draft, view, held, parent, new)
-        return draft.emit_one("aten.slice_scatter.default", {**both, **span}, fact, place)
+        span = _span(builder, view, held, parent, new)
+        return builder.emit_one("aten.slice_scatter.default", {**both, **span}, fact, place)
     raise unsupported(
         f"it writes in place through a view made by {view.target}",
         place.source,
@@ -123,14 +123,14 @@ def _scatter(draft: GraphBuilder, view: AliasView, parent: str, new: str, place:
     )
 
 
-def _span(draft: GraphBuilder, view: AliasView, held: dict[str, Any], parent: str, new: str) -> dict[str, int]:
+def _span(builder: GraphBuilder, view: AliasView, held: dict[str, Any], parent: str, new: str) -> dict[str, int]:
     """Which slice of its parent an output of split, or a narrow, is."""
     dim = held.get("dim", 0)
-    length = draft.facts[new].shape[dim]
+    length = builder.analysis[new].shape[dim]
     if "start" in held:
         start = held["start"]
     elif view.target.startswith("aten.chunk"):
-        start = -(-draft.facts[parent].shape[dim] // held["chunks"]) * view.index
+        start = -(-builder.analysis[parent].shape[dim] // held["chunks"]) * view.index
     else:
         sizes: Any = held.get("split_sizes", held.get("split_size"))
         start = sizes * view.index if isinstance(sizes, int) else sum(sizes[: view.index])

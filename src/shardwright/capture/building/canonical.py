@@ -19,15 +19,15 @@ from .strided_access import element_numbers
 
 @dataclass(frozen=True, slots=True)
 class AtenCall:
-    draft: GraphBuilder
+    builder: GraphBuilder
     target: str
     arguments: dict[str, Any]
-    facts: Sequence[ValueInfo]
+    analysis: Sequence[ValueInfo]
     place: OpOrigin
 
     @property
     def fact(self) -> ValueInfo:
-        return self.facts[0]
+        return self.analysis[0]
 
     @property
     def first(self) -> ValueRef:
@@ -39,13 +39,13 @@ class AtenCall:
 
     @property
     def given(self) -> ValueInfo:
-        return self.draft.facts[self.first.name]
+        return self.builder.analysis[self.first.name]
 
     def emit(self, target: str | None = None, kind: str | None = None, /, **arguments: Any) -> list[str]:
-        return self.draft.emit(target or self.target, arguments, self.facts, self.place, kind)
+        return self.builder.emit(target or self.target, arguments, self.analysis, self.place, kind)
 
     def grads(self, ref: ValueRef) -> bool:
-        return self.draft.facts[ref.name].gradient
+        return self.builder.analysis[ref.name].gradient
 
     def keep(self) -> list[str]:
         return self.emit(**self.arguments)
@@ -79,7 +79,7 @@ def _identity(call: AtenCall) -> list[str]:
 @_for("contiguous", "clone")
 def _restride(call: AtenCall) -> list[str]:
     """Values have no strides here; a view that relied on these becomes a reshape."""
-    call.draft.loose.add(call.first.name)
+    call.builder.loose.add(call.first.name)
     return [call.first.name]
 
 
@@ -108,7 +108,7 @@ def cast(call: AtenCall) -> list[str]:
 def _reshape(call: AtenCall) -> list[str]:
     if call.given.shape == call.fact.shape:
         return [call.first.name]
-    if call.target == "aten.view.default" and call.first.name not in call.draft.loose:
+    if call.target == "aten.view.default" and call.first.name not in call.builder.loose:
         return call.emit(self=call.first, size=call.fact.shape)
     return call.emit("aten.reshape.default", self=call.first, shape=call.fact.shape)
 
@@ -124,15 +124,15 @@ def _expand(call: AtenCall) -> list[str]:
 def _broadcast(call: AtenCall) -> list[str]:
     """One expand for each tensor: values of one op share their gradient flag, these must not."""
     found = []
-    for index, (ref, fact) in enumerate(zip(call.arguments["tensors"], call.facts, strict=True)):
-        held = call.draft.facts[ref.name]
+    for index, (ref, fact) in enumerate(zip(call.arguments["tensors"], call.analysis, strict=True)):
+        held = call.builder.analysis[ref.name]
         if call.target.startswith("aten.meshgrid"):
-            swapped = call.arguments.get("indexing", "ij") == "xy" and len(call.facts) > 1 and index < 2
+            swapped = call.arguments.get("indexing", "ij") == "xy" and len(call.analysis) > 1 and index < 2
             dim = 1 - index if swapped else index
             shape = tuple(size if at == dim else 1 for at, size in enumerate(fact.shape))
             held = ValueInfo(shape, held.dtype)
-            ref = ValueRef(write(AtenCall(call.draft, "aten.reshape.default", {"self": ref}, [held], call.place))[0])
-        found += write(AtenCall(call.draft, "aten.expand.default", {"self": ref}, [fact], call.place))
+            ref = ValueRef(write(AtenCall(call.builder, "aten.reshape.default", {"self": ref}, [held], call.place))[0])
+        found += write(AtenCall(call.builder, "aten.expand.default", {"self": ref}, [fact], call.place))
     return found
 
 
@@ -140,10 +140,12 @@ def _broadcast(call: AtenCall) -> list[str]:
 def _cat(call: AtenCall) -> list[str]:
     """What is empty adds nothing: an HF cache starts so, and so does what a rotary embedding leaves alone."""
     dim = call.arguments.get("dim", 0)
-    shapes = {ref: call.draft.facts[ref.name].shape for ref in call.arguments["tensors"]}
+    shapes = {ref: call.builder.analysis[ref.name].shape for ref in call.arguments["tensors"]}
     empty = {ref for ref, shape in shapes.items() if (shape == (0,) or shape[dim] == 0) and not call.grads(ref)}
     tensors = tuple(ref for ref in call.arguments["tensors"] if ref not in empty)
-    if len(tensors) == 1 and call.draft.facts[tensors[0].name] == replace(call.fact, gradient=call.grads(tensors[0])):
+    if len(tensors) == 1 and call.builder.analysis[tensors[0].name] == replace(
+        call.fact, gradient=call.grads(tensors[0])
+    ):
         return _restride(replace(call, arguments={"self": tensors[0]}))
     return call.emit("aten.cat.default", tensors=tensors or call.arguments["tensors"], dim=call.arguments.get("dim", 0))
 
@@ -177,7 +179,7 @@ def _as_strided(call: AtenCall) -> list[str]:
     Said so, it does not matter where and how a value lies here, on one device or on many.
     """
     size, strides = call.arguments["size"], call.arguments["stride"]
-    places = element_numbers(call.draft, size, strides, call.arguments.get("storage_offset") or 0, call.place)
+    places = element_numbers(call.builder, size, strides, call.arguments.get("storage_offset") or 0, call.place)
     return call.emit("aten.take.default", self=call.first, index=places)
 
 
@@ -233,7 +235,7 @@ def _slice_scatter(call: AtenCall) -> list[str]:
 @_for("chunk", "unsafe_chunk", "unsafe_split", "split", "tensor_split", "split_with_sizes", "unsafe_split_with_sizes")
 def _split(call: AtenCall) -> list[str]:
     dim = call.arguments.get("dim", 0) % len(call.given.shape)
-    sizes = tuple(fact.shape[dim] for fact in call.facts)
+    sizes = tuple(fact.shape[dim] for fact in call.analysis)
     if len(sizes) == 1:
         return [call.first.name]
     if all(size == sizes[0] for size in sizes[:-1]) and 0 < sizes[-1] <= sizes[0]:
@@ -311,9 +313,9 @@ def _create_new(call: AtenCall) -> list[str]:
 def _copy(call: AtenCall) -> list[str]:
     """What `x.copy_(y)` leaves in x: y, cast and expanded to x."""
     source = call.arguments["src"]
-    fact = ValueInfo(call.draft.facts[source.name].shape, call.fact.dtype)
-    held = write(AtenCall(call.draft, "aten._to_copy.default", {"self": source}, [fact], call.place))[0]
-    return write(AtenCall(call.draft, "aten.expand.default", {"self": ValueRef(held)}, call.facts, call.place))
+    fact = ValueInfo(call.builder.analysis[source.name].shape, call.fact.dtype)
+    held = write(AtenCall(call.builder, "aten._to_copy.default", {"self": source}, [fact], call.place))[0]
+    return write(AtenCall(call.builder, "aten.expand.default", {"self": ValueRef(held)}, call.analysis, call.place))
 
 
 @_for("fill", "zero")
@@ -323,7 +325,7 @@ def _fill(call: AtenCall) -> list[str]:
         target = "aten.fill.Tensor" if isinstance(value, ValueRef) else "aten.fill.Scalar"
         return call.emit(target, self=call.first, value=value)
     if isinstance(value, ValueRef):
-        return _copy(AtenCall(call.draft, call.target, {"src": value}, call.facts, call.place))
+        return _copy(AtenCall(call.builder, call.target, {"src": value}, call.analysis, call.place))
     dtype = Dtype(call.fact.dtype)
     return call.emit("aten.full.default", size=call.fact.shape, fill_value=value, dtype=dtype)
 
@@ -353,12 +355,12 @@ def _conv(call: AtenCall) -> list[str]:
     bias = call.arguments.get("bias")
     if not isinstance(bias, ValueRef):
         return call.emit(**rest)
-    held = call.draft.facts[bias.name]
-    space = len(call.draft.facts[call.arguments["weight"].name].shape) - 2  # the input may come without a batch
+    held = call.builder.analysis[bias.name]
+    space = len(call.builder.analysis[call.arguments["weight"].name].shape) - 2  # the input may come without a batch
     shape = (*held.shape, *[1] * space)
-    y = call.draft.emit_one(call.target, rest, call.fact, call.place)
+    y = call.builder.emit_one(call.target, rest, call.fact, call.place)
     fact = ValueInfo(shape, held.dtype)
-    viewed = call.draft.emit_one("aten.view.default", {"self": bias, "size": shape}, fact, call.place, "bias_view")
+    viewed = call.builder.emit_one("aten.view.default", {"self": bias, "size": shape}, fact, call.place, "bias_view")
     return call.emit("aten.add.Tensor", "bias", self=ValueRef(y), other=ValueRef(viewed))
 
 
@@ -367,7 +369,7 @@ def _with_bias(call: AtenCall, target: str, product: dict[str, Any], name: str) 
     bias = call.arguments.get(name)
     if not isinstance(bias, ValueRef):
         return call.emit(target, **product)
-    y = call.draft.emit_one(target, product, call.fact, call.place)
+    y = call.builder.emit_one(target, product, call.fact, call.place)
     return call.emit("aten.add.Tensor", "bias", self=ValueRef(y), other=bias)
 
 
@@ -391,8 +393,8 @@ def _batch_norm(call: AtenCall) -> list[str]:
     channel = ValueInfo((call.given.shape[1],), call.given.dtype)
     if arguments.get("running_mean") is None:
         arguments = {name: value for name, value in arguments.items() if not name.startswith("running")}
-        facts = [call.fact, channel, channel]
-        return call.draft.emit("aten._native_batch_norm_legit.no_stats", arguments, facts, call.place)
-    running = call.draft.facts[arguments["running_mean"].name]
-    facts = [call.fact, channel, channel, running, running]
-    return call.draft.emit("aten._native_batch_norm_legit_functional.default", arguments, facts, call.place)
+        analysis = [call.fact, channel, channel]
+        return call.builder.emit("aten._native_batch_norm_legit.no_stats", arguments, analysis, call.place)
+    running = call.builder.analysis[arguments["running_mean"].name]
+    analysis = [call.fact, channel, channel, running, running]
+    return call.builder.emit("aten._native_batch_norm_legit_functional.default", arguments, analysis, call.place)

@@ -38,42 +38,42 @@ class BranchGraphs:
         self,
         module: fx.GraphModule,
         wish: str,
-        facts: Sequence[ValueInfo],
+        analysis: Sequence[ValueInfo],
         walk: Walk,
         place: OpOrigin,
         names: Sequence[str] = (),
     ) -> tuple[str, list[int], list[Tensor]]:
         """The name of a graph for a module, which of its operands it reads, and constants that it wants besides."""
-        draft = GraphBuilder()
+        builder = GraphBuilder()
         nodes = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-        handles = [TensorHandle(draft.value(fact)) for fact in facts]
-        wishes = {held.name: _wish(name, place) for held, name in zip(handles, names or nodes, strict=True)}
+        handles = [TensorHandle(builder.value(fact)) for fact in analysis]
+        options = {held.name: _wish(name, place) for held, name in zip(handles, names or nodes, strict=True)}
         constants: list[Tensor] = []
 
         def constant(tensor: Tensor) -> TensorHandle:
             fact = ValueInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            handles.append(TensorHandle(draft.value(fact)))
-            wishes[handles[-1].name] = "constant"
+            handles.append(TensorHandle(builder.value(fact)))
+            options[handles[-1].name] = "constant"
             constants.append(tensor)
             return handles[-1]
 
-        results = walk(module, draft, handles[: len(facts)], constant)
+        results = walk(module, builder, handles[: len(analysis)], constant)
         if any(handle.version for handle in handles) or not all(isinstance(held, TensorHandle) for held in results):
             raise unsupported("it writes to its operands, or returns a number", place.source, "Return tensors only.")
         ends = [held.read() for held in results]
         if self.promote:
-            promote_floats(draft)
-        join_repeats(draft)
-        ends = [draft.now(end) for end in ends]
-        drop_dead(draft, ends)
-        read = {name for step in draft.steps for name in step.inputs()} | set(ends)
+            promote_floats(builder)
+        join_repeats(builder)
+        ends = [builder.now(end) for end in ends]
+        drop_dead(builder, ends)
+        read = {name for step in builder.steps for name in step.inputs()} | set(ends)
         takes = [at for at, handle in enumerate(handles) if handle.name in read or names]
-        names_of = value_names(draft, {handles[at].name: wishes[handles[at].name] for at in takes})
+        names_of = value_names(builder, {handles[at].name: options[handles[at].name] for at in takes})
         graph = Graph(
             name=wish, entry=place.path,
-            values=values_of(draft, names_of),
-            inputs=tuple(Input(value=names_of[handles[at].name], path=wishes[handles[at].name]) for at in takes),
-            parameters=(), buffers=(), ops=ops_of(draft, names_of),
+            values=values_of(builder, names_of),
+            inputs=tuple(Input(value=names_of[handles[at].name], path=options[handles[at].name]) for at in takes),
+            parameters=(), buffers=(), ops=ops_of(builder, names_of),
             outputs=tuple(Output(path=f"[{at}]", value=names_of[end]) for at, end in enumerate(ends)),
         )  # fmt: skip
         return self._named(check(graph)), takes, constants

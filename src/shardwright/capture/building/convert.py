@@ -53,7 +53,7 @@ class Modes:
 
 @dataclass(slots=True)
 class GraphConversion:
-    draft: GraphBuilder
+    builder: GraphBuilder
     kept: KeptCalls
     parameters: frozenset[str]  # their values: autocast casts each once
     constant: Callable[[torch.Tensor], TensorHandle]  # a handle for a tensor that stands in the graph itself
@@ -107,7 +107,7 @@ class GraphConversion:
             raise unsupported("as_strided reads memory that is not in order", place.source, remedy)
         if target_name(op) == MARKER:
             return self._call(args, node.meta["val"], place)
-        if not modes.autocast and (selections((args, kwargs)) or is_selection(op, args, self.draft)):
+        if not modes.autocast and (selections((args, kwargs)) or is_selection(op, args, self.builder)):
             return self._select(node, args, kwargs, place)
         if modes.autocast:
             args, kwargs, place = self._cast(node, args, kwargs, place)
@@ -116,10 +116,10 @@ class GraphConversion:
     def _number(self, node: fx.Node, args: Any, kwargs: Any, place: OpOrigin) -> Any:
         """A node that takes a number out of a tensor, or computes with one (numbers.py)."""
         op: Any = node.target
-        made = Numbers(self.draft, replace(place, autocast=None))
+        made = Numbers(self.builder, replace(place, autocast=None))
         if target_of(op) == "aten.sym_size.int":
             held, dim = args
-            return made.count(held.mask) if dim == 0 else self.draft.facts[held.dense].shape[held.lead + dim - 1]
+            return made.count(held.mask) if dim == 0 else self.builder.analysis[held.dense].shape[held.lead + dim - 1]
         if target_of(op) in NUMBERS:
             return made.take(args[0])
         if not isinstance(op, torch._ops.OpOverload):
@@ -137,7 +137,7 @@ class GraphConversion:
         """An op on what a boolean mask selects (selected.py)."""
         value = node.meta.get("val")
         dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
-        selection = SelectionOp(self.draft, node.target, place, dtype, lambda held: _read(held, place))
+        selection = SelectionOp(self.builder, node.target, place, dtype, lambda held: _read(held, place))
         if selections((args, kwargs)):
             return selection.apply(args, kwargs)
         if node.target is torch.ops.aten.masked_select.default:
@@ -152,7 +152,7 @@ class GraphConversion:
             dtype = dtype or torch.get_autocast_dtype(device)
             region = f"{device}:{str(dtype).removeprefix('torch.')}" if enabled else None
             if enabled and device != "cpu":
-                self.draft.notes.append(f"autocast for {device} does nothing: models are captured as if on the CPU")
+                self.builder.notes.append(f"autocast for {device} does nothing: models are captured as if on the CPU")
             if not modes.cached:
                 self._casts.clear()  # autocast forgets its casts when the outermost region ends
             return self.run(inner, rest, replace(modes, autocast=region, cached=True))
@@ -161,8 +161,8 @@ class GraphConversion:
             return self.run(args[1] if args[0] else args[2], args[3], modes)
         if name in ("cond", "scan", "while_loop"):
             made = {"cond": self._cond, "scan": self._scan, "while_loop": self._while}[name](args, modes, place)
-            names = self.draft.emit(*made, value_infos(node.meta["val"], place.source), place)
-            self.draft.loose.update(names)
+            names = self.builder.emit(*made, value_infos(node.meta["val"], place.source), place)
+            self.builder.loose.update(names)
             return [TensorHandle(held) for held in names]
         remedy = "Write it with plain tensor operations, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"the graph has no way to say {name}", place.source, remedy)
@@ -172,8 +172,8 @@ class GraphConversion:
         operands = list(operands_of(given, place))
         arguments: dict[str, Any] = {"predicate": ValueRef(predicate.read())}
         for role, wish, module in (("then", "cond_then", one), ("other", "cond_else", other)):
-            facts = [self.draft.facts[held.name] for held in operands[: len(given)]]
-            name, takes, constants = self.branches.add(module, wish, facts, self._walk(modes), place)
+            analysis = [self.builder.analysis[held.name] for held in operands[: len(given)]]
+            name, takes, constants = self.branches.add(module, wish, analysis, self._walk(modes), place)
             more = range(len(operands), len(operands) + len(constants))
             operands += [ValueRef(self.constant(tensor).read()) for tensor in constants]
             numbers = [*range(len(given)), *more]
@@ -183,21 +183,21 @@ class GraphConversion:
     def _scan(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
         step, *given = args
         init, xs, held = (operands_of(group, place) for group in given)
-        known = self.draft.facts
+        known = self.builder.analysis
         rows = [replace(known[ref.name], shape=known[ref.name].shape[1:]) for ref in xs]
-        facts = [*(known[ref.name] for ref in init), *rows, *(known[ref.name] for ref in held)]
+        analysis = [*(known[ref.name] for ref in init), *rows, *(known[ref.name] for ref in held)]
         names = [*_numbered("carry", init), *_numbered("x", xs), *_numbered("held", held)]
-        name, constants = self._loop_body(step, "scan_step", facts, names, modes, place)
+        name, constants = self._loop_body(step, "scan_step", analysis, names, modes, place)
         return SCAN, {"step": name, "init": init, "xs": xs, "held": (*held, *constants)}
 
     def _while(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
         test, body, *given = args
         carried, held = (operands_of(group, place) for group in given)
-        facts = [self.draft.facts[ref.name] for ref in (*carried, *held)]
+        analysis = [self.builder.analysis[ref.name] for ref in (*carried, *held)]
         names = [*_numbered("carry", carried), *_numbered("held", held)]
         found = []
         for module, wish in ((test, "while_test"), (body, "while_body")):
-            name, constants = self._loop_body(module, wish, facts, names, modes, place)
+            name, constants = self._loop_body(module, wish, analysis, names, modes, place)
             if constants:
                 remedy = "Make the constant a buffer, or make it before the loop and pass it in."
                 raise unsupported("a loop makes a constant tensor", place.source, remedy)
@@ -205,24 +205,36 @@ class GraphConversion:
         return WHILE, {"test": found[0], "body": found[1], "carried": carried, "held": held}
 
     def _loop_body(
-        self, module: fx.GraphModule, wish: str, facts: list[ValueInfo], names: list[str], modes: Modes, place: OpOrigin
+        self,
+        module: fx.GraphModule,
+        wish: str,
+        analysis: list[ValueInfo],
+        names: list[str],
+        modes: Modes,
+        place: OpOrigin,
     ) -> tuple[str, list[ValueRef]]:
         """The graph of one turn, which takes everything it is given, and the constants that it wants besides."""
-        if any(fact.gradient for fact in facts):  # what is carried may come to have a gradient
-            facts = [replace(fact, gradient=fact.floating) for fact in facts]
-        name, _, constants = self.branches.add(module, wish, facts, self._walk(modes), place, names)
+        if any(fact.gradient for fact in analysis):  # what is carried may come to have a gradient
+            analysis = [replace(fact, gradient=fact.floating) for fact in analysis]
+        name, _, constants = self.branches.add(module, wish, analysis, self._walk(modes), place, names)
         refuse_draws(self.branches.graphs[name], place)
         return name, [ValueRef(self.constant(tensor).read()) for tensor in constants]
 
     def _walk(self, modes: Modes) -> Walk:
         def walk(
             module: fx.GraphModule,
-            draft: GraphBuilder,
+            builder: GraphBuilder,
             handles: Sequence[TensorHandle],
             constant: Callable[[torch.Tensor], TensorHandle],
         ) -> Sequence[Any]:
             inner = GraphConversion(
-                draft, self.kept, frozenset(), constant, self.branches, functions=self.functions, autocast=self.autocast
+                builder,
+                self.kept,
+                frozenset(),
+                constant,
+                self.branches,
+                functions=self.functions,
+                autocast=self.autocast,
             )
             found = inner.run(module, handles, modes)
             return found if isinstance(found, tuple | list) else [found]
@@ -244,18 +256,18 @@ class GraphConversion:
             self.functions[target] = ImportedFunction(call=op, module="torch.ops", qualname=target)
         view = view_in_place(op)
         if view is not None:  # what was y is another tensor of the same memory from here on
-            made_here = any(raw["self"].root().name in step.outputs for step in self.draft.steps)
+            made_here = any(raw["self"].root().name in step.outputs for step in self.builder.steps)
             if not made_here:
                 remedy = f"Use {view._opname} and a new name for what it gives."
                 raise unsupported(f"{target} changes the shape of what it is given", place.source, remedy)
             return self._op(view, args, kwargs, value, place)
         written = written_arguments(op)
         if written and target != "aten.detach_.default":
-            return write_to(self.draft, op, arguments, {name: raw[name] for name in written}, place)
-        names = write(AtenCall(self.draft, target, arguments, value_infos(value, place.source), place))
+            return write_to(self.builder, op, arguments, {name: raw[name] for name in written}, place)
+        names = write(AtenCall(self.builder, target, arguments, value_infos(value, place.source), place))
         if target == "aten.batch_norm.default" and len(names) == 5:
-            raw["running_mean"].write(self.draft, names[3], place)
-            raw["running_var"].write(self.draft, names[4], place)
+            raw["running_mean"].write(self.builder, names[3], place)
+            raw["running_var"].write(self.builder, names[4], place)
             names = names[:1]
         return self._handles(op, arguments, raw, names, value, place)
 
@@ -269,10 +281,10 @@ class GraphConversion:
         shared = [a.name for a in op._schema.arguments if a.alias_info is not None]
         argument = shared[0] if shared else ""
         base = raw.get(argument)
-        facts = value_infos(value, place.source)
+        analysis = value_infos(value, place.source)
 
         def take(parent: str) -> list[str]:
-            return write(AtenCall(self.draft, target, {**arguments, argument: ValueRef(parent)}, facts, place))
+            return write(AtenCall(self.builder, target, {**arguments, argument: ValueRef(parent)}, analysis, place))
 
         found: list[TensorHandle] = []
         for index, (name, held) in enumerate(zip(names, values, strict=False)):
@@ -313,9 +325,9 @@ class GraphConversion:
         name = handle.read()
         if (name, dtype) in self._casts:
             return TensorHandle(self._casts[name, dtype])
-        fact = ValueInfo(self.draft.facts[name].shape, dtype)
+        fact = ValueInfo(self.builder.analysis[name].shape, dtype)
         arguments = {"self": ValueRef(name), "dtype": Dtype(dtype)}
-        made = write(AtenCall(self.draft, "aten._to_copy.default", arguments, [fact], place))[0]
+        made = write(AtenCall(self.builder, "aten._to_copy.default", arguments, [fact], place))[0]
         if name in self.parameters:
             self._casts[name, dtype] = made
         return TensorHandle(made)
@@ -342,13 +354,13 @@ class GraphConversion:
         arguments = {name: _read(value, place) for name, value in held}
         target = f"call.{path}"
         self.functions[target] = function
-        names = self.draft.emit(target, arguments, value_infos(values, place.source), place)
+        names = self.builder.emit(target, arguments, value_infos(values, place.source), place)
         for at, index in call.changed.items():
-            args[1][at].write(self.draft, names[index], place)
+            args[1][at].write(self.builder, names[index], place)
         return [TensorHandle(name) for name in names]
 
     def _opaque(
-        self, call: OpaqueCall, tensors: Sequence[ValueRef], facts: list[ValueInfo], place: OpOrigin
+        self, call: OpaqueCall, tensors: Sequence[ValueRef], analysis: list[ValueInfo], place: OpOrigin
     ) -> list[TensorHandle]:
         arguments = {
             "op_key": call.key,
@@ -358,11 +370,11 @@ class GraphConversion:
             "names": call.names,
             "held": tuple(tensors[call.tensors :]),
         }
-        names = self.draft.emit(OPAQUE, arguments, facts, place, "experts" if call.rule else "opaque")
+        names = self.builder.emit(OPAQUE, arguments, analysis, place, "experts" if call.rule else "opaque")
         for name, made in zip(names, call.made, strict=True):
             if not made.gradient:
-                self.draft.facts[name] = replace(self.draft.facts[name], gradient=False)
-        self.draft.loose.update(names)
+                self.builder.analysis[name] = replace(self.builder.analysis[name], gradient=False)
+        self.builder.loose.update(names)
         return [TensorHandle(name) for name in names]
 
 

@@ -17,7 +17,7 @@ from .schema import is_random_call, torch_op
 HALF = frozenset({"float32", "float16", "bfloat16"})
 
 
-def join_repeats(draft: GraphBuilder) -> None:
+def join_repeats(builder: GraphBuilder) -> None:
     """Number equal steps without gradient as one (`draft.renamed` says what stands for what)."""
     same: dict[str, str] = {}
     seen: dict[Any, DraftOp] = {}
@@ -26,9 +26,9 @@ def join_repeats(draft: GraphBuilder) -> None:
     def now(ref: ValueRef) -> ValueRef:
         return ValueRef(same.get(ref.name, ref.name))
 
-    for step in draft.steps:
+    for step in builder.steps:
         step.arguments = map_refs(step.arguments, now)
-        if not _pure(draft, step):
+        if not _pure(builder, step):
             kept.append(step)
             continue
         key = (step.target, step.place.autocast, repr(sorted(step.arguments.items(), key=lambda item: item[0])))
@@ -39,12 +39,12 @@ def join_repeats(draft: GraphBuilder) -> None:
         same.update(zip(step.outputs, first.outputs, strict=True))
         if first.place.region != step.place.region:
             first.place = replace(first.place, region=None)
-    draft.steps = kept
-    draft.renamed.update(same)
+    builder.steps = kept
+    builder.renamed.update(same)
 
 
-def _pure(draft: GraphBuilder, step: DraftOp) -> bool:
-    return is_pure(step) and not any(draft.facts[name].gradient for name in step.outputs)
+def _pure(builder: GraphBuilder, step: DraftOp) -> bool:
+    return is_pure(step) and not any(builder.analysis[name].gradient for name in step.outputs)
 
 
 def is_pure(step: DraftOp) -> bool:
@@ -52,18 +52,18 @@ def is_pure(step: DraftOp) -> bool:
     return step.target.startswith("aten.") and not is_random_call(torch_op(step.target), step.arguments)
 
 
-def drop_dead(draft: GraphBuilder, wanted: Iterable[str]) -> None:
+def drop_dead(builder: GraphBuilder, wanted: Iterable[str]) -> None:
     """Keep the steps that the outputs and the buffer updates need."""
     needed = set(wanted)
     kept: list[DraftOp] = []
-    for step in reversed(draft.steps):
+    for step in reversed(builder.steps):
         if not needed.isdisjoint(step.outputs):
             needed.update(step.inputs())
             kept.append(step)
-    draft.steps = kept[::-1]
+    builder.steps = kept[::-1]
 
 
-def promote_floats(draft: GraphBuilder) -> None:
+def promote_floats(builder: GraphBuilder) -> None:
     """Every float a float64, casts and creations included."""
 
     def up(held: Any) -> Any:
@@ -71,22 +71,22 @@ def promote_floats(draft: GraphBuilder) -> None:
             return Dtype("float64") if held in HALF else held
         return tuple(up(inner) for inner in held) if isinstance(held, tuple) else held
 
-    for name, fact in draft.facts.items():
-        draft.facts[name] = ValueInfo(fact.shape, "float64" if fact.dtype in HALF else fact.dtype, fact.gradient)
+    for name, fact in builder.analysis.items():
+        builder.analysis[name] = ValueInfo(fact.shape, "float64" if fact.dtype in HALF else fact.dtype, fact.gradient)
     same: dict[str, str] = {}
     kept: list[DraftOp] = []
-    for step in draft.steps:
+    for step in builder.steps:
         step.arguments = map_refs(step.arguments, lambda ref: ValueRef(same.get(ref.name, ref.name)))
         step.arguments = {name: up(value) for name, value in step.arguments.items()}
         given: Any = step.arguments.get("self")
         cast = step.target == "aten._to_copy.default" and isinstance(given, ValueRef)
-        if cast and draft.facts[given.name].dtype == draft.facts[step.outputs[0]].dtype:
+        if cast and builder.analysis[given.name].dtype == builder.analysis[step.outputs[0]].dtype:
             same[step.outputs[0]] = given.name
             continue
         step.place = replace(step.place, autocast=None)
         kept.append(step)
-    draft.steps = kept
-    draft.renamed.update(same)
+    builder.steps = kept
+    builder.renamed.update(same)
 
 
 def op_names(steps: Sequence[DraftOp]) -> list[str]:
@@ -100,24 +100,24 @@ def op_names(steps: Sequence[DraftOp]) -> list[str]:
     return found
 
 
-def value_names(draft: GraphBuilder, fixed: Mapping[str, str]) -> dict[str, str]:
+def value_names(builder: GraphBuilder, fixed: Mapping[str, str]) -> dict[str, str]:
     """A readable, unique name for every value; `fixed` are the wishes for what no step makes."""
-    wishes = dict(fixed)
+    options = dict(fixed)
     last: dict[tuple[str, str, int], int] = {}
-    for index, step in enumerate(draft.steps):
+    for index, step in enumerate(builder.steps):
         if step.place.source:
             last[step.place.owner, step.place.source.file, step.place.source.line] = index
-    for index, step in enumerate(draft.steps):
+    for index, step in enumerate(builder.steps):
         source = step.place.source
         assigned: tuple[str, ...] = ()
-        if source and (last[step.place.owner, source.file, source.line] == index or _ends_line(draft.steps, index)):
+        if source and (last[step.place.owner, source.file, source.line] == index or _ends_line(builder.steps, index)):
             assigned = assignment(source.code)
         for number, name in enumerate(step.outputs):
-            wishes[name] = _wish(step, assigned, number)
+            options[name] = _wish(step, assigned, number)
     count: Counter[str] = Counter()
     taken: set[str] = set()
     found: dict[str, str] = {}
-    for name, wish in wishes.items():
+    for name, wish in options.items():
         chosen = wish
         while chosen in taken:
             count[wish] += 1
@@ -162,10 +162,10 @@ def identifier(text: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def ops_of(draft: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
+def ops_of(builder: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
     """The steps as ops of a graph."""
     found = []
-    for step, name in zip(draft.steps, op_names(draft.steps), strict=True):
+    for step, name in zip(builder.steps, op_names(builder.steps), strict=True):
         inputs = [ref.name for ref in refs(step.arguments)]  # a tensor given twice has two slots
         slots = iter([Slot(index) for index in range(len(inputs))])
         arguments = map_refs(step.arguments, partial(_next_slot, slots))
@@ -185,9 +185,9 @@ def _next_slot(slots: Iterator[Slot], _: ValueRef) -> Slot:
     return next(slots)
 
 
-def values_of(draft: GraphBuilder, names: Mapping[str, str]) -> dict[str, Value]:
+def values_of(builder: GraphBuilder, names: Mapping[str, str]) -> dict[str, Value]:
     return {
         new: Value(name=new, shape=fact.shape, dtype=fact.dtype, gradient=fact.gradient)
         for old, new in names.items()
-        for fact in [draft.facts[old]]
+        for fact in [builder.analysis[old]]
     }

@@ -73,7 +73,7 @@ class DraftOp:
 
 @dataclass(slots=True)
 class GraphBuilder:
-    facts: dict[str, ValueInfo] = field(default_factory=dict)
+    analysis: dict[str, ValueInfo] = field(default_factory=dict)
     steps: list[DraftOp] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     loose: set[str] = field(default_factory=set)  # values whose strides may differ from the traced ones
@@ -86,26 +86,26 @@ class GraphBuilder:
         return name
 
     def value(self, fact: ValueInfo) -> str:
-        name = f"v{len(self.facts)}"
-        self.facts[name] = fact
+        name = f"v{len(self.analysis)}"
+        self.analysis[name] = fact
         return name
 
     def emit(
         self,
         target: str,
         arguments: Mapping[str, Any],
-        facts: Sequence[ValueInfo],
+        analysis: Sequence[ValueInfo],
         place: OpOrigin,
         kind: str | None = None,
     ) -> list[str]:
         """Append a step; `facts` describe its outputs, their gradient is worked out here."""
         packet = target.rsplit(".", 1)[0]
         flows = not place.no_grad and packet not in NO_GRADIENT
-        flows = flows and any(self.facts[ref.name].gradient for ref in refs(arguments))
+        flows = flows and any(self.analysis[ref.name].gradient for ref in refs(arguments))
         first_only = target.startswith("aten._native_batch_norm")
         outputs = [
             self.value(ValueInfo(fact.shape, fact.dtype, flows and fact.floating and not (first_only and index)))
-            for index, fact in enumerate(facts)
+            for index, fact in enumerate(analysis)
         ]
         if packet not in DENSE and any(ref.name in self.loose for ref in refs(arguments)):
             self.loose.update(outputs)

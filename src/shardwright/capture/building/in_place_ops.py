@@ -36,48 +36,48 @@ def view_in_place(op: Any) -> Any:
 
 
 def write_to(
-    draft: GraphBuilder, op: Any, arguments: dict[str, Any], written: Mapping[str, TensorHandle], place: OpOrigin
+    builder: GraphBuilder, op: Any, arguments: dict[str, Any], written: Mapping[str, TensorHandle], place: OpOrigin
 ) -> Any:
     """Put an op that writes into the draft; the handles that it returns."""
     if all(a.kwarg_only for a in op._schema.arguments if a.name in written):
-        return _write_out(draft, op, arguments, written, place)
+        return _write_out(builder, op, arguments, written, place)
     twin = in_place_twin(op)
     if twin is None or len(written) != 1:
         remedy = "Write it out of place, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"{target_name(op)} writes in place and has no functional form", place.source, remedy)
     (handle,) = written.values()
-    fact = draft.facts[handle.read()]
-    name = write(AtenCall(draft, twin, arguments, [ValueInfo(fact.shape, fact.dtype)], place))[0]
-    handle.write(draft, name, place)
-    draft.loose.update((name, handle.root().name))
+    fact = builder.analysis[handle.read()]
+    name = write(AtenCall(builder, twin, arguments, [ValueInfo(fact.shape, fact.dtype)], place))[0]
+    handle.write(builder, name, place)
+    builder.loose.update((name, handle.root().name))
     return handle
 
 
 def _write_out(
-    draft: GraphBuilder, op: Any, arguments: dict[str, Any], written: Mapping[str, TensorHandle], place: OpOrigin
+    builder: GraphBuilder, op: Any, arguments: dict[str, Any], written: Mapping[str, TensorHandle], place: OpOrigin
 ) -> Any:
     """An op that writes to `out=`. What its twin makes is cast as it would be when written there."""
     twin = _out_twin(op, written)
     handles = list(written.values())
     given = {name: held for name, held in arguments.items() if name not in written}
-    made = value_infos(_try(draft, twin, given), place.source) if twin is not None else []
-    wanted = [draft.facts[handle.read()] for handle in handles]
+    made = value_infos(_try(builder, twin, given), place.source) if twin is not None else []
+    wanted = [builder.analysis[handle.read()] for handle in handles]
     if [fact.shape for fact in made] != [fact.shape for fact in wanted]:
         remedy = "Assign what it returns instead, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"{target_name(op)} resizes its out=, or has no form without", place.source, remedy)
-    names = write(AtenCall(draft, target_name(twin), given, made, place))
+    names = write(AtenCall(builder, target_name(twin), given, made, place))
     for handle, name, fact in zip(handles, names, wanted, strict=True):
-        cast = AtenCall(draft, "aten._to_copy.default", {"self": ValueRef(name)}, [fact], place)
-        handle.write(draft, write(cast)[0], place)
-        draft.loose.update((handle.name, handle.root().name))
+        cast = AtenCall(builder, "aten._to_copy.default", {"self": ValueRef(name)}, [fact], place)
+        handle.write(builder, write(cast)[0], place)
+        builder.loose.update((handle.name, handle.root().name))
     return handles[0] if len(handles) == 1 else handles
 
 
-def _try(draft: GraphBuilder, op: Any, arguments: dict[str, Any]) -> Any:
+def _try(builder: GraphBuilder, op: Any, arguments: dict[str, Any]) -> Any:
     """What an op makes of tensors of these shapes."""
 
     def empty(ref: ValueRef) -> torch.Tensor:
-        fact = draft.facts[ref.name]
+        fact = builder.analysis[ref.name]
         return torch.empty(fact.shape, dtype=getattr(torch, fact.dtype), device="meta")
 
     return op(**{name: filled(map_refs(held, empty), ()) for name, held in arguments.items()})

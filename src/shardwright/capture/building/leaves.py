@@ -31,7 +31,7 @@ class Leaves:
 
     module: nn.Module
     traced: Trace
-    draft: GraphBuilder
+    builder: GraphBuilder
     parameters: dict[str, list[str]] = field(default_factory=dict)  # value -> keys
     trainable: dict[str, bool] = field(default_factory=dict)
     buffers: dict[str, TensorHandle] = field(default_factory=dict)  # key -> handle
@@ -43,7 +43,7 @@ class Leaves:
     owned_parameters: dict[str, TensorHandle] = field(default_factory=dict)  # by key
     input_handles: list[TensorHandle] = field(default_factory=list)
     inputs: list[InputLeaf] = field(default_factory=list)
-    wishes: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
 
     def placeholders(self, given: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """A handle or a literal for each placeholder of the exported program."""
@@ -89,7 +89,7 @@ class Leaves:
                 )
         for leaf, handle in zip([leaf for leaf in self.inputs if leaf.value], self.input_handles, strict=True):
             if handle.version:
-                self.draft.notes.append(
+                self.builder.notes.append(
                     f"the model changes its argument {leaf.path} in place; the graph leaves it alone"
                 )
 
@@ -99,15 +99,15 @@ class Leaves:
         owned: dict[str, TensorHandle] = {}
         for key, parameter in self.module.named_parameters(remove_duplicate=False):
             if id(parameter) not in handles:
-                handle = handles[id(parameter)] = TensorHandle(self.draft.value(value_info(parameter)))
-                self.wishes[handle.name] = identifier(key)
+                handle = handles[id(parameter)] = TensorHandle(self.builder.value(value_info(parameter)))
+                self.options[handle.name] = identifier(key)
                 self.trainable[handle.name] = parameter.requires_grad
             owned[key] = self.owned_parameters[key] = handles[id(parameter)]
             self.parameters.setdefault(owned[key].name, []).append(key)
         for key, buffer in self.module.named_buffers(remove_duplicate=False):
             if id(buffer) not in handles:
-                handle = handles[id(buffer)] = TensorHandle(self.draft.value(value_info(buffer)))
-                self.wishes[handle.name] = identifier(key)
+                handle = handles[id(buffer)] = TensorHandle(self.builder.value(value_info(buffer)))
+                self.options[handle.name] = identifier(key)
             owned[key] = handles[id(buffer)]
             self.buffers[key] = owned[key]
             self.buffer_start[key] = owned[key].name
@@ -134,8 +134,8 @@ class Leaves:
 
     def constant(self, tensor: torch.Tensor, wish: str = "constant") -> TensorHandle:
         """A tensor that the model makes out of nothing."""
-        handle = TensorHandle(self.draft.value(value_info(tensor)))
-        self.wishes[handle.name] = identifier(wish)
+        handle = TensorHandle(self.builder.value(value_info(tensor)))
+        self.options[handle.name] = identifier(wish)
         self.constants[handle.name] = tensor
         return handle
 
@@ -144,8 +144,8 @@ class Leaves:
 
         def take(parent: str) -> list[str]:
             arguments = {"self": ValueRef(parent)}
-            fact = self.draft.facts[parent]
-            return write(AtenCall(self.draft, "aten.detach.default", arguments, [fact], OpOrigin()))
+            fact = self.builder.analysis[parent]
+            return write(AtenCall(self.builder, "aten.detach.default", arguments, [fact], OpOrigin()))
 
         return TensorHandle(
             take(base.read())[0], base, AliasView(take, "aten.detach.default", {}), storage=base.storage
@@ -156,8 +156,8 @@ class Leaves:
             self.inputs.append(InputLeaf(path=path, literal=leaf))
             return leaf
         fact = value_info(leaf)
-        handle = TensorHandle(self.draft.value(fact))
-        self.wishes[handle.name] = identifier(path)
+        handle = TensorHandle(self.builder.value(fact))
+        self.options[handle.name] = identifier(path)
         self.input_handles.append(handle)
         self.inputs.append(InputLeaf(path=path, value=handle.name, shape=fact.shape, dtype=fact.dtype))
         return handle

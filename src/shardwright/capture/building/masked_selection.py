@@ -83,7 +83,7 @@ class MaskedSelection:
 class SelectionOp:
     """One op of a graph that makes, or works on, selections."""
 
-    draft: GraphBuilder
+    builder: GraphBuilder
     op: Any
     place: OpOrigin
     dtype: str  # of what it gives
@@ -91,7 +91,7 @@ class SelectionOp:
 
     def take(self, tensor: TensorHandle, mask: TensorHandle) -> MaskedSelection:
         """`tensor[mask]`"""
-        lead = len(self.draft.facts[mask.read()].shape)
+        lead = len(self.builder.analysis[mask.read()].shape)
         return self._masked(MaskedSelection(tensor.read(), mask.read(), lead, self.place), 0)
 
     def take_all(self, tensor: TensorHandle, mask: TensorHandle) -> MaskedSelection:
@@ -116,7 +116,7 @@ class SelectionOp:
             return self.put(named["self"], named["indices"][0], named["values"])
         kind = kind.removesuffix("_")  # what was selected is a copy: written in place, it is another one
         first, *others = selections(named)
-        if any(held.lead != first.lead or not _same(self.draft, held.mask, first.mask) for held in others):
+        if any(held.lead != first.lead or not _same(self.builder, held.mask, first.mask) for held in others):
             raise self._refusal("two different masks")
         if kind == "broadcast_tensors" and len({self._fact(held.dense).shape for held in (first, *others)}) == 1:
             return list(named["tensors"])
@@ -229,14 +229,14 @@ class SelectionOp:
         fact = self._fact(tensor.read())
         lead = len(self._fact(mask.read()).shape)
         alike = value.lead == lead and self._fact(value.dense).shape == fact.shape
-        if not alike or not _same(self.draft, value.mask, mask.read()):
+        if not alike or not _same(self.builder, value.mask, mask.read()):
             raise self._refusal("what one boolean mask selects, written where another one does")
         shape = (*fact.shape[:lead], *(1 for _ in fact.shape[lead:]))
         wide = self._write(
             "aten.reshape.default", {"self": ValueRef(mask.read()), "shape": shape}, ValueInfo(shape, "bool")
         )
         arguments = {"condition": ValueRef(wide), "self": ValueRef(value.dense), "other": ValueRef(tensor.read())}
-        tensor.write(self.draft, self._write("aten.where.self", arguments, fact), self.place)
+        tensor.write(self.builder, self._write("aten.where.self", arguments, fact), self.place)
         return tensor
 
     def _over_rows(self, first: MaskedSelection, places: Sequence[int], mean: bool) -> str:
@@ -292,7 +292,7 @@ class SelectionOp:
         return self._fact(held.dense).shape[held.lead :]
 
     def _fact(self, name: str) -> ValueInfo:
-        return self.draft.facts[name]
+        return self.builder.analysis[name]
 
     def _emit(self, named: dict[str, Any], fact: ValueInfo) -> str:
         """The op itself, with whole tensors in the places of selections."""
@@ -307,7 +307,7 @@ class SelectionOp:
         return self._write(target, arguments, replace(fact, dtype=self.dtype))
 
     def _write(self, target: str, arguments: dict[str, Any], fact: ValueInfo) -> str:
-        return write(AtenCall(self.draft, target, arguments, [replace(fact, gradient=False)], self.place))[0]
+        return write(AtenCall(self.builder, target, arguments, [replace(fact, gradient=False)], self.place))[0]
 
     def _refusal(self, what: str) -> Exception:
         return unsupported(
@@ -332,20 +332,20 @@ def refuse_selections(outputs: Any) -> Any:
     return outputs
 
 
-def is_selection(op: Any, args: Sequence[Any], draft: GraphBuilder) -> bool:
+def is_selection(op: Any, args: Sequence[Any], builder: GraphBuilder) -> bool:
     """Whether an op selects by one boolean mask: `x[mask]`."""
     if target_name(op) == "aten.masked_select.default":
         return True
     if target_name(op) != "aten.index.Tensor" or len(args[1]) != 1 or not isinstance(args[1][0], TensorHandle):
         return False
-    return draft.facts[args[1][0].read()].dtype == "bool"
+    return builder.analysis[args[1][0].read()].dtype == "bool"
 
 
-def _same(draft: GraphBuilder, one: str, other: str) -> bool:
+def _same(builder: GraphBuilder, one: str, other: str) -> bool:
     """Whether two values are computed in the same way of the same values: `t != 3`, written twice."""
     if one == other:
         return True
-    makers = {name: step for step in draft.steps for name in step.outputs}
+    makers = {name: step for step in builder.steps for name in step.outputs}
     if one not in makers or other not in makers:
         return False
     mine, theirs = makers[one], makers[other]
@@ -355,7 +355,7 @@ def _same(draft: GraphBuilder, one: str, other: str) -> bool:
     return (
         map_refs(mine.arguments, lambda _: ValueRef("")) == map_refs(theirs.arguments, lambda _: ValueRef(""))
         and len(mine_refs) == len(their_refs)
-        and all(_same(draft, a.name, b.name) for a, b in zip(mine_refs, their_refs, strict=True))
+        and all(_same(builder, a.name, b.name) for a, b in zip(mine_refs, their_refs, strict=True))
     )
 
 

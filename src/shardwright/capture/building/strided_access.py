@@ -10,12 +10,12 @@ from .graph_builder import GraphBuilder, OpOrigin, ValueInfo, ValueRef
 
 
 def element_numbers(
-    draft: GraphBuilder, size: Sequence[int], strides: Sequence[int], offset: int, place: OpOrigin
+    builder: GraphBuilder, size: Sequence[int], strides: Sequence[int], offset: int, place: OpOrigin
 ) -> ValueRef:
     """The numbers that offset + i * stride + j * stride + ... goes through, as a constant of the graph."""
 
     def emit(target: str, shape: Sequence[int], arguments: dict[str, Any]) -> ValueRef:
-        return ValueRef(draft.emit_one(f"aten.{target}", arguments, ValueInfo(tuple(shape), "int64"), place))
+        return ValueRef(builder.emit_one(f"aten.{target}", arguments, ValueInfo(tuple(shape), "int64"), place))
 
     total = emit("full.default", (), {"size": (), "fill_value": offset, "dtype": Dtype("int64")})
     for dim, (count, stride) in enumerate(zip(size, strides, strict=True)):

@@ -76,13 +76,13 @@ class Number:
 class Numbers:
     """One node of a trace that makes a number, or computes with some."""
 
-    draft: GraphBuilder
+    builder: GraphBuilder
     place: OpOrigin
 
     def take(self, tensor: TensorHandle) -> Number:
         """`tensor.item()`"""
         name = tensor.read()
-        fact = self.draft.facts[name]
+        fact = self.builder.analysis[name]
         floating = fact.dtype.startswith(("float", "bfloat"))
         if fact.dtype.startswith("complex"):
             raise self._refusal("a complex number")
@@ -153,7 +153,7 @@ class Numbers:
             name = self._write(
                 "aten.expand.default", {"self": ValueRef(name), "size": size}, ValueInfo(size, _name(value.dtype))
             )
-        return TensorHandle(self._write("aten.clone.default", {"self": ValueRef(name)}, self.draft.facts[name]))
+        return TensorHandle(self._write("aten.clone.default", {"self": ValueRef(name)}, self.builder.analysis[name]))
 
     def _as(self, held: Any, dtype: str) -> str:
         """A number, or a literal, as a value of a dtype."""
@@ -163,14 +163,14 @@ class Numbers:
         return self._write("aten.full.default", arguments, ValueInfo((), dtype))
 
     def _cast(self, name: str, dtype: str) -> str:
-        if self.draft.facts[name].dtype == dtype:
+        if self.builder.analysis[name].dtype == dtype:
             return name
         return self._write(
             "aten._to_copy.default", {"self": ValueRef(name), "dtype": Dtype(dtype)}, ValueInfo((), dtype)
         )
 
     def _write(self, target: str, arguments: dict[str, Any], fact: ValueInfo) -> str:
-        return write(AtenCall(self.draft, target, arguments, [fact], self.place))[0]
+        return write(AtenCall(self.builder, target, arguments, [fact], self.place))[0]
 
     def _refusal(self, what: str) -> Exception:
         return unsupported(

@@ -43,8 +43,8 @@ class Blocks:
     ) -> None:
         """`pivots`: ops before which there is a bound. `uncut`: ops between which there is none."""
         self.line, self.training = line, training
-        self.graph, self.facts = line.graph, line.facts
-        self.weights = np.array([flops(self.facts.signatures[op.name]) for op in line.ops])
+        self.graph, self.analysis = line.graph, line.analysis
+        self.weights = np.array([flops(self.analysis.signatures[op.name]) for op in line.ops])
         whole = [self._span(ops) for ops in uncut]
         asked = {self._place(op): op for op in pivots}
         allowed = [at for at in line.places if not any(first < at <= last for first, last in whole)]
@@ -109,11 +109,11 @@ class Blocks:
     @cached_property
     def crossing(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that cross each bound, for a whole batch: those of rows, and those that have none."""
-        line, facts = self.line, self.facts
+        line, analysis = self.line, self.analysis
         rows, rest = np.zeros(len(line.ops) + 1), np.zeros(len(line.ops) + 1)
         for name, last in line.last_use.items():
             value = self.graph.values[name]
-            batch = any(atom in facts.batch for dim in facts.dims[name] for atom in facts.atoms.expand(dim))
+            batch = any(atom in analysis.batch for dim in analysis.dims[name] for atom in analysis.atoms.expand(dim))
             held = rows if batch else rest
             held[line.made[name] + 1] += value.elements * self.training.item(value)
             held[last + 1] -= value.elements * self.training.item(value)

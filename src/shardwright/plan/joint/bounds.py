@@ -50,7 +50,7 @@ class RankLoad(NamedTuple):
     most      the part that a seat has the memory for at all
     """
 
-    seats: int
+    pp_ranks: int
     whole: Floats
     relief: Floats
     most: float
@@ -60,25 +60,25 @@ class RankLoad(NamedTuple):
         return min(self.most, float(((seconds + self.relief) / self.whole).min()))
 
 
-def load_of(seats: int, priced: LeastCosts, room: float) -> RankLoad:
+def load_of(pp_ranks: int, priced: LeastCosts, room: float) -> RankLoad:
     """A load from what is least at some prices; `room`: bytes of a seat."""
     most = math.inf if priced.bytes <= 0 else room / priced.bytes
     if math.isinf(room):  # then only a price of nothing, which is the first, says something
-        return RankLoad(seats, priced.least[:1], np.zeros(1), most)
-    return RankLoad(seats, priced.least, priced.prices * room, most)
+        return RankLoad(pp_ranks, priced.least[:1], np.zeros(1), most)
+    return RankLoad(pp_ranks, priced.least, priced.prices * room, most)
 
 
 def least_seconds(loads: Sequence[RankLoad]) -> float:
     """Seconds in which seats do all that there is between them, at least; infinity if it does not fit."""
-    if sum(load.seats * load.most for load in loads) < 1.0:
+    if sum(load.pp_ranks * load.most for load in loads) < 1.0:
         return math.inf
     if len(loads) == 1:
         (load,) = loads
-        return float((load.whole / load.seats - load.relief).max())
+        return float((load.whole / load.pp_ranks - load.relief).max())
     low, high = 0.0, max(float(load.whole.max()) for load in loads)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if sum(load.seats * load.part(middle) for load in loads) < 1.0:
+        if sum(load.pp_ranks * load.part(middle) for load in loads) < 1.0:
             low = middle
         else:
             high = middle

@@ -26,7 +26,7 @@ class PipelineCandidate:
     """
 
     bound: float
-    seats: tuple[RankDevices, ...]
+    pp_ranks: tuple[RankDevices, ...]
     alike: Alike
     microbatches: int
     schedule: str
@@ -35,12 +35,12 @@ class PipelineCandidate:
 
 
 def for_each(
-    seats: Sequence[RankDevices], alike: Alike, measure: Callable[[RankDevices, int], float], microbatches: int
+    pp_ranks: Sequence[RankDevices], alike: Alike, measure: Callable[[RankDevices, int], float], microbatches: int
 ) -> list[float]:
     """A number for each seat, asked once for those of a kind."""
-    found = [0.0] * len(seats)
+    found = [0.0] * len(pp_ranks)
     for numbers in alike:
-        value = measure(seats[numbers[0]], microbatches)
+        value = measure(pp_ranks[numbers[0]], microbatches)
         for number in numbers:
             found[number] = value
     return found
@@ -51,7 +51,7 @@ class PipelineCandidates:
 
     def __init__(self, setup: PipelineSetup, blocks: Blocks, fronts: StageFronts, *, cut: bool) -> None:
         self.setup, self.blocks, self.fronts, self.cut = setup, blocks, fronts, cut
-        self.batch = setup.facts.graph.batch or 1
+        self.batch = setup.analysis.graph.batch or 1
 
     def __iter__(self) -> Iterator[PipelineCandidate]:
         asked = self.setup.asked
@@ -59,20 +59,20 @@ class PipelineCandidates:
             stages = sum(count for count, _, _ in runs)
             if stages > self.blocks.count or asked.stages not in (None, stages):
                 continue
-            for seats in place_ranks(runs, self.setup.cluster, self.setup.names):
-                if all(self._has_axes(seat) for seat in dict.fromkeys(seats)):
-                    yield from self._on(seats)
+            for pp_ranks in place_ranks(runs, self.setup.cluster, self.setup.names):
+                if all(self._has_axes(pp_rank) for pp_rank in dict.fromkeys(pp_ranks)):
+                    yield from self._on(pp_ranks)
             if self.setup.stop():
                 return
 
-    def _on(self, seats: tuple[RankDevices, ...]) -> Iterator[PipelineCandidate]:
-        alike = self.fronts.alike(seats)
-        for microbatches in self.counts(seats):
-            alone = for_each(seats, alike, self.fronts.rough, microbatches)
-            after = for_each(seats, alike, self.fronts.after, microbatches)
-            for schedule in self._schedules(len(seats), microbatches):
+    def _on(self, pp_ranks: tuple[RankDevices, ...]) -> Iterator[PipelineCandidate]:
+        alike = self.fronts.alike(pp_ranks)
+        for microbatches in self.counts(pp_ranks):
+            alone = for_each(pp_ranks, alike, self.fronts.rough, microbatches)
+            after = for_each(pp_ranks, alike, self.fronts.after, microbatches)
+            for schedule in self._schedules(len(pp_ranks), microbatches):
                 bound = bound_of(alone, microbatches, schedule, after)
-                yield PipelineCandidate(bound, seats, alike, microbatches, schedule)
+                yield PipelineCandidate(bound, pp_ranks, alike, microbatches, schedule)
 
     def by_now(self, candidate: PipelineCandidate) -> PipelineCandidate:
         """The same with what is known by now of larger microbatches."""
@@ -83,15 +83,15 @@ class PipelineCandidates:
         return replace(self._bounded(candidate, self.fronts.quick), sure=True)
 
     def _bounded(self, candidate: PipelineCandidate, measure: Callable[[RankDevices, int], float]) -> PipelineCandidate:
-        seats, alike, microbatches = candidate.seats, candidate.alike, candidate.microbatches
-        alone = for_each(seats, alike, measure, microbatches)
-        after = for_each(seats, alike, self.fronts.after, microbatches)
+        pp_ranks, alike, microbatches = candidate.pp_ranks, candidate.alike, candidate.microbatches
+        alone = for_each(pp_ranks, alike, measure, microbatches)
+        after = for_each(pp_ranks, alike, self.fronts.after, microbatches)
         bound = bound_of(alone, microbatches, candidate.schedule, after)
         return replace(candidate, bound=max(bound, candidate.bound))
 
-    def _has_axes(self, seat: RankDevices) -> bool:
+    def _has_axes(self, pp_rank: RankDevices) -> bool:
         """Whether a seat has the axes that people name, in their sizes."""
-        sizes = dict(zip(seat.names, (seat.data, seat.inner), strict=True))
+        sizes = dict(zip(pp_rank.names, (pp_rank.data, pp_rank.inner), strict=True))
         return all(
             sizes.get(name, 1) > 1 and all(one.size in (None, sizes[name]) for one in asked)
             for name, asked in self.setup.limits.axes.items()
@@ -107,21 +107,21 @@ class PipelineCandidates:
             if stages * segments <= self.blocks.count and (segments == 1 or microbatches >= stages):
                 yield name
 
-    def counts(self, seats: Sequence[RankDevices]) -> list[int]:
+    def counts(self, pp_ranks: Sequence[RankDevices]) -> list[int]:
         """Numbers of microbatches: the batch divides by them on all seats."""
         asked = self.setup.asked.microbatches
-        if any(self.batch % seat.data for seat in seats):
+        if any(self.batch % pp_rank.data for pp_rank in pp_ranks):
             return []
         if self.setup.local:
             return [asked or 1]
-        rows = math.gcd(*(self.batch // seat.data for seat in seats))
+        rows = math.gcd(*(self.batch // pp_rank.data for pp_rank in pp_ranks))
         fitting = [count for count in range(1, rows + 1) if rows % count == 0] if self.cut else [1]
         if asked is not None:
             return [count for count in fitting if count == asked]
-        if len(seats) == 1:
+        if len(pp_ranks) == 1:
             fitting = fitting[1:]  # a flat plan is looked at elsewhere
         if len(fitting) <= MOST_COUNTS:
             return fitting
-        wanted = [len(seats) * 2.0**power for power in range(-1, MOST_COUNTS - 2)]
+        wanted = [len(pp_ranks) * 2.0**power for power in range(-1, MOST_COUNTS - 2)]
         near = {min(fitting, key=lambda count: abs(math.log(count / wish))) for wish in wanted}
         return sorted({*near, fitting[-1]})

@@ -204,7 +204,7 @@ class StageFront:
     @cached_property
     def _added(self) -> float:
         """Seconds that parameters add to the kernels of a microbatch, at most."""
-        held = ParameterBounds(self.plain.skeleton, self.plain.homes, self.overlap)
+        held = ParameterBounds(self.plain.skeleton, self.plain.storage_options, self.overlap)
         return held.most(self._busy) / self.microbatches
 
     def _between(
@@ -275,7 +275,7 @@ def weights_of(tables: Tables, kind: int) -> np.ndarray:
     """For each state of a kind of op the seconds of its weights' gradients, and the bytes that wait for them."""
     spaces = tables.spaces
     op, space = spaces.kinds.first[kind], spaces.of(kind)
-    signature = spaces.facts.signatures[op.name]
+    signature = spaces.analysis.signatures[op.name]
     found = np.zeros((space.size, 2))
     values, graph = tables.graph.values, tables.graph
     trained = [graph.parameter_of(name) is not None and values[name].gradient for name in op.inputs]

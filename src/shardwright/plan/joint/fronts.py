@@ -32,7 +32,7 @@ class StageFronts:
     def __init__(self, setup: PipelineSetup, blocks: Blocks) -> None:
         self.setup, self.blocks, self.cluster = setup, blocks, setup.cluster
         self.timed = MicrobatchTables(
-            setup.facts, setup.cluster, setup.training, setup.limits, setup.names,
+            setup.analysis, setup.cluster, setup.training, setup.limits, setup.names,
             recompute=setup.recompute, local=setup.local, like=setup.frame,
         )  # fmt: skip
         self.where: dict[bool, BlockOfEntries] = {}
@@ -44,25 +44,25 @@ class StageFronts:
         self._after: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[int, int], StageSums] = {}
 
-    def kind(self, seat: RankDevices) -> tuple[object, ...]:
-        return self.timed.kinds.of(seat)
+    def kind(self, pp_rank: RankDevices) -> tuple[object, ...]:
+        return self.timed.kinds.of(pp_rank)
 
-    def alike(self, seats: Sequence[RankDevices]) -> Alike:
+    def alike(self, pp_ranks: Sequence[RankDevices]) -> Alike:
         """The numbers of the seats of each kind."""
         found: dict[tuple[object, ...], list[int]] = {}
-        for number, seat in enumerate(seats):
-            found.setdefault(self.kind(seat), []).append(number)
+        for number, pp_rank in enumerate(pp_ranks):
+            found.setdefault(self.kind(pp_rank), []).append(number)
         return tuple(map(tuple, found.values()))
 
-    def of(self, seat: RankDevices, microbatches: int) -> StageFront | None:
+    def of(self, pp_rank: RankDevices, microbatches: int) -> StageFront | None:
         """None if some op can't be split as a seat asks for."""
-        key = (self.kind(seat), microbatches)
+        key = (self.kind(pp_rank), microbatches)
         if key not in self._fronts:
-            self._fronts[key] = self._made(seat, microbatches)
+            self._fronts[key] = self._made(pp_rank, microbatches)
         return self._fronts[key]
 
-    def _made(self, seat: RankDevices, microbatches: int) -> StageFront | None:
-        plain = self.timed.tables(seat, microbatches)
+    def _made(self, pp_rank: RankDevices, microbatches: int) -> StageFront | None:
+        plain = self.timed.tables(pp_rank, microbatches)
         if plain is None:
             return None
         for skeleton in (self.timed.frame.plain, self.timed.frame.recomputing):
@@ -70,67 +70,69 @@ class StageFronts:
                 self.where[bool(skeleton.layers)] = BlockOfEntries(skeleton, self.blocks)
 
         def again() -> Tables | None:
-            return self.timed.tables(seat, microbatches, again=True)
+            return self.timed.tables(pp_rank, microbatches, again=True)
 
         return StageFront(plain, again, self.where, self._solver, microbatches)
 
-    def quick(self, seat: RankDevices, microbatches: int) -> float:
+    def quick(self, pp_rank: RankDevices, microbatches: int) -> float:
         """Seconds of a microbatch if all blocks were on this seat, at least, of ops and conversions alone."""
-        key = self._key(seat, microbatches)
+        key = self._key(pp_rank, microbatches)
         if key not in self._quick:
-            front = self.of(seat, microbatches)
+            front = self.of(pp_rank, microbatches)
             self._quick[key] = math.inf if front is None else front.least
             self._known.setdefault((key[0], key[2]), {})[key[1]] = self._quick[key]
         return self._quick[key]
 
-    def _key(self, seat: RankDevices, microbatches: int) -> tuple[int, int, int]:
+    def _key(self, pp_rank: RankDevices, microbatches: int) -> tuple[int, int, int]:
         """What decides how long a microbatch takes: the group of devices, parts of the batch, the inner axis."""
-        return self.cluster.node_of(seat.devices[0])[0], seat.data * self.setup.parts(microbatches), seat.inner
+        return self.cluster.node_of(pp_rank.devices[0])[0], pp_rank.data * self.setup.parts(microbatches), pp_rank.inner
 
-    def rough(self, seat: RankDevices, microbatches: int) -> float:
+    def rough(self, pp_rank: RankDevices, microbatches: int) -> float:
         """The same from below, from what larger parts of the batch take; exact where that says nothing."""
-        group, parts, inner = key = self._key(seat, microbatches)
+        group, parts, inner = key = self._key(pp_rank, microbatches)
         if key in self._quick or not self._scales[group]:
-            return self.quick(seat, microbatches)
-        if self._coarse(seat, 1) is None:
-            return self.quick(seat, microbatches)
+            return self.quick(pp_rank, microbatches)
+        if self._coarse(pp_rank, 1) is None:
+            return self.quick(pp_rank, microbatches)
         return max(
             seconds * larger / parts
             for larger, seconds in self._known[group, inner].items()
             if parts % larger == 0 and seconds < math.inf
         )
 
-    def _coarse(self, seat: RankDevices, parts: int) -> StageFront | None:
+    def _coarse(self, pp_rank: RankDevices, parts: int) -> StageFront | None:
         """The front of the inner axis alone with the batch in so many parts, if there is one."""
-        one = replace(seat, devices=seat.devices[: seat.inner], data=1)
+        one = replace(pp_rank, devices=pp_rank.devices[: pp_rank.inner], data=1)
         return self.of(one, parts) if self.quick(one, parts) < math.inf else None
 
-    def fits(self, seat: RankDevices, microbatches: int, flight: float, room: float) -> bool:
+    def fits(self, pp_rank: RankDevices, microbatches: int, flight: float, room: float) -> bool:
         """Whether the fastest of all has room, if all blocks are on this seat: then bounds need not know of memory."""
-        whole = self._coarse(seat, 1)
+        whole = self._coarse(pp_rank, 1)
         if whole is None or whole.fastest is None:
             return False
-        kept = float(whole.fastest.total[Resource.KEPT]) / seat.data / self.setup.parts(microbatches)
-        return flight * kept + self.timed.parameters(seat, microbatches).fast_stored(microbatches) <= room
+        kept = float(whole.fastest.total[Resource.KEPT]) / pp_rank.data / self.setup.parts(microbatches)
+        return flight * kept + self.timed.parameters(pp_rank, microbatches).fast_stored(microbatches) <= room
 
-    def floor(self, seat: RankDevices, microbatches: int, times: float, flight: float) -> LeastCosts | None:
+    def floor(self, pp_rank: RankDevices, microbatches: int, times: float, flight: float) -> LeastCosts | None:
         """About `Front.tight` from below, as parts of what larger parts take; None where that says nothing."""
-        parts = seat.data * self.setup.parts(microbatches)
+        parts = pp_rank.data * self.setup.parts(microbatches)
         larger = 1 if self.setup.local else max(at for at in COARSE if parts % at == 0)
-        whole = self._coarse(seat, larger) if self._scales[self._key(seat, 1)[0]] else None
+        whole = self._coarse(pp_rank, larger) if self._scales[self._key(pp_rank, 1)[0]] else None
         floor = whole.floor if whole is not None else None
         if floor is None:
             return None
-        held, share = self.timed.parameters(seat, microbatches), larger / parts
+        held, share = self.timed.parameters(pp_rank, microbatches), larger / parts
         prices = floor.prices * times / flight
         least = times * share * floor.least + held.least_at(prices, microbatches)
         return LeastCosts(prices, least, flight * share * floor.bytes + held.stored)
 
-    def after(self, seat: RankDevices, microbatches: int) -> float:
+    def after(self, pp_rank: RankDevices, microbatches: int) -> float:
         """Seconds of a step that parameters take by themselves, at least, if all are on this seat."""
-        key = (self.kind(seat), microbatches)
+        key = (self.kind(pp_rank), microbatches)
         if key not in self._after:
-            self._after[key] = float(self.timed.parameters(seat, microbatches).least_at(np.zeros(1), microbatches)[0])
+            self._after[key] = float(
+                self.timed.parameters(pp_rank, microbatches).least_at(np.zeros(1), microbatches)[0]
+            )
         return self._after[key]
 
     def sums(self, front: StageFront, way: StageSolution, width: int) -> StageSums:

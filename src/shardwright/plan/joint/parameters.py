@@ -19,9 +19,9 @@ SECONDS = row(compute_backward=1.0, beside_forward=1.0, beside_backward=1.0, upd
 class ParameterBounds:
     """What all parameters of a graph take at least on a seat, each in its best home by itself."""
 
-    def __init__(self, skeleton: ProblemStructure, homes: Sequence[StorageOptions], overlap: float) -> None:
-        many = Counter(skeleton.variables[at].kind for at in skeleton.homes.values())
-        kept = [(held.used, many[kind]) for kind, held in enumerate(homes) if len(held.used)]
+    def __init__(self, skeleton: ProblemStructure, storage_options: Sequence[StorageOptions], overlap: float) -> None:
+        many = Counter(skeleton.variables[at].kind for at in skeleton.storage_options.values())
+        kept = [(held.used, many[kind]) for kind, held in enumerate(storage_options) if len(held.used)]
         self.overlap, self.counts = overlap, np.array([count for _, count in kept], dtype=float)
         self.used = np.concatenate([np.zeros((0, COUNT)), *(used for used, _ in kept)])
         self._fast: dict[int, float] = {}

@@ -50,8 +50,8 @@ class PipelineResult:
     piped: PipelineSearchResult
     rooms: tuple[float, ...]  # bytes that a device of each seat may use
 
-    def room(self, seat: int) -> float:
-        return self.rooms[seat]
+    def room(self, pp_rank: int) -> float:
+        return self.rooms[pp_rank]
 
     @property
     def trial(self) -> PipelineTrial:
@@ -95,13 +95,13 @@ class JointPlanner:
     def solved(self, trial: PipelineTrial, piped: PipelineSearchResult) -> PipelineResult | None:
         """A trial solved so that a walk through it fits; None if that was not found."""
         refiner = self.refiner
-        over = [self.search.reserve] * len(trial.seats)
+        over = [self.search.reserve] * len(trial.pp_ranks)
         for _ in range(ATTEMPTS):
             stages = self._stages(trial, refiner, over)
             if stages is None:
                 return None
             again = self.search.timed_trial(
-                trial.seats, trial.microbatches, trial.schedule, [held.stage for held in stages], trial.mixes,
+                trial.pp_ranks, trial.microbatches, trial.schedule, [held.stage for held in stages], trial.mixes,
                 trial.bounds,
             )  # fmt: skip
             made = SolvedPipeline(
@@ -112,27 +112,27 @@ class JointPlanner:
                 local=self.setup.local,
             )
             memory = made.memory(self.setup.cluster, self.setup.training)
-            more = [held.peak - self.setup.room(seat) for held, seat in zip(memory, trial.seats, strict=True)]
+            more = [held.peak - self.setup.room(pp_rank) for held, pp_rank in zip(memory, trial.pp_ranks, strict=True)]
             if max(more) <= 0:
-                rooms = tuple(self.setup.room(seat) for seat in trial.seats)
+                rooms = tuple(self.setup.room(pp_rank) for pp_rank in trial.pp_ranks)
                 return PipelineResult(made=made, memory=memory, piped=piped, rooms=rooms)
             over = [
-                max(old, held.peak - again.memory(seat)) * 1.01 if more[seat] > 0 else old
-                for seat, (old, held) in enumerate(zip(over, memory, strict=True))
+                max(old, held.peak - again.memory(pp_rank)) * 1.01 if more[pp_rank] > 0 else old
+                for pp_rank, (old, held) in enumerate(zip(over, memory, strict=True))
             ]
         return None
 
     def _stages(self, trial: PipelineTrial, refiner: Refiner, over: Sequence[float]) -> list[SolvedStage] | None:
         found = []
-        flight = flights(trial.schedule, len(trial.seats), trial.microbatches)
-        for part, seat in enumerate(trial.holders):
-            own = trial.of_seat(seat)
-            share = round(trial.parts[part].memory(flight[seat] / len(own)) / max(trial.memory(seat), 1.0), 2)
-            room = (self.setup.room(trial.seats[seat]) - over[seat]) * (share if len(own) > 1 else 1.0)
-            front = self.search.fronts.of(trial.seats[seat], trial.microbatches)
+        flight = flights(trial.schedule, len(trial.pp_ranks), trial.microbatches)
+        for part, pp_rank in enumerate(trial.holders):
+            own = trial.of_seat(pp_rank)
+            share = round(trial.parts[part].memory(flight[pp_rank] / len(own)) / max(trial.memory(pp_rank), 1.0), 2)
+            room = (self.setup.room(trial.pp_ranks[pp_rank]) - over[pp_rank]) * (share if len(own) > 1 else 1.0)
+            front = self.search.fronts.of(trial.pp_ranks[pp_rank], trial.microbatches)
             assert front is not None
             begin, end = trial.bounds[part], trial.bounds[part + 1]
-            solved = refiner.solve(front, begin, end, flight[seat] / len(own), room)
+            solved = refiner.solve(front, begin, end, flight[pp_rank] / len(own), room)
             if solved is None:
                 return None
             found.append(solved)
@@ -140,49 +140,53 @@ class JointPlanner:
 
 
 def find_plan(
-    facts: Analysis,
+    analysis: Analysis,
     cluster: Cluster,
     training: TrainingSetup,
-    wishes: SearchOptions,
+    options: SearchOptions,
     *,
     size: int | None = None,
     progress: Progress | None = None,
 ) -> JointResult:
     """The best plan for a graph on a cluster, flat or as a pipeline."""
     began, told = time.monotonic(), progress or (lambda what, best: None)
-    limits = bind(wishes.constraints, facts)
-    asked = pipeline_request(limits, wishes)
+    limits = bind(options.constraints, analysis)
+    asked = pipeline_request(limits, options)
     only = needs_pipeline(asked, limits)
-    frame = SearchContext(facts, cluster, training, limits, recompute=wishes.recompute)
+    frame = SearchContext(analysis, cluster, training, limits, recompute=options.recompute)
     flat: SearchResult | None = None
     fault: NothingFits | None = None
     try:
-        flat = None if only else search_flat(facts, cluster, training, wishes, size=size, progress=progress, like=frame)
+        flat = (
+            None
+            if only
+            else search_flat(analysis, cluster, training, options, size=size, progress=progress, like=frame)
+        )
     except NothingFits as error:
         fault = error
-    trained = facts.graph.entry.startswith("train")
-    flat_only = asked.stages == 1 or wishes.data_only or not wishes.pipelines or not facts.live
+    trained = analysis.graph.entry.startswith("train")
+    flat_only = asked.stages == 1 or options.data_only or not options.pipelines or not analysis.live
     if not trained or (flat_only and not only):
         return _flat(flat, None, fault, None)
 
     def late() -> bool:
-        said = wishes.stop is not None and wishes.stop()
-        return said or time.monotonic() - began > wishes.seconds
+        said = options.stop is not None and options.stop()
+        return said or time.monotonic() - began > options.seconds
 
     upper = math.inf if flat is None else flat.best.time
     setup = PipelineSetup(
-        facts=facts,
+        analysis=analysis,
         cluster=cluster,
         training=training,
         limits=limits,
         size=size or cluster.size,
-        room=_room(cluster, training, wishes, limits.memory),
-        recompute=wishes.recompute,
-        local=wishes.local,
+        room=_room(cluster, training, options, limits.memory),
+        recompute=options.recompute,
+        local=options.local,
         names=axes_of(limits),
         asked=asked,
         frame=frame,
-        slack=wishes.slack,
+        slack=options.slack,
         upper=upper,
         stop=late,
         progress=lambda what, best: told(what, min(best, upper)),
@@ -192,7 +196,7 @@ def find_plan(
     found = planner.run()
     if found is None:
         return _flat(flat, planner.piped, fault, planner.search)
-    notes = [f"keeps to {item.said}" for item in wishes.constraints.items]
+    notes = [f"keeps to {item.said}" for item in options.constraints.items]
     plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
     return JointResult(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
 
@@ -213,11 +217,11 @@ def _flat(
 
 
 def _room(
-    cluster: Cluster, training: TrainingSetup, wishes: SearchOptions, memory: float
+    cluster: Cluster, training: TrainingSetup, options: SearchOptions, memory: float
 ) -> Callable[[RankDevices], float]:
-    def room(seat: RankDevices) -> float:
-        device = min(cluster.device(rank).memory for rank in (seat.devices[0], seat.devices[-1]))
-        return min(memory, training.room(device) if wishes.memory is None else wishes.memory)
+    def room(pp_rank: RankDevices) -> float:
+        device = min(cluster.device(rank).memory for rank in (pp_rank.devices[0], pp_rank.devices[-1]))
+        return min(memory, training.room(device) if options.memory is None else options.memory)
 
     return room
 

@@ -25,7 +25,7 @@ def predicted(outcome: JointResult, cluster: Cluster, training: TrainingSetup, g
     assert outcome.pipeline is not None
     found, flat = outcome.pipeline, outcome.flat
     trial, made = found.trial, found.made
-    worst = max(range(len(trial.seats)), key=lambda seat: found.memory[seat].peak / found.room(seat))
+    worst = max(range(len(trial.pp_ranks)), key=lambda pp_rank: found.memory[pp_rank].peak / found.room(pp_rank))
     held = found.memory[worst]
     return {
         "for": made_for(cluster, training, graph),
@@ -78,7 +78,7 @@ def beside(outcome: JointResult) -> dict[str, Any]:
     if piped is None or flat is None:
         return {}
     best = piped.best
-    names = {} if best is None else {best.seats[0].names[1]: "tp"}
+    names = {} if best is None else {best.pp_ranks[0].names[1]: "tp"}
     return {
         "pipelines": {
             "best": None if best is None else {"said": describe_trial(best, names), "seconds": _short(best.seconds)},
@@ -111,12 +111,12 @@ def note_of(outcome: JointResult) -> str:
 
 def describe_trial(trial: PipelineTrial, names: dict[str, str]) -> str:
     """A pipeline in words: "4 stages of 8 (dp=4 x tp=2), 16 microbatches, 1f1b"."""
-    return trial.said({trial.seats[0].names[1]: "tp", **names})
+    return trial.said({trial.pp_ranks[0].names[1]: "tp", **names})
 
 
 def _stage(found: PipelineResult, number: int) -> dict[str, Any]:
     made, trial, part = found.made, found.trial, found.trial.parts[number]
-    devices = made.seat(number).devices
+    devices = made.pp_rank(number).devices
     return {
         "devices": f"{devices[0]}-{devices[-1]}" if len(devices) > 1 else str(devices[0]),
         "mesh": str(made.mesh(number)),
@@ -146,7 +146,7 @@ def _distinct(others: Sequence[PipelineTrial], best: PipelineTrial) -> list[Pipe
     """The fastest of those that differ from the best, and from each other, in more than the schedule."""
     found: dict[tuple[object, ...], PipelineTrial] = {}
     for trial in others:
-        found.setdefault((trial.seats, trial.microbatches, trial.schedule), trial)
+        found.setdefault((trial.pp_ranks, trial.microbatches, trial.schedule), trial)
     return [trial for trial in found.values() if trial.seconds >= best.seconds][:NEXT]
 
 
@@ -154,7 +154,7 @@ def _mean(trial: PipelineTrial, what: str) -> float:
     """Seconds of a step that a seat computes, or waits for communication inside of a stage, on average."""
     total = sum(trial.busy) if what == "compute" else 0.0
     waited = sum(part.waited for part in trial.parts)
-    return trial.microbatches * (total - waited if what == "compute" else waited) / len(trial.seats)
+    return trial.microbatches * (total - waited if what == "compute" else waited) / len(trial.pp_ranks)
 
 
 def _short(value: float) -> float:

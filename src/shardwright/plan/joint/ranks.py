@@ -57,7 +57,7 @@ def rank_assignments(cluster: Cluster, size: int) -> Iterator[tuple[Run, ...]]:
         yield from _equal_or_two(size)
         return
     for counts in product(*(divisors(count) for _, count in groups)):
-        runs = [(seats, count // seats, start) for seats, (start, count) in zip(counts, groups, strict=True)]
+        runs = [(pp_ranks, count // pp_ranks, start) for pp_ranks, (start, count) in zip(counts, groups, strict=True)]
         yield tuple(runs)
         yield tuple(reversed(runs))
 
@@ -106,8 +106,8 @@ def place_ranks(
                 inner=inner,
                 names=names,
             )
-            for (seats, count, start), inner in zip(runs, inners, strict=True)
-            for at in range(seats)
+            for (pp_ranks, count, start), inner in zip(runs, inners, strict=True)
+            for at in range(pp_ranks)
         )
 
 
@@ -118,15 +118,15 @@ class RankKinds:
         self.cluster = cluster
         self._known: dict[tuple[object, ...], tuple[object, ...]] = {}
 
-    def of(self, seat: RankDevices) -> tuple[object, ...]:
-        first, last = seat.devices[0], seat.devices[-1]
+    def of(self, pp_rank: RankDevices) -> tuple[object, ...]:
+        first, last = pp_rank.devices[0], pp_rank.devices[-1]
         groups, group = self.cluster.groups, self.cluster.node_of(first)[0]
-        start: object = seat.devices  # seats of several groups, or with gaps, are looked at one by one
-        if group == self.cluster.node_of(last)[0] and last - first + 1 == len(seat.devices):
+        start: object = pp_rank.devices  # seats of several groups, or with gaps, are looked at one by one
+        if group == self.cluster.node_of(last)[0] and last - first + 1 == len(pp_rank.devices):
             start = (group, (first - sum(held.size for held in groups[:group])) % groups[group].node.devices)
-        key = (start, len(seat.devices), seat.data, seat.inner, seat.names)
+        key = (start, len(pp_rank.devices), pp_rank.data, pp_rank.inner, pp_rank.names)
         if key not in self._known:
-            self._known[key] = seat.kind(self.cluster)
+            self._known[key] = pp_rank.kind(self.cluster)
         return self._known[key]
 
 

@@ -12,12 +12,14 @@ from .search import PipelineSearch
 from .setup import PipelineRequest
 
 
-def pipeline_request(limits: Limits, wishes: SearchOptions) -> PipelineRequest:
+def pipeline_request(limits: Limits, options: SearchOptions) -> PipelineRequest:
     """What constraints and arguments say of stages, microbatches and the schedule."""
     said = limits.pipeline
-    count = said.get("microbatches", wishes.microbatches)
-    if wishes.microbatches not in (None, count):
-        raise PlanError(f"microbatches={wishes.microbatches}, but a constraint asks for {count}; leave one of them out")
+    count = said.get("microbatches", options.microbatches)
+    if options.microbatches not in (None, count):
+        raise PlanError(
+            f"microbatches={options.microbatches}, but a constraint asks for {count}; leave one of them out"
+        )
     stages, schedule = said.get("stages"), said.get("schedule")
     return PipelineRequest(
         stages=None if stages is None else int(stages),
@@ -43,7 +45,7 @@ def axes_of(limits: Limits) -> tuple[str, str]:
 def check_pipeline_request(search: PipelineSearch) -> None:
     """Refuse what can't be, with the numbers that clash."""
     asked, blocks, setup = search.setup.asked, search.blocks, search.setup
-    graph = setup.facts.graph
+    graph = setup.analysis.graph
     least = len(blocks.pivots) + 1
     if asked.stages is not None and asked.stages > setup.size:
         raise PlanError(
@@ -76,6 +78,6 @@ def nothing_found(search: PipelineSearch) -> PlanError:
     what = f" with {' and '.join(words)}" if words else ""
     rooms = format_bytes(setup.room(search.any_seat()))
     return PlanError(
-        f"no pipeline{what} was found that fits {setup.facts.graph.name} with a batch of {setup.facts.graph.batch} on "
+        f"no pipeline{what} was found that fits {setup.analysis.graph.name} with a batch of {setup.analysis.graph.batch} on "
         f"{setup.size} devices of {setup.cluster} with {rooms} each; ask for less, use more devices or a smaller batch"
     )

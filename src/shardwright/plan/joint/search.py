@@ -61,13 +61,13 @@ class PipelineSearch:
     """One search. `fault` says why the batch can't be cut, if it can't."""
 
     def __init__(self, setup: PipelineSetup) -> None:
-        self.setup, self.facts, self.cluster = setup, setup.facts, setup.cluster
-        self.line, limits = OpSequence(setup.facts), setup.limits
+        self.setup, self.analysis, self.cluster = setup, setup.analysis, setup.cluster
+        self.line, limits = OpSequence(setup.analysis), setup.limits
         self.blocks = Blocks(self.line, setup.training, pivots=limits.pivots, uncut=limits.uncut.values())
         self.fronts = StageFronts(setup, self.blocks)
-        self.fault = fault_of_time(setup.facts)
+        self.fault = fault_of_time(setup.analysis)
         self.candidates = PipelineCandidates(setup, self.blocks, self.fronts, cut=self.fault is None)
-        self.reserve = standing_bytes(setup.facts)
+        self.reserve = standing_bytes(setup.analysis)
         self.leaving = self._leaving()
         self.best: PipelineTrial | None = None
         self.trials: list[PipelineTrial] = []
@@ -75,7 +75,9 @@ class PipelineSearch:
 
     def _leaving(self) -> float:
         """Seconds until every rank has the outputs of the model: those that have rows, once a step."""
-        values = [self.facts.graph.values[held.value] for held in self.facts.graph.outputs if held.value is not None]
+        values = [
+            self.analysis.graph.values[held.value] for held in self.analysis.graph.outputs if held.value is not None
+        ]
         bytes = sum(value.elements * self.setup.training.item(value) for value in values if value.shape)
         span = self.cluster.span(range(self.setup.size))
         return collective_time("broadcast", bytes, span, self.cluster.measured)
@@ -126,24 +128,24 @@ class PipelineSearch:
 
     def tried(self, candidate: PipelineCandidate) -> PipelineTrial | None:
         """The best cuts of a candidate, simulated; None if nothing fits, or if it can't be the best."""
-        seats, microbatches, schedule = candidate.seats, candidate.microbatches, candidate.schedule
+        pp_ranks, microbatches, schedule = candidate.pp_ranks, candidate.microbatches, candidate.schedule
         kind = schedule_kind(schedule)
-        holders = [seat for (seat,) in kind.holders(len(seats))]
-        flight = flights(schedule, len(seats), microbatches)
+        holders = [pp_rank for (pp_rank,) in kind.holders(len(pp_ranks))]
+        flight = flights(schedule, len(pp_ranks), microbatches)
         if self.tight(candidate) >= self.upper:
             return None
         width = self.width(len(holders))
         choices: list[StageChoice] = []
         known: dict[tuple[object, ...], StageChoice] = {}
-        for seat in holders:
-            key = (self.fronts.kind(seats[seat]), flight[seat])
+        for pp_rank in holders:
+            key = (self.fronts.kind(pp_ranks[pp_rank]), flight[pp_rank])
             if key not in known:
-                made = self.choice(seats[seat], microbatches, flight[seat], kind.segments, width)
+                made = self.choice(pp_ranks[pp_rank], microbatches, flight[pp_rank], kind.segments, width)
                 if made is None:
                     return None
                 known[key] = made
             choices.append(known[key])
-        pairs = [(seats[a], seats[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
+        pairs = [(pp_ranks[a], pp_ranks[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
         entering = [self.entering(giver, taker, microbatches) for giver, taker in pairs]
         stages = self.stages(choices, entering)
         both = [2.0 * more for more in entering]
@@ -164,22 +166,22 @@ class PipelineSearch:
         """The same with a bound that knows of the memory."""
         microbatches, found = candidate.microbatches, replace(candidate, within=True)
 
-        def priced(seat: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
-            return self.fronts.floor(seat, microbatches, times, flight)
+        def priced(pp_rank: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
+            return self.fronts.floor(pp_rank, microbatches, times, flight)
 
         if self.roomy(candidate):
             return found
-        alone = for_each(candidate.seats, candidate.alike, self.fronts.rough, microbatches)
+        alone = for_each(candidate.pp_ranks, candidate.alike, self.fronts.rough, microbatches)
         return replace(found, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
 
     def roomy(self, candidate: PipelineCandidate) -> bool:
         """Whether the memory of all seats together is more than enough, so that it is not worth a look."""
-        seats, microbatches = candidate.seats, candidate.microbatches
-        flight = flights(candidate.schedule, len(seats), microbatches)
+        pp_ranks, microbatches = candidate.pp_ranks, candidate.microbatches
+        flight = flights(candidate.schedule, len(pp_ranks), microbatches)
         each = schedule_kind(candidate.schedule).segments
-        rooms = sum(len(held) * (self.setup.room(seats[held[0]]) - self.reserve) for held in candidate.alike)
+        rooms = sum(len(held) * (self.setup.room(pp_ranks[held[0]]) - self.reserve) for held in candidate.alike)
         return all(
-            self.fronts.fits(seats[held[0]], microbatches, min(flight[number] for number in held) / each, rooms)
+            self.fronts.fits(pp_ranks[held[0]], microbatches, min(flight[number] for number in held) / each, rooms)
             for held in candidate.alike
         )
 
@@ -187,13 +189,13 @@ class PipelineSearch:
         """About what a step takes at least, from the ways of its seats, if all seats of a kind share one memory."""
         microbatches = candidate.microbatches
 
-        def priced(seat: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
-            front = self.fronts.of(seat, microbatches)
+        def priced(pp_rank: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
+            front = self.fronts.of(pp_rank, microbatches)
             if front is None or front.fastest is None:
                 return LeastCosts(np.zeros(1), np.array([math.inf]))
             return front.tight(times, 2.0 ** math.floor(math.log2(max(1.0, flight))), room)
 
-        alone = for_each(candidate.seats, candidate.alike, self.fronts.quick, microbatches)
+        alone = for_each(candidate.pp_ranks, candidate.alike, self.fronts.quick, microbatches)
         return self.bounded(candidate, alone, priced)
 
     def bounded(self, candidate: PipelineCandidate, alone: Sequence[float], priced: Prices) -> float:
@@ -201,16 +203,16 @@ class PipelineSearch:
 
         `alone`: seconds of a microbatch on each seat, whatever the memory.
         """
-        seats, microbatches, fill = candidate.seats, candidate.microbatches, fill_of(candidate.schedule)
-        flight = flights(candidate.schedule, len(seats), microbatches)
+        pp_ranks, microbatches, fill = candidate.pp_ranks, candidate.microbatches, fill_of(candidate.schedule)
+        flight = flights(candidate.schedule, len(pp_ranks), microbatches)
         each = schedule_kind(candidate.schedule).segments
         same = len(candidate.alike) == 1
-        times = microbatches + fill * (len(seats) - 1) if same else float(microbatches)
+        times = microbatches + fill * (len(pp_ranks) - 1) if same else float(microbatches)
         loads = []
         for held in candidate.alike:
-            seat, kept = seats[held[0]], min(flight[number] for number in held) / each
-            room = self.setup.room(seat) - self.reserve
-            found = priced(seat, times, kept, room * len(held) if same else room)
+            pp_rank, kept = pp_ranks[held[0]], min(flight[number] for number in held) / each
+            room = self.setup.room(pp_rank) - self.reserve
+            found = priced(pp_rank, times, kept, room * len(held) if same else room)
             if found is None:
                 return candidate.bound
             loads.append(load_of(len(held), found, room))
@@ -243,12 +245,12 @@ class PipelineSearch:
         return int(np.max(ends - np.arange(count)))
 
     def choice(
-        self, seat: RankDevices, microbatches: int, flight: float, segments: int, width: int
+        self, pp_rank: RankDevices, microbatches: int, flight: float, segments: int, width: int
     ) -> StageChoice | None:
-        front = self.fronts.of(seat, microbatches)
+        front = self.fronts.of(pp_rank, microbatches)
         if front is None or front.fastest is None:
             return None
-        room = (self.setup.room(seat) - self.reserve) / segments
+        room = (self.setup.room(pp_rank) - self.reserve) / segments
         each = flight / segments
         fastest = self.fronts.sums(front, front.fastest, width)
         ways: list[StageSolution] = [front.fastest]
@@ -276,26 +278,26 @@ class PipelineSearch:
     ) -> PipelineTrial:
         picked = [choice.pick(begin, end) for choice, begin, end in zip(choices, bounds[:-1], bounds[1:], strict=True)]
         stages, mixes = [stage for stage, _ in picked], tuple(mix for _, mix in picked)
-        return self.timed_trial(candidate.seats, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
+        return self.timed_trial(candidate.pp_ranks, candidate.microbatches, candidate.schedule, stages, mixes, bounds)
 
     def timed_trial(
-        self, seats: tuple[RankDevices, ...], microbatches: int, schedule: str, stages: Sequence[StageCost],
+        self, pp_ranks: tuple[RankDevices, ...], microbatches: int, schedule: str, stages: Sequence[StageCost],
         mixes: tuple[Mix, ...], bounds: tuple[int, ...],
     ) -> PipelineTrial:  # fmt: skip
         """A pipeline of these stages, with the time that it takes."""
-        holders = [seat for (seat,) in schedule_kind(schedule).holders(len(seats))]
+        holders = [pp_rank for (pp_rank,) in schedule_kind(schedule).holders(len(pp_ranks))]
         links = tuple(
-            float(self.entering(seats[giver], seats[taker], microbatches)[bound])
+            float(self.entering(pp_ranks[giver], pp_ranks[taker], microbatches)[bound])
             for giver, taker, bound in zip(holders, holders[1:], bounds[1:], strict=False)
         )
-        _, total = run_of(schedule, len(seats), microbatches, stages, links)
+        _, total = run_of(schedule, len(pp_ranks), microbatches, stages, links)
         once = self.leaving + max(
-            sum(part.once for part, held in zip(stages, holders, strict=True) if held == seat)
-            for seat in range(len(seats))
+            sum(part.once for part, held in zip(stages, holders, strict=True) if held == pp_rank)
+            for pp_rank in range(len(pp_ranks))
         )
-        busy = sum(part.forward + part.backward for part in stages) * microbatches / len(seats)
+        busy = sum(part.forward + part.backward for part in stages) * microbatches / len(pp_ranks)
         return PipelineTrial(
-            seats=seats,
+            pp_ranks=pp_ranks,
             microbatches=microbatches,
             schedule=schedule,
             parts=tuple(stages),
@@ -308,12 +310,12 @@ class PipelineSearch:
         )
 
 
-def standing_bytes(facts: Analysis) -> float:
+def standing_bytes(analysis: Analysis) -> float:
     """Bytes of the batch as it is passed, of buffers and of constants, which every rank has whole."""
-    graph, views = facts.graph, strides_of(facts.graph).views
+    graph, views = analysis.graph, strides_of(analysis.graph).views
     found = {held.value for held in graph.inputs} | {held.value for held in graph.buffers}
     for op in graph.ops:
-        if facts.is_constant(op) and op.name not in views:
+        if analysis.is_constant(op) and op.name not in views:
             users = [user for name in op.outputs for user, _ in graph.users[name]]
-            found |= set() if all(facts.is_constant(user) for user in users) else set(op.outputs)
+            found |= set() if all(analysis.is_constant(user) for user in users) else set(op.outputs)
     return float(sum(graph.values[name].bytes for name in found))

@@ -36,7 +36,7 @@ class PipelineSetup:
     upper      seconds that a pipeline has to stay below
     """
 
-    facts: Analysis
+    analysis: Analysis
     cluster: Cluster
     training: TrainingSetup
     limits: Limits

@@ -41,8 +41,8 @@ class SolvedPipeline:
         return 1 if self.local else self.trial.microbatches
 
     @property
-    def facts(self) -> Analysis:
-        return self.line.facts
+    def analysis(self) -> Analysis:
+        return self.line.analysis
 
     @cached_property
     def parts(self) -> tuple[tuple[str, ...], ...]:
@@ -56,14 +56,17 @@ class SolvedPipeline:
     @cached_property
     def names(self) -> dict[str, str]:
         """What the axes of seats are called in the plan."""
-        data, inner = self.trial.seats[0].names
+        data, inner = self.trial.pp_ranks[0].names
         every: dict[str, Mapping[str, str]] = {}
         for solved, part in zip(self.solved, self.parts, strict=True):
             held = solved.way.tables.choices(solved.way.picked)
             every |= {name: held[name] for name in part if name in held}
-        used = {data: any(s.data > 1 for s in self.trial.seats), inner: any(s.inner > 1 for s in self.trial.seats)}
+        used = {
+            data: any(s.data > 1 for s in self.trial.pp_ranks),
+            inner: any(s.inner > 1 for s in self.trial.pp_ranks),
+        }
         mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name, there in used.items() if there))
-        found = axis_names(self.facts, mesh, every)
+        found = axis_names(self.analysis, mesh, every)
         return {data: data, inner: inner, **found}
 
     def choices(self, number: int) -> Choices:
@@ -80,32 +83,32 @@ class SolvedPipeline:
         return {name: held for choices in self._choices for name, held in choices.items()}
 
     def _chosen(self, number: int) -> Choices:
-        solved, seat = self.solved[number], self.seat(number)
-        data, inner = seat.names
+        solved, pp_rank = self.solved[number], self.pp_rank(number)
+        data, inner = pp_rank.names
         found: dict[str, dict[str, str]] = {name: {} for name in self.parts[number]}
         held = solved.way.tables.choices(solved.way.picked)
         for name in found:
             choice = held.get(name, {})
             if data in choice and self.times > 1:
                 found[name][MB] = choice[data]
-            if data in choice and seat.data > 1:
+            if data in choice and pp_rank.data > 1:
                 found[name][self.names[data]] = choice[data]
-            if inner in choice and seat.inner > 1:
+            if inner in choice and pp_rank.inner > 1:
                 found[name][self.names[inner]] = choice[inner]
         return found
 
-    def seat(self, number: int) -> RankDevices:
-        return self.trial.seats[self.trial.holders[number]]
+    def pp_rank(self, number: int) -> RankDevices:
+        return self.trial.pp_ranks[self.trial.holders[number]]
 
     def mesh(self, number: int) -> Mesh:
-        seat = self.seat(number)
-        axes = tuple(Axis(name=self.names[axis.name], size=axis.size) for axis in seat.mesh.axes)
-        return Mesh(axes=axes, devices=seat.devices)
+        pp_rank = self.pp_rank(number)
+        axes = tuple(Axis(name=self.names[axis.name], size=axis.size) for axis in pp_rank.mesh.axes)
+        return Mesh(axes=axes, devices=pp_rank.devices)
 
     def recompute(self, number: int) -> tuple[str, ...]:
         solved, inside = self.solved[number], set(self.parts[number])
         paths = solved.way.tables.recompute(solved.way.picked)
-        under = self.facts.graph.under
+        under = self.analysis.graph.under
         return tuple(path for path in paths if any(op.name in inside for op in under[path]))
 
     @cached_property
@@ -115,16 +118,16 @@ class SolvedPipeline:
         for number, solved in enumerate(self.solved):
             tables, states = solved.way.tables, solved.way.picked
             for parameter in self.cut.graphs[number].parameters:
-                if parameter.key in tables.skeleton.homes and parameter.key not in found:
+                if parameter.key in tables.skeleton.storage_options and parameter.key not in found:
                     held = tables.home(parameter.key, states)[1]
                     found[parameter.key] = tuple((self.names[axis], level) for axis, level in held)
         return found
 
     def plan(self, cluster: Cluster, notes: Sequence[str] = ()) -> Plan:
         """The plan, without what it is predicted to cost."""
-        graph, trial = self.facts.graph, self.trial
-        draft = PlanBuilder(graph, Mesh(axes=()), self.facts)
-        base = draft.finish("auto", str(cluster), settle=False)
+        graph, trial = self.analysis.graph, self.trial
+        builder = PlanBuilder(graph, Mesh(axes=()), self.analysis)
+        base = builder.finish("auto", str(cluster), settle=False)
         segments = tuple(
             PlanStage(mesh=self.mesh(number), choices=self.choices(number), recompute=self.recompute(number))
             for number in range(len(self.solved))
@@ -146,22 +149,22 @@ class SolvedPipeline:
         """The peak of a device of each seat."""
         trial, kind = self.trial, schedule_kind(self.trial.schedule)
         walked = [self._walk(number, cluster, training) for number in range(len(self.solved))]
-        seats = len(trial.seats)
-        schedule = kind.make(seats, min(trial.microbatches, 3 * seats * kind.segments))
-        return tuple(rank_memory(schedule, seat, walked, training) for seat in range(seats))
+        pp_ranks = len(trial.pp_ranks)
+        schedule = kind.make(pp_ranks, min(trial.microbatches, 3 * pp_ranks * kind.segments))
+        return tuple(rank_memory(schedule, pp_rank, walked, training) for pp_rank in range(pp_ranks))
 
     def _walk(self, number: int, cluster: Cluster, training: TrainingSetup) -> StageMemory:
         graph = self.cut.graphs[number]
-        signatures = {op.name: self.facts.signatures[op.name] for op in graph.ops}
-        facts = replace(self.facts, graph=graph, signatures=signatures)
+        signatures = {op.name: self.analysis.signatures[op.name] for op in graph.ops}
+        analysis = replace(self.analysis, graph=graph, signatures=signatures)
         mesh = timed(replace(self.mesh(number), devices=()), self.times)
         choices = self._choices_inside(number)
         crossing = {held.value for held in self.cut.crossings if number in (held.giver, held.taker)}
-        borders = {value: self._border(facts, value, choices, mesh) for value in crossing}
-        device = cluster.device(self.seat(number).devices[0]).name
+        borders = {value: self._border(analysis, value, choices, mesh) for value in crossing}
+        device = cluster.device(self.pp_rank(number).devices[0]).name
         return simulate_stage_memory(
-            facts, mesh, choices, self.storage, training, self.recompute(number), borders,
-            time=MB, habits=backend_traits(device, cluster.nodes), queued=self.solved[number].stage.queued,
+            analysis, mesh, choices, self.storage, training, self.recompute(number), borders,
+            time=MB, traits=backend_traits(device, cluster.nodes), queued=self.solved[number].stage.queued,
         )  # fmt: skip
 
     def _choices_inside(self, number: int) -> Choices:
@@ -172,15 +175,15 @@ class SolvedPipeline:
             for op in self.cut.graphs[number].ops
         }
 
-    def _border(self, facts: Analysis, value: str, choices: Choices, mesh: Mesh) -> Layout:
+    def _border(self, analysis: Analysis, value: str, choices: Choices, mesh: Mesh) -> Layout:
         """How a value lies that crosses: as it is made, or as its first reader takes it, without sums."""
-        graph = facts.graph
+        graph = analysis.graph
         maker = graph.producer.get(value)
         if maker is not None:
-            _, outputs = facts.signatures[maker.name].layouts(choices[maker.name], mesh)
-            return make_layout(outputs[maker.outputs.index(value)].cuts)
+            _, outputs = analysis.signatures[maker.name].layouts(choices[maker.name], mesh)
+            return make_layout(outputs[maker.outputs.index(value)].shards)
         user, index = graph.users[value][0]
-        return make_layout(facts.signatures[user.name].layouts(choices[user.name], mesh)[0][index].cuts)
+        return make_layout(analysis.signatures[user.name].layouts(choices[user.name], mesh)[0][index].shards)
 
 
 def layers_of_part(names: Sequence[str]) -> list[str]:

@@ -45,10 +45,10 @@ SMALL = 16
 """Bytes of a number, such as a loss: those of all microbatches are added up when they leave."""
 
 
-def split_by(seat: RankDevices, microbatches: int) -> Mesh:
+def split_by(pp_rank: RankDevices, microbatches: int) -> Mesh:
     """The mesh on which the ops of a seat are split: that of its devices, the batch also over time."""
-    sizes = (seat.data * microbatches, seat.inner)
-    return Mesh(axes=tuple(Axis(name=n, size=s) for n, s in zip(seat.names, sizes, strict=True) if s > 1))
+    sizes = (pp_rank.data * microbatches, pp_rank.inner)
+    return Mesh(axes=tuple(Axis(name=n, size=s) for n, s in zip(pp_rank.names, sizes, strict=True) if s > 1))
 
 
 Known = dict[tuple[object, ...], dict[tuple[object, ...], np.ndarray]]
@@ -57,16 +57,16 @@ Known = dict[tuple[object, ...], dict[tuple[object, ...], np.ndarray]]
 class MicrobatchReshardPrices(ReshardPrices):
     """Prices of conversions of one microbatch."""
 
-    def __init__(self, seat: RankDevices, cluster: Cluster, microbatches: int, known: Known) -> None:
+    def __init__(self, pp_rank: RankDevices, cluster: Cluster, microbatches: int, known: Known) -> None:
         """`known`: prices of conversions along the inner axis, of all seats."""
-        mesh = split_by(seat, microbatches)
-        sizes = {seat.names[0]: seat.data, seat.names[1]: seat.inner}
-        real = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in mesh.names), devices=seat.devices)
+        mesh = split_by(pp_rank, microbatches)
+        sizes = {pp_rank.names[0]: pp_rank.data, pp_rank.names[1]: pp_rank.inner}
+        real = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in mesh.names), devices=pp_rank.devices)
         super().__init__(mesh, cluster, real)
-        self.time = seat.names[0] if microbatches > 1 else None
-        inner = self._spans.get(seat.names[1:])
+        self.time = pp_rank.names[0] if microbatches > 1 else None
+        inner = self._spans.get(pp_rank.names[1:])
         self._shared = known.setdefault((mesh.axes, self.device, inner), {})
-        self._outer = mesh.names.index(seat.names[0]) if seat.names[0] in mesh.names else None
+        self._outer = mesh.names.index(pp_rank.names[0]) if pp_rank.names[0] in mesh.names else None
 
     def prices(self, starts: Sequence[Layout], goals: Sequence[Layout], bytes: float, gradient: bool) -> np.ndarray:
         """Where nothing moves on the outer axis, seats differ in nothing that counts."""
@@ -111,10 +111,10 @@ class PipelineStoragePricing(StoragePricing):
         self.microbatches, self._known = microbatches, known
         self.mesh = spaces.moves.placed  # nothing of a parameter is split over time
 
-    def homes(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
+    def storage_options(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
         key = (parameter.key, tuple(tuple(dict.fromkeys(held)) for held in asked), unit)
         if key not in self._known:
-            self._known[key] = super().homes(parameter, asked, unit)
+            self._known[key] = super().storage_options(parameter, asked, unit)
         return self._known[key]
 
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
@@ -143,49 +143,49 @@ class PipelineStoragePricing(StoragePricing):
         return found
 
 
-def over_time(facts: Analysis, name: str) -> dict[str, str]:
+def over_time(analysis: Analysis, name: str) -> dict[str, str]:
     """What each op does on an axis that splits the batch over devices or time: its role, or what passes sums on.
 
     Nothing, if there is no batch: one row can only go through the stages.
     """
     axis = Axis(name=name, size=2)
-    draft = PlanBuilder(facts.graph, Mesh(axes=(axis,)), facts, lenient=True)
-    dp(draft, axis)
-    choices = draft.finish("").choices(facts.graph.entry)
-    return {op.name: choices.get(op.name, {}).get(name, "") for op in facts.live}
+    builder = PlanBuilder(analysis.graph, Mesh(axes=(axis,)), analysis, lenient=True)
+    dp(builder, axis)
+    choices = builder.finish("").choices(analysis.graph.entry)
+    return {op.name: choices.get(op.name, {}).get(name, "") for op in analysis.live}
 
 
-def fault_of_time(facts: Analysis) -> str | None:
+def fault_of_time(analysis: Analysis) -> str | None:
     """Why a batch can't be run in microbatches; None if it can, as far as ops say by themselves."""
-    if facts.graph.batch is None or not facts.batch:
+    if analysis.graph.batch is None or not analysis.batch:
         return "its inputs have no common batch dim"
-    for op in facts.live:
-        signature = facts.signatures[op.name]
-        if "batch_norm" in op.target and op.argument("training", True) and _reads_batch(signature, facts.graph):
+    for op in analysis.live:
+        signature = analysis.signatures[op.name]
+        if "batch_norm" in op.target and op.argument("training", True) and _reads_batch(signature, analysis.graph):
             return f"{op} is over the whole batch"
     return None
 
 
 def _reads_batch(signature: Signature, graph: Graph) -> bool:
-    return any(role.atom in signature.facts.batch for role in signature.roles)
+    return any(role.atom in signature.analysis.batch for role in signature.roles)
 
 
 class MicrobatchTables:
     """What the tables of all seats of a pipeline stand on: one frame, in which ops split the batch alike."""
 
     def __init__(
-        self, facts: Analysis, cluster: Cluster, training: TrainingSetup, limits: Limits, names: tuple[str, str],
+        self, analysis: Analysis, cluster: Cluster, training: TrainingSetup, limits: Limits, names: tuple[str, str],
         *, recompute: bool = True, local: bool = False, like: SearchContext | None = None,
     ) -> None:  # fmt: skip
         """`local`: the graph is that of one microbatch. `like`: the frame of a flat search."""
         self.local = local
-        self.facts, self.cluster, self.training, self.names = facts, cluster, training, names
-        self.picks = over_time(facts, names[0])
+        self.analysis, self.cluster, self.training, self.names = analysis, cluster, training, names
+        self.picks = over_time(analysis, names[0])
         demands = dict(limits.demands)
         for op, pick in self.picks.items():
             demands[op] = (*demands.get(op, ()), ChoiceDemand((pick,), names[0]))
         self.limits = replace(limits, demands=demands)
-        self.frame = SearchContext(facts, cluster, training, self.limits, recompute=recompute, like=like)
+        self.frame = SearchContext(analysis, cluster, training, self.limits, recompute=recompute, like=like)
         self._untimed = {
             op: tuple(demand for demand in held if demand.axis != names[0]) for op, held in self.limits.demands.items()
         }
@@ -197,47 +197,47 @@ class MicrobatchTables:
         self._homes: dict[tuple[object, ...], dict[tuple[object, ...], StorageOptions]] = {}
         self._like: dict[tuple[object, ...], ChoiceSpaces] = {}
 
-    def parameters(self, seat: RankDevices, microbatches: int) -> ParameterBounds:
+    def parameters(self, pp_rank: RankDevices, microbatches: int) -> ParameterBounds:
         """What all parameters take on a seat; microbatches, if there are several, may be any number of them."""
-        key = (self.kinds.of(seat), microbatches > 1)
+        key = (self.kinds.of(pp_rank), microbatches > 1)
         if key not in self._parameters:
-            skeleton, homes = self.frame.plain, list[StorageOptions]()
-            spaces = self._spaces(skeleton, seat, microbatches)
+            skeleton, storage_options = self.frame.plain, list[StorageOptions]()
+            spaces = self._spaces(skeleton, pp_rank, microbatches)
             if spaces is not None:
-                homes = storage_options_of(skeleton, spaces, self._storing(seat, spaces, microbatches))
-            self._parameters[key] = ParameterBounds(skeleton, homes, self.cluster.overlap)
+                storage_options = storage_options_of(skeleton, spaces, self._storing(pp_rank, spaces, microbatches))
+            self._parameters[key] = ParameterBounds(skeleton, storage_options, self.cluster.overlap)
         return self._parameters[key]
 
-    def tables(self, seat: RankDevices, microbatches: int, *, again: bool = False) -> Tables | None:
+    def tables(self, pp_rank: RankDevices, microbatches: int, *, again: bool = False) -> Tables | None:
         """The numbers of a seat; `again`: with layers that may be recomputed. None if an op has no way."""
-        key = (self.kinds.of(seat), microbatches, again)
+        key = (self.kinds.of(pp_rank), microbatches, again)
         if key not in self._known:
-            self._known[key] = self._make(seat, microbatches, again)
+            self._known[key] = self._make(pp_rank, microbatches, again)
         return self._known[key]
 
-    def _make(self, seat: RankDevices, microbatches: int, again: bool) -> Tables | None:
+    def _make(self, pp_rank: RankDevices, microbatches: int, again: bool) -> Tables | None:
         skeleton = self.frame.recomputing if again else self.frame.plain
         if again:
-            like = self.tables(seat, microbatches)
+            like = self.tables(pp_rank, microbatches)
             return Tables(skeleton, like.spaces, like.storing, like.rows, like) if like is not None else None
-        return self._plain(skeleton, seat, microbatches)
+        return self._plain(skeleton, pp_rank, microbatches)
 
-    def _plain(self, skeleton: ProblemStructure, seat: RankDevices, microbatches: int) -> Tables | None:
-        spaces = self._spaces(skeleton, seat, microbatches)
+    def _plain(self, skeleton: ProblemStructure, pp_rank: RankDevices, microbatches: int) -> Tables | None:
+        spaces = self._spaces(skeleton, pp_rank, microbatches)
         try:
             if spaces is None or not all(spaces.of(kind).size for kind in range(len(skeleton.kinds.first))):
                 return None
         except PlanError:
             return None
         rows = tuple(name for name in self.names[:1] if name in spaces.mesh.names)  # outputs are joined by the loop
-        return Tables(skeleton, spaces, self._storing(seat, spaces, microbatches), rows)
+        return Tables(skeleton, spaces, self._storing(pp_rank, spaces, microbatches), rows)
 
-    def _storing(self, seat: RankDevices, spaces: ChoiceSpaces, microbatches: int) -> PipelineStoragePricing:
-        known = self._homes.setdefault((self.kinds.of(seat), microbatches > 1), {})
+    def _storing(self, pp_rank: RankDevices, spaces: ChoiceSpaces, microbatches: int) -> PipelineStoragePricing:
+        known = self._homes.setdefault((self.kinds.of(pp_rank), microbatches > 1), {})
         return PipelineStoragePricing(spaces, microbatches, self.limits.most, known)
 
-    def _spaces(self, skeleton: ProblemStructure, seat: RankDevices, microbatches: int) -> ChoiceSpaces | None:
-        moves = MicrobatchReshardPrices(seat, self.cluster, 1 if self.local else microbatches, self._prices)
+    def _spaces(self, skeleton: ProblemStructure, pp_rank: RankDevices, microbatches: int) -> ChoiceSpaces | None:
+        moves = MicrobatchReshardPrices(pp_rank, self.cluster, 1 if self.local else microbatches, self._prices)
         demands = self.limits.demands if self.names[0] in moves.mesh.names else self._untimed
         if not self._axes <= {None, self.names[0], *moves.mesh.names}:
             return None  # something is asked of an axis that the seat does not have

@@ -27,7 +27,7 @@ class PipelineTrial:
     links      seconds that a microbatch's values take to enter each segment but the first
     """
 
-    seats: tuple[RankDevices, ...]
+    pp_ranks: tuple[RankDevices, ...]
     microbatches: int
     schedule: str
     parts: tuple[StageCost, ...]
@@ -45,18 +45,18 @@ class PipelineTrial:
     @property
     def holders(self) -> tuple[int, ...]:
         """The seat of each segment."""
-        return tuple(seat for (seat,) in self.kind.holders(len(self.seats)))
+        return tuple(pp_rank for (pp_rank,) in self.kind.holders(len(self.pp_ranks)))
 
-    def of_seat(self, seat: int) -> list[int]:
+    def of_seat(self, pp_rank: int) -> list[int]:
         """The segments of a seat."""
-        return [part for part, held in enumerate(self.holders) if held == seat]
+        return [part for part, held in enumerate(self.holders) if held == pp_rank]
 
     @property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each seat computes for a microbatch."""
         return tuple(
-            sum(self.parts[part].forward + self.parts[part].backward for part in self.of_seat(seat))
-            for seat in range(len(self.seats))
+            sum(self.parts[part].forward + self.parts[part].backward for part in self.of_seat(pp_rank))
+            for pp_rank in range(len(self.pp_ranks))
         )
 
     @property
@@ -64,10 +64,10 @@ class PipelineTrial:
         """How much longer the slowest seat computes than the mean of all."""
         return max(self.busy) * len(self.busy) / sum(self.busy)
 
-    def memory(self, seat: int) -> float:
+    def memory(self, pp_rank: int) -> float:
         """Bytes of a device of a seat that are stored or kept."""
-        flight = flights(self.schedule, len(self.seats), self.microbatches)[seat]
-        own = [self.parts[part] for part in self.of_seat(seat)]
+        flight = flights(self.schedule, len(self.pp_ranks), self.microbatches)[pp_rank]
+        own = [self.parts[part] for part in self.of_seat(pp_rank)]
         return sum(part.stored + flight / len(own) * part.kept for part in own)
 
     def __str__(self) -> str:
@@ -75,50 +75,52 @@ class PipelineTrial:
 
     def said(self, names: Mapping[str, str]) -> str:
         """In words, with axes under these names."""
-        first = self.seats[0]
+        first = self.pp_ranks[0]
         sizes = zip(first.names, (first.data, first.inner), strict=True)
         inside = " x ".join(f"{names.get(name, name)}={size}" for name, size in sizes if size > 1)
-        counts = [len(seat.devices) for seat in self.seats]
+        counts = [len(pp_rank.devices) for pp_rank in self.pp_ranks]
         alike = f"of {counts[0]}" if len(set(counts)) == 1 else f"of {'+'.join(map(str, counts))}"
-        stages = f"{len(self.seats)} stages {alike}" if len(self.seats) > 1 else "one stage"
+        stages = f"{len(self.pp_ranks)} stages {alike}" if len(self.pp_ranks) > 1 else "one stage"
         parts = f"{self.microbatches} microbatches" if self.microbatches > 1 else "no microbatches"
         return f"{stages}{f' ({inside})' if inside else ''}, {parts}, {self.schedule}"
 
 
 @lru_cache(maxsize=4096)
-def flights(schedule: str, seats: int, microbatches: int) -> tuple[float, ...]:
+def flights(schedule: str, pp_ranks: int, microbatches: int) -> tuple[float, ...]:
     """For each seat the most microbatches of segments that it keeps at once."""
-    if seats == 1:
+    if pp_ranks == 1:
         return (1.0,)
-    kind, some = schedule_kind(schedule), min(microbatches, 3 * seats)
+    kind, some = schedule_kind(schedule), min(microbatches, 3 * pp_ranks)
     if kind.name == "1f1b":
-        return tuple(float(min(some, seats - seat)) for seat in range(seats))
+        return tuple(float(min(some, pp_ranks - pp_rank)) for pp_rank in range(pp_ranks))
     if kind.name == "zb":
-        return (float(min(some, seats)),) * seats
+        return (float(min(some, pp_ranks)),) * pp_ranks
     if kind.name == "zbv":
-        return tuple(float(min(2 * some, 2 * seats, some + 1 + seat)) for seat in range(seats))
+        return tuple(float(min(2 * some, 2 * pp_ranks, some + 1 + pp_rank)) for pp_rank in range(pp_ranks))
     if kind.name.startswith("interleaved"):
-        first = -(-some // max(1, some // seats))  # microbatches of the first round
+        first = -(-some // max(1, some // pp_ranks))  # microbatches of the first round
         before = (kind.segments - 1) * first + 1
-        return tuple(float(min(kind.segments * some, 2 * (seats - seat - 1) + before)) for seat in range(seats))
-    return in_flight(kind.make(seats, some))
+        return tuple(
+            float(min(kind.segments * some, 2 * (pp_ranks - pp_rank - 1) + before)) for pp_rank in range(pp_ranks)
+        )
+    return in_flight(kind.make(pp_ranks, some))
 
 
 def run_of(
-    schedule: str, seats: int, microbatches: int, parts: Sequence[StageCost], links: Sequence[float]
+    schedule: str, pp_ranks: int, microbatches: int, parts: Sequence[StageCost], links: Sequence[float]
 ) -> tuple[SimulatedRun, float]:
     """The simulated run of a schedule, and its seconds for all microbatches."""
     kind = schedule_kind(schedule)
-    some = min(microbatches, max(LONG * seats * kind.segments, 32))
+    some = min(microbatches, max(LONG * pp_ranks * kind.segments, 32))
     apart = schedule.startswith("zb")
     times = [
         StageTimes(part.forward, part.backward - part.weight if apart else part.backward, part.weight if apart else 0.0)
         for part in parts
     ]
     edges = [StageEdge(at, at + 1, link, link) for at, link in enumerate(links)]
-    run = simulate(kind.make(seats, some), times, edges)
-    holders = kind.holders(seats)
-    busy = [0.0] * seats
-    for part, (seat,) in zip(parts, holders, strict=True):
-        busy[seat] += part.forward + part.backward
+    run = simulate(kind.make(pp_ranks, some), times, edges)
+    holders = kind.holders(pp_ranks)
+    busy = [0.0] * pp_ranks
+    for part, (pp_rank,) in zip(parts, holders, strict=True):
+        busy[pp_rank] += part.forward + part.backward
     return run, run.total + (microbatches - some) * max(busy)

@@ -34,14 +34,16 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens [t, d], experts of each [t, k], their weights [t, k]) -> [t, d]"""
 
 
-def experts(layer: Layer, hidden: Tensor, index: Tensor, weights: Tensor, group: Group, cut: Shard) -> Tensor:
+def experts(layer: Layer, hidden: Tensor, index: Tensor, weights: Tensor, group: Group, sharding: Shard) -> Tensor:
     """What `layer` gives for this rank's tokens, where every rank of the group holds its cut of the experts."""
     if group.process_group is None:
         return layer(hidden, index, weights)
     k = index.shape[-1]
-    owner, place = _homes(cut, group.size, index.device)
+    owner, place = _homes(sharding, group.size, index.device)
     flat = index.reshape(-1)
-    torch._assert_async(((flat >= 0) & (flat < cut.elements)).all(), f"an expert is not one of {cut.elements}")
+    torch._assert_async(
+        ((flat >= 0) & (flat < sharding.elements)).all(), f"an expert is not one of {sharding.elements}"
+    )
     order = torch.argsort(owner[flat], stable=True)
     given = torch.bincount(owner[flat], minlength=group.size)
     taken = _send(given, None, None, group)
@@ -64,13 +66,13 @@ def _local(layer: Layer, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tens
 
 
 @lru_cache(maxsize=256)
-def _homes(cut: Shard, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _homes(sharding: Shard, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each expert the rank that holds it, and its number there."""
-    owner = torch.empty(cut.elements, dtype=torch.long)
-    place = torch.empty(cut.elements, dtype=torch.long)
+    owner = torch.empty(sharding.elements, dtype=torch.long)
+    place = torch.empty(sharding.elements, dtype=torch.long)
     for rank in range(ranks):
         at = 0
-        for start, length in cut.spans(ranks, rank):
+        for start, length in sharding.spans(ranks, rank):
             owner[start : start + length] = rank
             place[start : start + length] = torch.arange(at, at + length)
             at += length

@@ -58,10 +58,10 @@ def replicate_linears(
 
 
 def all_gather_linear(
-    x: Tensor, dim: int, group: Group, weight: Tensor, bias: Tensor | None = None, cut: Shard | None = None
+    x: Tensor, dim: int, group: Group, weight: Tensor, bias: Tensor | None = None, sharding: Shard | None = None
 ) -> Tensor:
     """`gather_sum`, then `F.linear`."""
-    return all_gather_linears(x, dim, group, [weight], [bias], cut)[0]
+    return all_gather_linears(x, dim, group, [weight], [bias], sharding)[0]
 
 
 def all_gather_linears(
@@ -70,16 +70,16 @@ def all_gather_linears(
     group: Group,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
-    cut: Shard | None = None,
+    sharding: Shard | None = None,
 ) -> tuple[Tensor, ...]:
     """`gather_sum`, then `F.linear` with each of the weights."""
     if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
-        return _each(comm.gather_sum(x, dim, group, cut), weights, biases)
+        return _each(comm.gather_sum(x, dim, group, sharding), weights, biases)
 
     way = InputReshard(
-        gather=lambda held: comm.gather_sum(held, dim, group, cut),
-        begin=lambda gradient: comm.begin_reduce_scatter(gradient, dim, group, cut),
-        back=lambda gradient: comm.reduce_scatter(gradient, dim, group, cut),
+        gather=lambda held: comm.gather_sum(held, dim, group, sharding),
+        begin=lambda gradient: comm.begin_reduce_scatter(gradient, dim, group, sharding),
+        back=lambda gradient: comm.reduce_scatter(gradient, dim, group, sharding),
     )
     return _apply(x, way, weights, biases)
 

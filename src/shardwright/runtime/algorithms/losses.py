@@ -42,7 +42,7 @@ def cross_entropy(
     *,
     rows: Group | None = None,
     classes: Group | None = None,
-    cut: Shard | None = None,
+    sharding: Shard | None = None,
     size: int | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -66,8 +66,8 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
     else:
-        cut = cut or blocks.plain(logits.shape[_class_dim(logits)] * classes.size)
-        total = _each_row(logits, target, classes, cut, size, weight, ignore_index, label_smoothing)
+        sharding = sharding or blocks.plain(logits.shape[_class_dim(logits)] * classes.size)
+        total = _each_row(logits, target, classes, sharding, size, weight, ignore_index, label_smoothing)
         total = total if reduction == "none" else total.sum()
     if reduction == "mean":
         total = _mean(total, target, rows, weight, ignore_index, count, whole)
@@ -172,7 +172,7 @@ def _each_row(
     logits: Tensor,
     target: Tensor,
     group: Group,
-    cut: Shard,
+    sharding: Shard,
     size: int | None,
     weight: Tensor | None,
     ignore_index: int,
@@ -185,14 +185,16 @@ def _each_row(
             f"{' '.join(group.axes)}; gather the logits first, or pass integer targets"
         )
     mine = logits.shape[_class_dim(logits)]
-    if (size is not None and size != cut.elements) or mine != cut.local(group.size, group.index):
+    if (size is not None and size != sharding.elements) or mine != sharding.local(group.size, group.index):
         raise LayoutError(
-            f"rank {group.index} of {' '.join(group.axes)} holds {mine} of {size or cut.elements} classes, and its "
-            f"cut of {cut.elements} gives it {cut.local(group.size, group.index)}; pass the cut of uneven classes"
+            f"rank {group.index} of {' '.join(group.axes)} holds {mine} of {size or sharding.elements} classes, and its "
+            f"cut of {sharding.elements} gives it {sharding.local(group.size, group.index)}; pass the cut of uneven classes"
         )
-    if weight is not None and weight.shape != (cut.elements,):
-        raise LayoutError(f"weights of shape {tuple(weight.shape)} for {cut.elements} classes; pass the whole vector")
-    rest = (target, group, cut, weight, ignore_index, smoothing)
+    if weight is not None and weight.shape != (sharding.elements,):
+        raise LayoutError(
+            f"weights of shape {tuple(weight.shape)} for {sharding.elements} classes; pass the whole vector"
+        )
+    rest = (target, group, sharding, weight, ignore_index, smoothing)
     each: Tensor = _SplitClasses.apply(logits, *rest)  # type: ignore[no-untyped-call]
     return each
 
@@ -206,7 +208,7 @@ class _SplitClasses(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         group: Group,
-        cut: Shard,
+        sharding: Shard,
         weight: Tensor | None,
         ignore_index: int,
         smoothing: float,
@@ -214,25 +216,27 @@ class _SplitClasses(torch.autograd.Function):
         x = _rows_first(logits)
         valid = target != ignore_index
         known = target.masked_fill(~valid, 0)
-        torch._assert_async(((known >= 0) & (known < cut.elements)).all(), f"a target is not in {cut.elements} classes")
-        place, own = blocks.locate(known, cut, group.size, group.index)
+        torch._assert_async(
+            ((known >= 0) & (known < sharding.elements)).all(), f"a target is not in {sharding.elements} classes"
+        )
+        place, own = blocks.locate(known, sharding, group.size, group.index)
         top = x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
         top = all_reduce(top, group, "max")
         z = x - top.unsqueeze(-1)
         picked = z.gather(-1, place.unsqueeze(-1)).squeeze(-1) if x.shape[-1] else torch.zeros_like(top)
         sums = [torch.where(own, picked, 0.0)]
         if smoothing:
-            sums.append((z if weight is None else z * _own_weights(weight, cut, group).to(z)).sum(-1))
+            sums.append((z if weight is None else z * _own_weights(weight, sharding, group).to(z)).sum(-1))
         sums.append(z.exp_().sum(-1))
         *found, total = all_reduce(torch.stack(sums), group).unbind()
         lse = total.log()
         scale = torch.ones_like(lse) if weight is None else weight.to(lse)[known]
         loss = scale * (lse - found[0])
-        everything = float(cut.elements) if weight is None else weight.to(lse).sum()
+        everything = float(sharding.elements) if weight is None else weight.to(lse).sum()
         if smoothing:
-            loss = (1 - smoothing) * loss + smoothing / cut.elements * (everything * lse - found[1])
+            loss = (1 - smoothing) * loss + smoothing / sharding.elements * (everything * lse - found[1])
         ctx.save_for_backward(logits, top + lse, place, own, valid, scale, weight)
-        ctx.smoothing, ctx.everything, ctx.group, ctx.cut = smoothing, everything, group, cut
+        ctx.smoothing, ctx.everything, ctx.group, ctx.sharding = smoothing, everything, group, sharding
         return loss.masked_fill(~valid, 0.0)
 
     @staticmethod
@@ -240,14 +244,14 @@ class _SplitClasses(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _gradient_of_classes(ctx, gradient), *(None,) * 6
         logits, log_total, place, own, valid, scale, weight = ctx.saved_tensors
-        smoothing, classes = ctx.smoothing, ctx.cut.elements
+        smoothing, classes = ctx.smoothing, ctx.sharding.elements
         g = gradient.to(log_total.dtype).masked_fill(~valid, 0.0)
         on_target = (1 - smoothing) * scale * g
         on_all = on_target + smoothing / classes * ctx.everything * g if smoothing else on_target
         dx = (_rows_first(logits) - log_total.unsqueeze(-1)).exp_().mul_(on_all.unsqueeze(-1))
         if smoothing:
             each = (smoothing / classes * g).unsqueeze(-1)
-            dx -= each if weight is None else each * _own_weights(weight, ctx.cut, ctx.group).to(each)
+            dx -= each if weight is None else each * _own_weights(weight, ctx.sharding, ctx.group).to(each)
         if dx.shape[-1]:
             dx.scatter_add_(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
         dx.masked_fill_(~valid.unsqueeze(-1), 0.0)
@@ -261,7 +265,7 @@ def _gradient_of_classes(ctx: Any, gradient: Tensor) -> Tensor:
     whatever comes back to either is summed.
     """
     logits, log_total, place, own, valid, scale, weight = ctx.saved_tensors
-    smoothing, classes = ctx.smoothing, ctx.cut.elements
+    smoothing, classes = ctx.smoothing, ctx.sharding.elements
     x = _rows_first(logits)
     shifted = x - log_total.unsqueeze(-1)  # a constant that keeps exponentials small
     log_sum = fan_in_out(shifted.exp().sum(-1), ctx.group).log()
@@ -271,7 +275,7 @@ def _gradient_of_classes(ctx: Any, gradient: Tensor) -> Tensor:
     dx = (shifted - log_sum.unsqueeze(-1)).exp() * on_all.unsqueeze(-1)
     if smoothing:
         each = (smoothing / classes * g).unsqueeze(-1)
-        dx = dx - (each if weight is None else each * _own_weights(weight, ctx.cut, ctx.group).to(each))
+        dx = dx - (each if weight is None else each * _own_weights(weight, ctx.sharding, ctx.group).to(each))
     if dx.shape[-1]:
         dx = dx.scatter_add(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
     dx = dx.masked_fill(~valid.unsqueeze(-1), 0.0)
@@ -285,5 +289,5 @@ def _rows_first(logits: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _own_weights(weight: Tensor, cut: Shard, group: Group) -> Tensor:
-    return blocks.shard(weight, 0, cut, group.size, group.index)
+def _own_weights(weight: Tensor, sharding: Shard, group: Group) -> Tensor:
+    return blocks.shard(weight, 0, sharding, group.size, group.index)

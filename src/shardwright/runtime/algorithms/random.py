@@ -94,8 +94,8 @@ class Randomness:
             where = sorted((group.axes, group.index) for _, group, _ in splits if group.size > 1)
             return _draw(shape, device, p, (*self.batch, op, where))
         mask = _draw(_whole_shape(shape, splits), device, p, (self.seed, self.step, op))
-        for dim, group, cut in splits:
-            mask = blocks.shard(mask, dim, cut or blocks.plain(mask.shape[dim]), group.size, group.index)
+        for dim, group, sharding in splits:
+            mask = blocks.shard(mask, dim, sharding or blocks.plain(mask.shape[dim]), group.size, group.index)
         return mask
 
     def attention(
@@ -139,8 +139,8 @@ def seed_of(key: tuple[object, ...]) -> int:
 
 def _whole_shape(shape: Sequence[int], splits: Splits) -> list[int]:
     whole = list(shape)
-    for dim, group, cut in reversed(splits):
-        whole[dim] = whole[dim] * group.size if cut is None else cut.elements
+    for dim, group, sharding in reversed(splits):
+        whole[dim] = whole[dim] * group.size if sharding is None else sharding.elements
     return whole
 
 

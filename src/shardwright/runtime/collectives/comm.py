@@ -96,25 +96,25 @@ def begin_all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Callable
 
 
 @report_failure
-def _gather(x: Tensor, dim: int, group: Group, cut: Shard | None) -> Tensor:
+def _gather(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     dim %= x.ndim
-    cut = cut or blocks.plain(x.shape[dim] * group.size)
-    piece = blocks.fill(x, dim, cut, group.size, group.index).contiguous()
+    sharding = sharding or blocks.plain(x.shape[dim] * group.size)
+    piece = blocks.fill(x, dim, sharding, group.size, group.index).contiguous()
     stacked = piece.new_empty((group.size, *piece.shape))
     if piece.numel():
         if _listeners:
             note("all_gather", group, tuple(piece.shape))
         flight_recorder.enter("all_gather", group.process_group, piece.shape)
         process_group.all_gather(_flat(stacked), _flat(piece), group.process_group).wait()
-    return blocks.unstack(stacked, dim, cut)
+    return blocks.unstack(stacked, dim, sharding)
 
 
 @report_failure
-def begin_reduce_scatter(x: Tensor, dim: int, group: Group, cut: Shard | None) -> Callable[[], Tensor]:
+def begin_reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Callable[[], Tensor]:
     """Begin to sum a tensor and scatter it. The result gives this rank's piece once it is there. No autograd."""
     dim %= x.ndim
-    cut = cut or _even(x, dim, group)
-    stacked = blocks.stack(x, dim, cut, group.size)
+    sharding = sharding or _even(x, dim, group)
+    stacked = blocks.stack(x, dim, sharding, group.size)
     piece = stacked.new_empty(stacked.shape[1:])
     work: process_group.PendingWork = process_group.DONE
     if piece.numel():
@@ -126,26 +126,26 @@ def begin_reduce_scatter(x: Tensor, dim: int, group: Group, cut: Shard | None) -
     @report_failure
     def finish() -> Tensor:
         work.wait()
-        return piece.narrow(dim, 0, cut.local(group.size, group.index))
+        return piece.narrow(dim, 0, sharding.local(group.size, group.index))
 
     return finish
 
 
-def _reduce_scatter(x: Tensor, dim: int, group: Group, cut: Shard | None) -> Tensor:
+def _reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     if x.dtype is torch.bool:
-        return _reduce_scatter(x.to(torch.int32), dim, group, cut).bool()
-    return begin_reduce_scatter(x, dim, group, cut)()
+        return _reduce_scatter(x.to(torch.int32), dim, group, sharding).bool()
+    return begin_reduce_scatter(x, dim, group, sharding)()
 
 
-def _take(x: Tensor, dim: int, group: Group, cut: Shard | None) -> Tensor:
+def _take(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     dim %= x.ndim
-    return blocks.shard(x, dim, cut or _even(x, dim, group), group.size, group.index)
+    return blocks.shard(x, dim, sharding or _even(x, dim, group), group.size, group.index)
 
 
-def _pad(x: Tensor, dim: int, group: Group, cut: Shard | None) -> Tensor:
+def _pad(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     dim %= x.ndim
-    cut = cut or blocks.plain(x.shape[dim] * group.size)
-    return blocks.zero_pad(x, dim, cut, group.size, group.index)
+    sharding = sharding or blocks.plain(x.shape[dim] * group.size)
+    return blocks.zero_pad(x, dim, sharding, group.size, group.index)
 
 
 @report_failure
@@ -298,50 +298,70 @@ def fan_in_out(x: Tensor, group: Group) -> Tensor:
     return convert(x, both, both)
 
 
-def gather(x: Tensor, dim: int, group: Group, cut: Shard | None = None) -> Tensor:
+def gather(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
     """S to W. Forward gathers the pieces / backward takes this rank's piece."""
     if group.process_group is None:
         return x
-    return convert(x, partial(_gather, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
+    return convert(
+        x,
+        partial(_gather, dim=dim, group=group, sharding=sharding),
+        partial(_take, dim=dim, group=group, sharding=sharding),
+    )
 
 
-def gather_sum(x: Tensor, dim: int, group: Group, cut: Shard | None = None) -> Tensor:
+def gather_sum(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
     """S to F. Forward gathers the pieces / backward sums them and scatters."""
     if group.process_group is None:
         return x
     return convert(
-        x, partial(_gather, dim=dim, group=group, cut=cut), partial(_reduce_scatter, dim=dim, group=group, cut=cut)
+        x,
+        partial(_gather, dim=dim, group=group, sharding=sharding),
+        partial(_reduce_scatter, dim=dim, group=group, sharding=sharding),
     )
 
 
-def take(x: Tensor, dim: int, group: Group, cut: Shard | None = None) -> Tensor:
+def take(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
     """W to S. Forward takes this rank's piece / backward gathers the pieces."""
     if group.size == 1:
         return x
-    return convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut))
+    return convert(
+        x,
+        partial(_take, dim=dim, group=group, sharding=sharding),
+        partial(_gather, dim=dim, group=group, sharding=sharding),
+    )
 
 
-def take_pad(x: Tensor, dim: int, group: Group, cut: Shard | None = None) -> Tensor:
+def take_pad(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
     """F to S. Forward takes this rank's piece / backward pads it with zeros."""
     if group.size == 1:
         return x
-    return convert(x, partial(_take, dim=dim, group=group, cut=cut), partial(_pad, dim=dim, group=group, cut=cut))
+    return convert(
+        x,
+        partial(_take, dim=dim, group=group, sharding=sharding),
+        partial(_pad, dim=dim, group=group, sharding=sharding),
+    )
 
 
-def reduce_scatter(x: Tensor, dim: int, group: Group, cut: Shard | None = None) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
     """P to S. Forward sums and scatters / backward gathers the pieces."""
     if group.process_group is None:
         return x
     return convert(
-        x, partial(_reduce_scatter, dim=dim, group=group, cut=cut), partial(_gather, dim=dim, group=group, cut=cut)
+        x,
+        partial(_reduce_scatter, dim=dim, group=group, sharding=sharding),
+        partial(_gather, dim=dim, group=group, sharding=sharding),
     )
 
 
-def pad(x: Tensor, dim: int, group: Group, cut: Shard | None = None) -> Tensor:
+def pad(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
     """S to P. Forward pads this rank's piece with zeros / backward takes it."""
     if group.size == 1:
         return x
-    return convert(x, partial(_pad, dim=dim, group=group, cut=cut), partial(_take, dim=dim, group=group, cut=cut))
+    return convert(
+        x,
+        partial(_pad, dim=dim, group=group, sharding=sharding),
+        partial(_take, dim=dim, group=group, sharding=sharding),
+    )
 
 
 def exchange(

@@ -55,10 +55,10 @@ def check_equal(mine: Mapping[str, str], what: str, remedy: str) -> None:
         return
     every = all_gather_objects(dict(mine), what)
     faults = []
-    for name in dict.fromkeys(name for facts in every for name in facts):
+    for name in dict.fromkeys(name for analysis in every for name in analysis):
         by_value: dict[str, list[int]] = {}
-        for rank, facts in enumerate(every):
-            by_value.setdefault(facts.get(name, "missing"), []).append(rank)
+        for rank, analysis in enumerate(every):
+            by_value.setdefault(analysis.get(name, "missing"), []).append(rank)
         if len(by_value) > 1:
             told_apart = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
             faults.append(f"{name}: {told_apart}")

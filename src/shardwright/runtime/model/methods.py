@@ -110,7 +110,7 @@ def property_of(model: Any, name: str) -> Any:
         fault = f"{what} computes with submodules or parameters, of which ranks hold pieces; {remedy}"
         raise InputError(fault) from None
     except (AttributeError, TypeError) as error:  # of which nn.Module tells only that there is no such attribute
-        if not model._holding.seats:
+        if not model._holding.pp_ranks:
             raise
         raise InputError(f"{what} reads a parameter that another stage of the pipeline holds; {remedy}") from error
     return value
@@ -119,7 +119,7 @@ def property_of(model: Any, name: str) -> Any:
 def _misses_a_stage(model: Any, error: Exception) -> bool:
     """Whether Python has stumbled over a parameter that this rank of a pipeline has as None."""
     holding = model._holding
-    return "NoneType" in str(error) and holding is not None and bool(holding.seats)
+    return "NoneType" in str(error) and holding is not None and bool(holding.pp_ranks)
 
 
 class MethodMode(TorchFunctionMode):

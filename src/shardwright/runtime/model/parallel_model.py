@@ -200,7 +200,7 @@ class ParallelModel(ModelView):
         held = self._ready()
         self._comparison.settle()
         return state_dicts.full_state_dict(
-            held.held, held.parameters, held.saved_buffers, held.groups, rank, held.seats
+            held.held, held.parameters, held.saved_buffers, held.groups, rank, held.pp_ranks
         )
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -208,7 +208,7 @@ class ParallelModel(ModelView):
         if self._holding is None:
             return super().load_state_dict(values, strict, assign)
         held = self._holding
-        elsewhere = [key for _, helds in held.seats for one in helds for key in one.keys]
+        elsewhere = [key for _, helds in held.pp_ranks for one in helds for key in one.keys]
         given = (values, held.held, held.parameters, held.saved_buffers, held.groups)
         found = state_dicts.load_state(*given, strict, elsewhere)
         held.filled(values)

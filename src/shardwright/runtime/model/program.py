@@ -204,7 +204,7 @@ class Program:
         return found[0] if len(found) == 1 else found
 
     def experts(
-        self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, home: Group, cut: Shard,
+        self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, home: Group, sharding: Shard,
         held: Mapping[str, Tensor] | None = None, over: Group | None = None,
     ) -> Any:  # fmt: skip
         """Call a layer of experts of which every rank of a group has some: tokens go to where their experts are."""
@@ -213,7 +213,7 @@ class Program:
             found: Tensor = self.opaque(key, rows, numbers, shares, held=held, over=over)
             return found
 
-        return experts(layer, hidden, index, weights, home, cut)
+        return experts(layer, hidden, index, weights, home, sharding)
 
     def at_key(self, key: str) -> Tensor:
         """The tensor that was placed under a key."""

@@ -58,7 +58,7 @@ class RankState:
     random: Randomness
     replica_axes: tuple[str, ...]
     persistent: tuple[str, ...] = ()  # the keys of buffers that a state dict has
-    seats: state_dicts.Seats = ()  # of a pipeline: for each mesh what its ranks hold
+    pp_ranks: state_dicts.Seats = ()  # of a pipeline: for each mesh what its ranks hold
     empty: set[str] = field(default_factory=set)  # first keys of what was on meta and has no values yet
 
     @property

@@ -23,7 +23,7 @@ def set_data(parameter: Any, value: Tensor, place: ShardPlacement | None, given:
         return
     other = place is not None and value.shape != parameter.shape
     if place is not None and other and given is None and tuple(value.shape) == place.held.shape:
-        value = place.cut(value).clone()
+        value = place.sharding(value).clone()
     elif place is not None and (other or given not in (None, place)):
         raise refusal("setting the data", place, parameter.shape)
     parameter.data = value

@@ -31,8 +31,8 @@ def unscale(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None
     for gradient in gradients:
         groups: Groups | None = getattr(gradient, "groups", None)
         if groups is not None:
-            cut = sharding_axes(gradient.spread, groups.mesh)  # type: ignore[attr-defined]
-            axes |= {(groups, name): None for name in cut}
+            sharding = sharding_axes(gradient.spread, groups.mesh)  # type: ignore[attr-defined]
+            axes |= {(groups, name): None for name in sharding}
     for groups, name in sorted(axes, key=lambda held: held[0].mesh.names.index(held[1])):
         flight_recorder.enter("all_reduce", groups[name].process_group, "what a scaler found")
         process_group.all_reduce(found, groups[name].process_group, "max").wait()

@@ -71,10 +71,10 @@ class ShardPlacement:
 
     def covers(self, other: ShardPlacement) -> bool:
         """Whether another tensor of this shape, of whatever model, is split in the same way over the same ranks."""
-        alike = self.held.shape == other.held.shape and self.layout.cuts == other.layout.cuts
+        alike = self.held.shape == other.held.shape and self.layout.shards == other.layout.shards
         return alike and self.groups.mesh == other.groups.mesh
 
-    def cut(self, whole: Tensor) -> Tensor:
+    def sharding(self, whole: Tensor) -> Tensor:
         """The same part of a whole tensor."""
         return shard_tensor(whole, self.held, self.groups.mesh.sizes, coordinates(self.groups), self.layout)
 
@@ -229,7 +229,7 @@ def _cut_operands(given: Any, place: ShardPlacement, local: torch.Size, find: Fi
             tensor = comm.fan_out(tensor, place.groups[axis])
         return tensor
 
-    def cut(tensor: Tensor) -> Tensor:
+    def sharding(tensor: Tensor) -> Tensor:
         if find(tensor) is not None or tensor.ndim > len(whole):
             return tensor
         sizes = (1,) * (len(whole) - tensor.ndim) + tuple(tensor.shape)
@@ -241,9 +241,9 @@ def _cut_operands(given: Any, place: ShardPlacement, local: torch.Size, find: Fi
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled():
             raise refusal("an op with a whole tensor that needs a gradient", place, local)
-        return place.cut(tensor.expand(whole))
+        return place.sharding(tensor.expand(whole))
 
-    return torch.utils._pytree.tree_map_only(Tensor, cut, given)
+    return torch.utils._pytree.tree_map_only(Tensor, sharding, given)
 
 
 # -- reductions over everything ---------------------------------------------------------------

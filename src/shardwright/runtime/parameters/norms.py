@@ -118,9 +118,9 @@ def _over_axes(values: Tensor, lazy: Sequence[PendingNorm], reduce: Callable[[Te
     values = values.clone()
     for groups in dict.fromkeys(norm.groups for norm in lazy):  # several, where parts of a module were compiled
         for name in groups.mesh.names:
-            cut = [at for at, norm in enumerate(lazy) if norm.groups is groups and name in norm.axes]
-            if cut:
-                values[cut] = reduce(values[cut], groups[name])
+            sharding = [at for at, norm in enumerate(lazy) if norm.groups is groups and name in norm.axes]
+            if sharding:
+                values[sharding] = reduce(values[sharding], groups[name])
     return values
 
 

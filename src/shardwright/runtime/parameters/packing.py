@@ -102,14 +102,14 @@ def make_slot(
     """Where the shares of one parameter's compute piece lie, when cut over `axes`."""
     shape = held.layout.local_shape(held.shape, sizes, at)
     storage = storage_layout(held, sizes)
-    cuts = tuple(tuple(cut for cut in dim if cut.axis in axes) for dim in storage.cuts)
-    further = Layout(cuts=cuts)
+    shards = tuple(tuple(sharding for sharding in dim if sharding.axis in axes) for dim in storage.shards)
+    further = Layout(shards=shards)
     boxes = []
     for place in product(*(range(sizes[axis]) for axis in axes)):
         piece = local_region(further, shape, sizes, dict(zip(axes, place, strict=True)))
         boxes.append((tuple(runs[0][0] if runs else 0 for runs in piece.spans), piece.local_shape))
     numels = [math.prod(lengths) for _, lengths in boxes]
-    order = [cut.axis for cut in cuts[0]] if cuts else []
+    order = [sharding.axis for sharding in shards[0]] if shards else []
     return PackSlot(
         shape=shape,
         start=start,

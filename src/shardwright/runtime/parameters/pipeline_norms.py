@@ -38,21 +38,21 @@ class PipelineNorms:
     All ranks make it together.
     """
 
-    def __init__(self, seats: Sequence[tuple[Mesh, Sequence[ParameterSpec]]]) -> None:
+    def __init__(self, pp_ranks: Sequence[tuple[Mesh, Sequence[ParameterSpec]]]) -> None:
         world = here()
         self.device = world.device
         self.dtype = torch.float16
         self._numbers: dict[str, int] = {}
         self._own: set[str] = set()
-        self._counts: Counter[str] = Counter(held.name for _, helds in seats for held in helds)
-        for mesh, helds in seats:
+        self._counts: Counter[str] = Counter(held.name for _, helds in pp_ranks for held in helds)
+        for mesh, helds in pp_ranks:
             for held in helds:
                 if held.name not in self._numbers:
                     self._numbers[held.name] = len(self._numbers)
                     self.dtype = torch.promote_types(self.dtype, held.true_dtype)
                     if world.rank == mesh.devices[0]:
                         self._own.add(held.name)
-        trains = {rank for mesh, helds in seats if any(held.trainable for held in helds) for rank in mesh.devices}
+        trains = {rank for mesh, helds in pp_ranks if any(held.trainable for held in helds) for rank in mesh.devices}
         self._group = group_of(sorted(trains)) if len(trains) > 1 else None
 
     def count(self, name: str) -> int:

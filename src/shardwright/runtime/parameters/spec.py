@@ -63,12 +63,14 @@ class ParameterSpec:
             faults.append("a master is for what is trained and floats")
         if not self.keys:
             faults.append("it has no key")
-        if len(self.layout.cuts) != len(self.shape):
-            faults.append(f"its layout has {len(self.layout.cuts)} dims, its shape {self.shape} has {len(self.shape)}")
+        if len(self.layout.shards) != len(self.shape):
+            faults.append(
+                f"its layout has {len(self.layout.shards)} dims, its shape {self.shape} has {len(self.shape)}"
+            )
         if len({level for _, level in self.zero}) > 1 or any(level not in (1, 2, 3) for _, level in self.zero):
             faults.append(f"its zero levels are {self.zero}; use one level, 1, 2 or 3, for all axes")
         for axis, _ in self.zero:
-            if self.layout.cut_of(axis) is not None:
+            if self.layout.shard_of(axis) is not None:
                 faults.append(f"{axis} already cuts it, so zero has nothing to split there")
             elif self.trainable and axis not in self.sums:
                 faults.append(f"zero over {axis} needs its gradient to be summed over {axis}; add {axis!r} to its sums")
@@ -103,17 +105,17 @@ def storage_layout(held: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
         roomy = [dim for dim, length in enumerate(lengths) if length >= sizes[name]]
         if roomy or max(lengths, default=0) > 1:
             dim = roomy[0] if roomy else lengths.index(max(lengths))
-            layout = layout.with_cut(dim, contiguous_shard(Axis(name=name, size=sizes[name]), lengths[dim]))
+            layout = layout.with_shard(dim, contiguous_shard(Axis(name=name, size=sizes[name]), lengths[dim]))
     return layout
 
 
 def _even_lengths(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]) -> list[int]:
     """What is left of each dim, or 0 for a dim that another axis cuts unevenly: no cut can be minor to that."""
     lengths = []
-    for size, cuts in zip(shape, layout.cuts, strict=True):
-        even = all(cut.even(sizes[cut.axis]) for cut in cuts)
-        for cut in cuts:
-            size = cut.local(sizes[cut.axis], 0)
+    for size, shards in zip(shape, layout.shards, strict=True):
+        even = all(sharding.even(sizes[sharding.axis]) for sharding in shards)
+        for sharding in shards:
+            size = sharding.local(sizes[sharding.axis], 0)
         lengths.append(size if even else 0)
     return lengths
 
@@ -126,12 +128,12 @@ def stored_layout(held: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
 def zero_axes(held: ParameterSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The zero axes that really cut something and have more than one rank."""
     layout = storage_layout(held, sizes)
-    return tuple(name for name, _ in held.zero if sizes[name] > 1 and layout.cut_of(name) is not None)
+    return tuple(name for name, _ in held.zero if sizes[name] > 1 and layout.shard_of(name) is not None)
 
 
 def sharding_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     """The axes, longer than one, over which pieces differ, in the mesh's order."""
-    return tuple(axis.name for axis in mesh.axes if axis.size > 1 and layout.cut_of(axis.name) is not None)
+    return tuple(axis.name for axis in mesh.axes if axis.size > 1 and layout.shard_of(axis.name) is not None)
 
 
 def wanted_groups(helds: Iterable[ParameterSpec], mesh: Mesh) -> set[tuple[str, ...]]:
@@ -167,9 +169,9 @@ def shard_tensor(
             "load a state dict of the model that was compiled"
         )
     piece = full.detach().as_subclass(Tensor)
-    for dim, cuts in enumerate((layout or stored_layout(held, sizes)).cuts):
-        for cut in cuts:
-            piece = blocks.shard(piece, dim, cut, sizes[cut.axis], at[cut.axis])
+    for dim, shards in enumerate((layout or stored_layout(held, sizes)).shards):
+        for sharding in shards:
+            piece = blocks.shard(piece, dim, sharding, sizes[sharding.axis], at[sharding.axis])
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -177,20 +179,20 @@ def gather_tensor(local: Tensor, held: ParameterSpec, groups: Groups, layout: La
     """The whole tensor from every rank's piece, on every rank. All ranks of the mesh must call it."""
     sizes = groups.mesh.sizes
     whole = local.detach().as_subclass(Tensor)
-    for dim, cuts in enumerate((layout or stored_layout(held, sizes)).cuts):
-        for cut in reversed(cuts):  # only the minor-most cut can be joined directly
-            whole = _gather_cut(whole, dim, cut, groups)
+    for dim, shards in enumerate((layout or stored_layout(held, sizes)).shards):
+        for sharding in reversed(shards):  # only the minor-most cut can be joined directly
+            whole = _gather_cut(whole, dim, sharding, groups)
     return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
 
 
-def _gather_cut(local: Tensor, dim: int, cut: Shard, groups: Groups) -> Tensor:
-    group = groups[cut.axis]
+def _gather_cut(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> Tensor:
+    group = groups[sharding.axis]
     if group.process_group is None:
         return local
-    mine = blocks.fill(local, dim, cut, group.size, group.index).contiguous()
+    mine = blocks.fill(local, dim, sharding, group.size, group.index).contiguous()
     every = mine.new_empty((group.size, *mine.shape))
     process_group.all_gather(every.view(-1), mine.view(-1), group.process_group).wait()
-    return blocks.unstack(every, dim, cut).contiguous()
+    return blocks.unstack(every, dim, sharding).contiguous()
 
 
 # -- the words of a generated file --------------------------------------------------------
@@ -223,7 +225,7 @@ class ParameterEntry:
     """How a parameter is held, as written in the PIECES table of a generated file."""
 
     shape: tuple[int, ...]
-    cuts: Mapping[int, Shard | ShardEntry | tuple[Shard | ShardEntry, ...]] = field(default_factory=dict)
+    shards: Mapping[int, Shard | ShardEntry | tuple[Shard | ShardEntry, ...]] = field(default_factory=dict)
     sums: tuple[str, ...] = ()
     zero: Mapping[str, int] = field(default_factory=dict)
     frozen: bool = False
@@ -264,10 +266,10 @@ def _filled(text: str, stars: Sequence[str]) -> str:
 
 
 def _held(key: str, piece: ParameterEntry, stars: Sequence[str], mesh: Mesh) -> ParameterSpec:
-    cuts: list[list[Shard]] = []
+    shards: list[list[Shard]] = []
     for dim, size in enumerate(piece.shape):
-        given = piece.cuts.get(dim, ())
-        cuts.append([])
+        given = piece.shards.get(dim, ())
+        shards.append([])
         for text in given if isinstance(given, tuple) else (given,):
             axis = mesh.axis(text.axis)
             made = make_shard(axis, text.blocks, text.repeat) if text.blocks else contiguous_shard(axis, size)
@@ -275,13 +277,13 @@ def _held(key: str, piece: ParameterEntry, stars: Sequence[str], mesh: Mesh) -> 
                 raise LayoutError(
                     f"{key}: the cut of dim {dim} over {axis.name} covers {made.elements} elements, and {size} are left"
                 )
-            cuts[-1].append(made)
+            shards[-1].append(made)
             size = made.local(axis.size, 0)
     return ParameterSpec(
         keys=(key, *(_filled(other, stars) for other in piece.tied)),
         shape=piece.shape,
         dtype=piece.dtype,
-        layout=make_layout(cuts, {mesh.axis(name).name: REPLICATE for name in piece.sums}),
+        layout=make_layout(shards, {mesh.axis(name).name: REPLICATE for name in piece.sums}),
         trainable=not piece.frozen,
         zero=tuple(piece.zero.items()),
         unit=_filled(piece.unit, stars),

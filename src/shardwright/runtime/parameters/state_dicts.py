@@ -52,7 +52,7 @@ def full_state_dict(
     buffers: Mapping[str, Tensor],
     groups: Groups,
     rank: int | None = None,
-    seats: Seats = (),
+    pp_ranks: Seats = (),
 ) -> dict[str, Tensor]:
     """Whole tensors under the original keys, on every rank or only on `rank`. All ranks must call it."""
     found: dict[str, Tensor] = {}
@@ -62,10 +62,10 @@ def full_state_dict(
         with Untouched():
             true = true_value(parameters[one.name])
             whole = gather_tensor(true, one, groups, true.spread).as_subclass(Tensor)
-        if keep or len(seats) > 1:
+        if keep or len(pp_ranks) > 1:
             own[one.name] = whole
-    every = [one for _, helds in seats for one in helds] if len(seats) > 1 else held
-    whole_of = spread_out(own, seats)
+    every = [one for _, helds in pp_ranks for one in helds] if len(pp_ranks) > 1 else held
+    whole_of = spread_out(own, pp_ranks)
     for one in every if keep else ():
         tensor = whole_of[one.name]
         assert tensor is not None
@@ -77,13 +77,13 @@ Seats = Sequence[tuple[Mesh, Sequence[ParameterSpec]]]
 """For each mesh of a pipeline what its ranks hold; () if there is one mesh."""
 
 
-def spread_out(values: Mapping[str, Tensor | None], seats: Seats) -> dict[str, Tensor | None]:
+def spread_out(values: Mapping[str, Tensor | None], pp_ranks: Seats) -> dict[str, Tensor | None]:
     """Whole tensors by first key, on all ranks, from the first mesh that holds each. All ranks must call it."""
-    if len(seats) < 2:
+    if len(pp_ranks) < 2:
         return dict(values)
     found: dict[str, Tensor | None] = {}
     device = here().device
-    for mesh, helds in seats:
+    for mesh, helds in pp_ranks:
         source = mesh.devices[0]
         for held in (one for one in helds if one.name not in found):
             own = values.get(held.name)
@@ -234,9 +234,9 @@ def state_value(leaf: Any, name: str, value: Any) -> Any:
     """A value of an optimizer's state, as a piece if it is one of those with the parameter's shape."""
     if not isinstance(value, Tensor) or not isinstance(leaf, ShardedParameter):
         return value
-    cut = name in leaf.cut_state if leaf.cut_state is not None else value.shape == leaf.shape and value.dim() > 0
+    sharding = name in leaf.cut_state if leaf.cut_state is not None else value.shape == leaf.shape and value.dim() > 0
     assert leaf.groups is not None
-    return as_state(value, leaf.held, leaf.spread, leaf.groups) if cut else value
+    return as_state(value, leaf.held, leaf.spread, leaf.groups) if sharding else value
 
 
 def _own(value: Any) -> Any:

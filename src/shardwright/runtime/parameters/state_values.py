@@ -192,16 +192,16 @@ def _placements(layout: Layout, mesh: Mesh) -> list[Placement] | None:
     """The layout in DTensor's words, for the axes longer than one, or None if it has no words for it."""
     names = [axis.name for axis in mesh.axes if axis.size > 1]
     found: list[Placement] = [Replicate() for _ in names]
-    for dim, every in enumerate(layout.cuts):
-        cuts = [cut for cut in every if cut.axis in names]
-        order = [names.index(cut.axis) for cut in cuts]
+    for dim, every in enumerate(layout.shards):
+        shards = [sharding for sharding in every if sharding.axis in names]
+        order = [names.index(sharding.axis) for sharding in shards]
         if order != sorted(order):
             return None
-        for cut in cuts:
-            parts = mesh.sizes[cut.axis]
-            if not cut.simple(parts) or not (cut.even(parts) or cut.blocks[0].inner == 1):
+        for sharding in shards:
+            parts = mesh.sizes[sharding.axis]
+            if not sharding.simple(parts) or not (sharding.even(parts) or sharding.blocks[0].inner == 1):
                 return None
-            found[names.index(cut.axis)] = Shard(dim)
+            found[names.index(sharding.axis)] = Shard(dim)
     return found
 
 
@@ -222,7 +222,7 @@ def local_of(value: Tensor) -> Tensor:
 def region_of_value(value: Tensor, held: ParameterSpec, layout: Layout, groups: Groups) -> Tensor:
     """What this rank holds under `layout` of a value that is whole or a piece."""
     if isinstance(value, ShardTensor):
-        same = value.spread.cuts == layout.cuts and value.groups.mesh == groups.mesh
+        same = value.spread.shards == layout.shards and value.groups.mesh == groups.mesh
         value = value.local if same else value.full_tensor()
         if same:
             return value

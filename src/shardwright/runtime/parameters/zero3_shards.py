@@ -92,10 +92,10 @@ def _share(gradient: Tensor, held: ParameterSpec, groups: Groups) -> Tensor:
     for axis in summing_axes(held, groups.mesh):
         if axis not in split:
             gradient = comm.fan_in(gradient, groups[axis])
-    for dim, cuts in enumerate(layout.cuts):
-        for cut in cuts:
-            if cut.axis in split:
-                gradient = comm.reduce_scatter(gradient, dim, groups[cut.axis], cut)
+    for dim, shards in enumerate(layout.shards):
+        for sharding in shards:
+            if sharding.axis in split:
+                gradient = comm.reduce_scatter(gradient, dim, groups[sharding.axis], sharding)
     return gradient
 
 

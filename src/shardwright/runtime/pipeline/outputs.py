@@ -52,7 +52,7 @@ def microbatch_gradient(out: PipelineOutput, gradient: Tensor, microbatches: int
 
 def microbatch_shard(out: PipelineOutput) -> Shard:
     """The cut of an output's dim into microbatches."""
-    return out.cut or Shard(axis="mb", blocks=(Block(1, out.shape[out.dim], 1),))
+    return out.sharding or Shard(axis="mb", blocks=(Block(1, out.shape[out.dim], 1),))
 
 
 class OutputBroadcast:

@@ -114,7 +114,7 @@ def routes(given: Layout, giver: Mesh, taken: Layout, taker: Mesh, shape: tuple[
 def _pieces(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[LocalRegion, tuple[int, ...]]]:
     """The different pieces of a tensor, with the ranks that hold each, in the order of the mesh."""
     found: dict[tuple[int, ...], list[int]] = {}
-    cutting = [axis.name for axis in mesh.axes if layout.cut_of(axis.name) is not None]
+    cutting = [axis.name for axis in mesh.axes if layout.shard_of(axis.name) is not None]
     for rank in mesh.devices:
         at = mesh.coordinates(rank)
         found.setdefault(tuple(at[name] for name in cutting), []).append(rank)

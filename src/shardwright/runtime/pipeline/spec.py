@@ -54,8 +54,8 @@ class StageCrossing:
         if self.giver == self.taker:
             faults.append(f"it goes from segment {self.giver} to itself")
         for side, layout in (("given", self.given), ("taken", self.taken)):
-            if len(layout.cuts) != len(self.shape):
-                faults.append(f"it is {side} with {len(layout.cuts)} dims, its shape {self.shape} has another number")
+            if len(layout.shards) != len(self.shape):
+                faults.append(f"it is {side} with {len(layout.shards)} dims, its shape {self.shape} has another number")
             if any(placement != INVARIANT for _, placement in layout.rest):
                 faults.append(f"it is {side} as {layout}; sums must be settled before a value crosses")
         if self.gradient and not self.dtype.is_floating_point and not self.dtype.is_complex:
@@ -89,7 +89,7 @@ class PipelineOutput:
     gradient: bool
     path: str = ""  # where it is in what the model returns, such as "loss" or "1"
     dim: int = 0  # for "cat"
-    cut: Shard | None = None  # for "cat", of the whole dim into microbatches; None: one after the other
+    sharding: Shard | None = None  # for "cat", of the whole dim into microbatches; None: one after the other
 
     def __post_init__(self) -> None:
         if self.how == "cat" and not -len(self.shape) <= self.dim < len(self.shape):

@@ -48,13 +48,13 @@ class TiedParameter:
 class TiedGradients:
     """The parameters that this rank holds together with other stages, by name."""
 
-    def __init__(self, seats: Sequence[tuple[Mesh, Sequence[ParameterSpec]]]) -> None:
+    def __init__(self, pp_ranks: Sequence[tuple[Mesh, Sequence[ParameterSpec]]]) -> None:
         self.rank = here().rank
         self.pairs: set[tuple[int, int]] = set()
         self._ties: dict[str, TiedParameter] = {}
         self._transport: Transport | None = None
         sides: dict[str, list[tuple[Mesh, ParameterSpec]]] = {}
-        for mesh, helds in seats:
+        for mesh, helds in pp_ranks:
             for held in helds:
                 sides.setdefault(held.name, []).append((mesh, held))
         for name, found in sorted(sides.items()):
@@ -152,4 +152,4 @@ def _hand_out(entry: BucketSlot, total: Tensor) -> None:
 
 def _lies(held: ParameterSpec, mesh: Mesh) -> Layout:
     """How a summed gradient lies: as the parameter is kept, and whole on the axes that it is summed over."""
-    return Layout(cuts=stored_layout(held, mesh.sizes).cuts)
+    return Layout(shards=stored_layout(held, mesh.sizes).shards)
