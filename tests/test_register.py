@@ -118,7 +118,7 @@ def lookup(table, ids):
 
 def centred_part(x, part: SplitDim):
     """The mean over rows of all ranks, by a sum that also goes backward."""
-    total = comm.fan_out(comm.fan_in(x.sum(0), part.group), part.group)
+    total = comm.replicate(comm.all_reduce(x.sum(0), part.group), part.group)
     return x - total / part.size
 
 

@@ -1,25 +1,26 @@
-"""How a value gets from one layout to another: one-axis steps, and the cheapest way through them.
+"""How a value gets from one layout to another: reshards on one axis each, and the cheapest way through them.
 
-A step changes one axis. What it does forward decides what it does backward, because a
-layout carries its gradient's layout with it (S split, W whole, F fanned, P partial):
+What a reshard does forward decides what it does backward, because a layout carries its gradient's
+layout with it (I invariant, R replicate, P partial, S shard):
 
-    from -> to   forward          backward           the runtime calls it
-    P -> W       all_reduce       -                  fan_in
-    W -> F       -                all_reduce         fan_out
-    P -> F       all_reduce       all_reduce         fan_in_out
-    S -> W       all_gather       take               gather
-    S -> F       all_gather       reduce_scatter     gather_sum
-    W -> S       take             all_gather         take
-    F -> S       take             pad with zeros     take_pad
-    P -> S       reduce_scatter   all_gather         reduce_scatter
-    S -> P       pad with zeros   take               pad
-    S -> S'      all_to_all       all_to_all         exchange
-    W -> P       keep on one      -                  on_first
-    F -> W       -                keep on one        gradient_on_first
+    from -> to   forward          backward           kind               generated code
+    P -> I       all_reduce       -                  all_reduce         comm.all_reduce(x, g)
+    P -> R       all_reduce       all_reduce         all_reduce_to_r    comm.all_reduce(x, g, dst=R)
+    I -> R       -                all_reduce         replicate          comm.replicate(x, g)
+    S -> I       all_gather       slice              all_gather         comm.all_gather(x, dim, g)
+    S -> R       all_gather       reduce_scatter     all_gather_to_r    comm.all_gather(x, dim, g, dst=R)
+    I -> S       slice            all_gather         shard              comm.shard(x, dim, g)
+    R -> S       slice            zero-pad           shard_from_r       comm.shard(x, dim, g, src=R)
+    P -> S       reduce_scatter   all_gather         reduce_scatter     comm.reduce_scatter(x, dim, g)
+    S -> P       zero-pad         slice              zero_pad           comm.zero_pad(x, dim, g)
+    S -> S'      all_to_all       all_to_all         all_to_all         comm.all_to_all(x, dim, dim', g)
+    I -> P       zero but on one  -                  partial            comm.partial(x, g)
+    R -> I       -                zero but on one    invariant          comm.invariant(x, g)
 
-Cuts of one dim are ordered: only the minor-most can be taken off, and a new one is
-always minor. Where two cuts take different factors of a dim, their order does not
-matter, and `reordered` says so.
+A partial maximum or minimum has one reshard, `reduce`, and no gradient.
+
+Shards of one dim are ordered: only the minor-most can be taken off, and a new one is always minor. Where
+two of them split different factors of a dim, their order does not matter, and `reordered` says so.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ LATENCY = 20_000.0
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 COLLECTIVES: dict[str, tuple[Collective | None, Collective | None]] = {  # step: collective forward, backward
-    "fan_in": ("all_reduce", None),
-    "fan_out": (None, "all_reduce"),
-    "fan_in_out": ("all_reduce", "all_reduce"),
-    "gather": ("all_gather", None),
-    "gather_sum": ("all_gather", "reduce_scatter"),
-    "take": (None, "all_gather"),
-    "take_pad": (None, None),
+    "all_reduce": ("all_reduce", None),
+    "replicate": (None, "all_reduce"),
+    "all_reduce_to_r": ("all_reduce", "all_reduce"),
+    "all_gather": ("all_gather", None),
+    "all_gather_to_r": ("all_gather", "reduce_scatter"),
+    "shard": (None, "all_gather"),
+    "shard_from_r": (None, None),
     "reduce_scatter": ("reduce_scatter", "all_gather"),
-    "pad": (None, None),
-    "exchange": ("all_to_all", "all_to_all"),
-    "on_first": (None, None),
-    "gradient_on_first": (None, None),
+    "zero_pad": (None, None),
+    "all_to_all": ("all_to_all", "all_to_all"),
+    "partial": (None, None),
+    "invariant": (None, None),
     "reduce": ("all_reduce", None),
 }
 
@@ -65,9 +66,9 @@ class Reshard:
     axes: tuple[str, ...]
     after: Layout
     dim: int | None = None
-    shard: Shard | None = None
+    sharding: Shard | None = None
     to_dim: int | None = None
-    to_shard: Shard | None = None
+    to_sharding: Shard | None = None
     reduction: str = "sum"
 
     @property
@@ -141,10 +142,10 @@ def reshard_cost(step: Reshard, before: Layout, whole_bytes: float, sizes: Mappi
     ratio = (parts - 1) / parts
     large = max(local_bytes(before, whole_bytes, sizes), local_bytes(step.after, whole_bytes, sizes))
     forward, backward = {
-        "fan_in": (2.0, 0.0), "fan_out": (0.0, 2.0), "fan_in_out": (2.0, 2.0), "gather": (1.0, 0.0),
-        "gather_sum": (1.0, 1.0), "take": (0.0, 1.0), "take_pad": (0.0, 0.0), "reduce_scatter": (1.0, 1.0),
-        "pad": (0.0, 0.0), "exchange": (1.0 / parts, 1.0 / parts), "on_first": (0.0, 0.0),
-        "gradient_on_first": (0.0, 0.0), "reduce": (2.0, 0.0),
+        "all_reduce": (2.0, 0.0), "replicate": (0.0, 2.0), "all_reduce_to_r": (2.0, 2.0), "all_gather": (1.0, 0.0),
+        "all_gather_to_r": (1.0, 1.0), "shard": (0.0, 1.0), "shard_from_r": (0.0, 0.0), "reduce_scatter": (1.0, 1.0),
+        "zero_pad": (0.0, 0.0), "all_to_all": (1.0 / parts, 1.0 / parts), "partial": (0.0, 0.0),
+        "invariant": (0.0, 0.0), "reduce": (2.0, 0.0),
     }[step.kind]  # fmt: skip
     cost = 0.01 * large + 1.0  # even a copy is not free
     for part in (forward, backward if gradient else 0.0):
@@ -179,16 +180,20 @@ def _steps_from_split(
         return
     dim, shard = next((d, c) for d, shards in enumerate(moved.shards) for c in shards if c.axis == axis)
     bare = moved.without_shard(axis)
-    yield Reshard(kind="gather", axes=(axis,), dim=dim, shard=shard, after=bare)
+    yield Reshard(kind="all_gather", axes=(axis,), dim=dim, sharding=shard, after=bare)
     if placement == REPLICATE and gradient:
-        yield Reshard(kind="gather_sum", axes=(axis,), dim=dim, shard=shard, after=bare.with_placement(axis, REPLICATE))
+        yield Reshard(
+            kind="all_gather_to_r", axes=(axis,), dim=dim, sharding=shard, after=bare.with_placement(axis, REPLICATE)
+        )
     if isinstance(placement, Partial) and placement.op == "sum":
-        yield Reshard(kind="pad", axes=(axis,), dim=dim, shard=shard, after=bare.with_placement(axis, placement))
+        yield Reshard(
+            kind="zero_pad", axes=(axis,), dim=dim, sharding=shard, after=bare.with_placement(axis, placement)
+        )
     if wanted is not None and (to := _fits(bare, wanted)) is not None:
         after = bare.with_shard(wanted[0], to)
         if wanted[0] != dim:
             yield Reshard(
-                kind="exchange", axes=(axis,), dim=dim, shard=shard, to_dim=wanted[0], to_shard=to, after=after
+                kind="all_to_all", axes=(axis,), dim=dim, sharding=shard, to_dim=wanted[0], to_sharding=to, after=after
             )
 
 
@@ -207,19 +212,19 @@ def _steps_from_rest(
         yield step("reduce", INVARIANT, held.op)
         return
     if isinstance(held, Partial):
-        yield step("fan_in", INVARIANT)
+        yield step("all_reduce", INVARIANT)
         if placement == REPLICATE and gradient:
-            yield step("fan_in_out", REPLICATE)
+            yield step("all_reduce_to_r", REPLICATE)
     elif held == INVARIANT:
         if placement == REPLICATE:
-            yield step("fan_out", REPLICATE)
+            yield step("replicate", REPLICATE)
         if isinstance(placement, Partial):
-            yield step("on_first", placement)
+            yield step("partial", placement)
     else:
-        yield step("gradient_on_first", INVARIANT)
+        yield step("invariant", INVARIANT)
     if wanted is not None and (to := _fits(layout, wanted)) is not None:
-        kind = "reduce_scatter" if isinstance(held, Partial) else "take" if held == INVARIANT else "take_pad"
-        yield Reshard(kind=kind, axes=(axis,), dim=wanted[0], shard=to, after=layout.with_shard(wanted[0], to))
+        kind = "reduce_scatter" if isinstance(held, Partial) else "shard" if held == INVARIANT else "shard_from_r"
+        yield Reshard(kind=kind, axes=(axis,), dim=wanted[0], sharding=to, after=layout.with_shard(wanted[0], to))
 
 
 def _fits(layout: Layout, wanted: tuple[int, Shard]) -> Shard | None:

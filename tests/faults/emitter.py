@@ -148,7 +148,7 @@ EMITTER = (
     Fault(
         "the largest becomes a sum",
         RUNTIME,
-        """comm.reduce({x}, {group}, {p['op']})""",
-        """comm.fan_in({x}, {group})""",
+        """comm.all_reduce({x}, {group}, op={p['op']})""",
+        """comm.all_reduce({x}, {group})""",
     ),
 )

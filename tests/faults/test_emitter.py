@@ -115,7 +115,7 @@ def test_what_is_emitted_is_read_back(name: str, plan: str) -> None:
 
 def test_the_largest_of_all_ranks_is_asked_for_by_name() -> None:
     (program,) = programs("largest", "dp=2")
-    assert 'comm.reduce(amax, self.dp, "max")' in emit(program).text
+    assert 'comm.all_reduce(amax, self.dp, op="max")' in emit(program).text
 
 
 @pytest.mark.parametrize("fault", EMITTER, ids=str)

@@ -86,7 +86,7 @@ def test_data_parallel_talks_about_the_loss_only():
 
     assert converters(program) == {"take": 2, "fan_in": 1}
     (count,) = (op for op in program.body if op.target == "runtime.begin_count")
-    (total,) = (op for op in program.body if op.target == "comm.fan_in")
+    (total,) = (op for op in program.body if op.target == "comm.all_reduce")
     assert (count.argument("rows"), loss.inputs[-1]) == (("dp",), count.outputs[0])
     assert total.argument("later")
     assert program.values[total.outputs[0]].shape == ()
@@ -96,7 +96,7 @@ def test_labels_are_cut_and_counted_before_anything_else():
     body = program_of("dp=2").body
     at = next(number for number, op in enumerate(body) if op.target == "runtime.begin_count")
 
-    assert {op.target for op in body[:at]} == {"comm.take", "aten.reshape.default"}
+    assert {op.target for op in body[:at]} == {"comm.shard", "aten.reshape.default"}
 
 
 def test_labels_that_the_model_computes_are_counted_with_their_loss():
@@ -114,7 +114,7 @@ def test_labels_that_the_model_computes_are_counted_with_their_loss():
 
 def test_a_loss_that_an_op_reads_is_not_awaited_later():
     program = program_of("dp=2")
-    (total,) = (op for op in program.body if op.target == "comm.fan_in")
+    (total,) = (op for op in program.body if op.target == "comm.all_reduce")
     reader = replace(total, name="reader", target="aten.neg.default", inputs=total.outputs, outputs=("negative",))
     body = tuple(total.with_arguments(later=None) if op is total else op for op in program.body)
 
@@ -146,7 +146,7 @@ def test_a_bias_waits_for_the_sum():
     after = [op.target for op in program.body if op.module_path == "blocks.0.attn.proj"]
 
     assert len(proj.inputs) == 2, "the bias is not added where the sum is partial"
-    assert after == ["aten.linear.default", "comm.fan_in", "aten.add.Tensor"]
+    assert after == ["aten.linear.default", "comm.all_reduce", "aten.add.Tensor"]
 
 
 def test_a_bias_of_whole_rows_is_one_call_again():
@@ -166,5 +166,5 @@ def test_a_parameter_gradient_is_not_converted_per_use_but_summed_once_a_step():
 def test_a_regularizer_on_the_weights_becomes_a_gradient_on_one_rank():
     program = program_of("dp=2", "regularized")
 
-    on_first = [op for op in program.body if op.target == "comm.gradient_on_first"]
+    on_first = [op for op in program.body if op.target == "comm.invariant"]
     assert {op.inputs[0] for op in on_first} == {h.value for h in program.parameters if h.key.endswith("weight")}

@@ -100,7 +100,7 @@ def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
         show=lambda name, program: shown.setdefault(name, program),
     )
     placed = shown["place: layouts and converters"]
-    at, op = next((i, op) for i, op in enumerate(placed.body) if op.target == "comm.fan_in")
+    at, op = next((i, op) for i, op in enumerate(placed.body) if op.target == "comm.all_reduce")
     body = [
         dataclasses.replace(held, inputs=tuple(op.inputs[0] if n == op.outputs[0] else n for n in held.inputs))
         for held in (*placed.body[:at], *placed.body[at + 1 :])
@@ -341,7 +341,7 @@ def test_frozen_parameters_have_no_sum_of_gradients_and_are_kept_in_shares_all_t
 def test_only_a_product_that_nobody_else_reads_is_summed_in_place():
     program = program_of("tp=2")
     makers = {name: op for op in program.body for name in op.outputs}
-    sums = [op for op in program.body if op.target == "comm.fan_in"]
+    sums = [op for op in program.body if op.target == "comm.all_reduce"]
 
     assert {makers[op.inputs[0]].target for op in sums if op.argument("in_place")} == {
         "aten.linear.default",
@@ -379,7 +379,7 @@ def test_joined_products_keep_their_biases_and_each_its_own():
 
 def test_a_value_that_something_else_reads_too_keeps_its_converter():
     program = passes_of("tp=2")[-2][1]
-    converter = next(op for op in program.body if op.target == "comm.fan_out")
+    converter = next(op for op in program.body if op.target == "comm.replicate")
     at = program.body.index(converter)
     other = dataclasses.replace(
         converter,

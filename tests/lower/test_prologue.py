@@ -98,7 +98,7 @@ def test_a_prologue_asks_for_the_inputs_that_it_needs_and_forward_does_without_i
     (program,) = programs_of(Masked(), x(), torch.ones(ROWS))
 
     assert [held.path for held in program.asked] == ["mask"]
-    assert [op.target for op in program.prologue] == ["comm.take", "aten.sum.default"]
+    assert [op.target for op in program.prologue] == ["comm.shard", "aten.sum.default"]
     makers = {name: op for op in program.body for name in op.outputs}
     (division,) = (op for op in program.body if op.target == "aten.div.Tensor")
     assert program.early[0].value == division.inputs[1]

@@ -102,8 +102,8 @@ SEEN: dict[bool, bool] = {}  # whether the watch sees the thread that runs a for
 
 class Looks(nn.Linear):
     def forward(self, x):
-        watch = watch.watch()
-        SEEN[torch.compiler.is_exporting()] = watch is not None and watch._frame() is not None
+        seen = watch.watch()
+        SEEN[torch.compiler.is_exporting()] = seen is not None and seen._frame() is not None
         return super().forward(x).sum()
 
 

@@ -17,7 +17,7 @@ def unchanged(x, *rest):
 
 
 def own_part(x, dim, group, cut=None):
-    return comm.take(x, dim, group, cut)
+    return comm.shard(x, dim, group, cut)
 
 
 def first_part(x, dim, group, cut=None):
@@ -32,12 +32,12 @@ FAULTS = {
     "a sum over tp is left out": ("tp=8", [(comm, "fan_in", unchanged), (comm, "fan_in_", unchanged)]),
     "the backward of a linear does not sum": (
         "tp=8",
-        [(linears.comm, "begin_all_reduce", lambda x, group, *rest: lambda: x)],
+        [(linears.comm, "all_reduce_async", lambda x, group, *rest: lambda: x)],
     ),
     "a reduce_scatter does not sum": ("sp=8", [(comm, "reduce_scatter", own_part)]),
     "the backward of a gathering linear does not sum": (
         "sp=8",
-        [(linears.comm, "begin_reduce_scatter", lambda x, dim, group, cut: lambda: comm._take(x, dim, group, cut))],
+        [(linears.comm, "reduce_scatter_async", lambda x, dim, group, cut: lambda: comm._take(x, dim, group, cut))],
     ),
     "gradients are not summed over replicas": ("dp=8", [(buckets.nearby, "all_reduce", sums_nothing)]),
     "all replicas take the same rows": ("dp=8", [(comm, "take", first_part)]),

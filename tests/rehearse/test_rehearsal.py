@@ -169,11 +169,11 @@ def test_a_small_program_that_does_something_else_is_told():
     graph = captured_graph(model, example).graph
     analysis = analyse(graph)
     program = lower(graph, sw.plan(model, example=example, plan="tp=8", cluster=8), analysis)
-    fewer = dataclasses.replace(program, body=tuple(op for op in program.body if op.target != "comm.fan_in"))
+    fewer = dataclasses.replace(program, body=tuple(op for op in program.body if op.target != "comm.all_reduce"))
 
     assert differences([program], [program]) == []
     (line,) = differences([program], [fewer])
-    assert "comm.fan_in tp" in line
+    assert "comm.all_reduce tp" in line
 
 
 def test_a_program_that_is_not_the_plans_does_not_pass():

@@ -112,12 +112,12 @@ class Pieces:
         x, target = x[rows], target[rows]
         with Untouched():
             p = {**self.p, **(values or {})}
-            h = comm.fan_out(p["embed"][x], tp)
+            h = comm.replicate(p["embed"][x], tp)
             h = F.gelu(h @ p["w1"].t()) * p["scale"] * (p["gain"].sum() + 1)
-            y = comm.fan_in(h @ p["w2"].t(), tp) + p["bias"] * p["frozen"]
+            y = comm.all_reduce(h @ p["w2"].t(), tp) + p["bias"] * p["frozen"]
             loss = F.cross_entropy(y @ p["embed"].t(), target, reduction="sum") / BATCH
             # the decay is whole on dp, and its gradient must enter the sum over dp once
-            return loss + DECAY * comm.gradient_on_first(p["bias"], dp).square().sum()
+            return loss + DECAY * comm.invariant(p["bias"], dp).square().sum()
 
     def whole(self, parameter) -> torch.Tensor:
         return gather_tensor(parameter.data, parameter.held, self.groups)

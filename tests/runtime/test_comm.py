@@ -133,7 +133,7 @@ def exchange_all(rank: int, n: int, cases: list[tuple[int, str, int, str]]) -> l
     for from_dim, from_label, to_dim, to_label in cases:
         (value, gradient), from_cut, to_shard = exchange_case(from_dim, from_label, to_dim, to_label)
         x = held("S", value, rank, n, from_dim, from_cut).requires_grad_()
-        y = comm.exchange(x, from_dim, to_dim, group, from_cut, to_shard)
+        y = comm.all_to_all(x, from_dim, to_dim, group, from_cut, to_shard)
         y.backward(held("S", gradient, rank, n, to_dim, to_shard))
         assert x.grad is not None
         results.append((y.detach(), x.grad))
@@ -166,7 +166,7 @@ def test_exchange_moves_the_split_to_another_dim(n: int) -> None:
 
 def other_blocks(rank: int) -> Tensor:
     x = held("S", whole(12, 1, 1), rank, 2, 1, None)
-    return comm.exchange(x, 1, 1, group_of(2), None, shard_of(Block(3, 2, 2)))
+    return comm.all_to_all(x, 1, 1, group_of(2), None, shard_of(Block(3, 2, 2)))
 
 
 def test_exchange_on_one_dim_changes_the_blocks() -> None:
@@ -175,22 +175,22 @@ def test_exchange_on_one_dim_changes_the_blocks() -> None:
 
 def odd_values(rank: int) -> None:
     group = group_of(3)
-    assert comm.fan_in(torch.tensor(rank), group).item() == 3
-    assert comm.fan_in(torch.tensor([rank == 1, False]), group).tolist() == [True, False]
-    assert comm.reduce(torch.tensor([rank, -rank]), group, "max").tolist() == [2, 0]
-    assert comm.reduce(torch.tensor([rank == 0, True]), group, "min").tolist() == [False, True]
-    assert comm.gather(torch.tensor([rank == 1]), 0, group).tolist() == [False, True, False]
+    assert comm.all_reduce(torch.tensor(rank), group).item() == 3
+    assert comm.all_reduce(torch.tensor([rank == 1, False]), group).tolist() == [True, False]
+    assert comm.all_reduce(torch.tensor([rank, -rank]), group, op="max").tolist() == [2, 0]
+    assert comm.all_reduce(torch.tensor([rank == 0, True]), group, op="min").tolist() == [False, True]
+    assert comm.all_gather(torch.tensor([rank == 1]), 0, group).tolist() == [False, True, False]
     assert comm.reduce_scatter(torch.tensor([rank == 1] * 3), 0, group).tolist() == [True]
-    assert comm.fan_in(torch.tensor(1.5, dtype=torch.bfloat16), group).item() == 4.5
+    assert comm.all_reduce(torch.tensor(1.5, dtype=torch.bfloat16), group).item() == 4.5
     scalar = torch.tensor(2.0, requires_grad=True)
-    comm.fan_out(scalar, group).backward()
+    comm.replicate(scalar, group).backward()
     assert scalar.grad is not None
     assert scalar.grad.item() == 3
     spread = torch.ones(2, requires_grad=True)
-    comm.fan_out(spread, group).sum().backward()  # the incoming gradient is one number, expanded
+    comm.replicate(spread, group).sum().backward()  # the incoming gradient is one number, expanded
     assert spread.grad is not None
     assert spread.grad.tolist() == [3, 3]
-    assert comm.gather(torch.zeros(0, 2), 0, group).shape == (0, 2)
+    assert comm.all_gather(torch.zeros(0, 2), 0, group).shape == (0, 2)
 
 
 def test_integers_booleans_scalars_and_expanded_gradients() -> None:
@@ -199,7 +199,7 @@ def test_integers_booleans_scalars_and_expanded_gradients() -> None:
 
 def twice_differentiated(rank: int) -> Tensor:
     x = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
-    y = comm.fan_in(x**3, group_of(2))
+    y = comm.all_reduce(x**3, group_of(2))
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     return second
@@ -212,10 +212,10 @@ def test_a_gradient_has_a_gradient() -> None:
 def test_a_group_of_one_does_nothing() -> None:
     group = group_of(1)
     x = torch.ones(5, requires_grad=True)
-    assert comm.gather(x, 0, group) is x
-    assert comm.fan_in(x, group) is x
-    assert comm.exchange(x, 0, 0, group) is x
-    assert comm.reduce(x, group, "max") is x
+    assert comm.all_gather(x, 0, group) is x
+    assert comm.all_reduce(x, group) is x
+    assert comm.all_to_all(x, 0, 0, group) is x
+    assert comm.all_reduce(x, group, op="max") is x
 
 
 def test_scaling_a_gradient_leaves_the_value() -> None:
@@ -229,11 +229,11 @@ def test_scaling_a_gradient_leaves_the_value() -> None:
 
 def uneven_without_cut(rank: int) -> None:
     with pytest.raises(LayoutError, match=r"shape \(5,\) does not divide by the 2 ranks of tp"):
-        comm.take(torch.zeros(5), 0, group_of(2))
+        comm.shard(torch.zeros(5), 0, group_of(2))
     with pytest.raises(LayoutError, match="pass the cut"):
         comm.reduce_scatter(torch.zeros(5), 0, group_of(2))
     with pytest.raises(LayoutError, match="should have 3 elements"):
-        comm.pad(torch.zeros(5), 0, group_of(2), shard_of(Block(1, 6, 1)))
+        comm.zero_pad(torch.zeros(5), 0, group_of(2), shard_of(Block(1, 6, 1)))
 
 
 def test_an_uneven_dim_needs_its_cut() -> None:

@@ -41,7 +41,7 @@ def both_ways(rank: int, n: int, gathers: bool, cut: Shard | None, count: int, b
             elif joined:
                 made = replicate_linears(x, group, weights, biases)
             else:
-                whole = comm.gather_sum(x, 1, group, cut) if gathers else comm.fan_out(x, group)
+                whole = comm.all_gather(x, 1, group, cut, dst=comm.R) if gathers else comm.replicate(x, group)
                 made = tuple(
                     torch.nn.functional.linear(whole, w, biases[at] if biases else None) for at, w in enumerate(weights)
                 )
@@ -89,7 +89,11 @@ def narrow(rank: int) -> list:
     for joined in (True, False):
         x, w, b = (held.float().requires_grad_() for held in tensors(1, (6, 4), (3, 4), (3,)))
         with torch.autocast("cpu", torch.bfloat16):
-            y = replicate_linear(x, group, w, b) if joined else torch.nn.functional.linear(comm.fan_out(x, group), w, b)
+            y = (
+                replicate_linear(x, group, w, b)
+                if joined
+                else torch.nn.functional.linear(comm.replicate(x, group), w, b)
+            )
         y.float().square().sum().backward()
         found.append([y.detach(), x.grad, w.grad, b.grad])
     return found
@@ -125,7 +129,7 @@ def in_place(rank: int) -> list:
     (x,) = tensors(rank, (4, 3))
     leaf = x.clone().requires_grad_()
     made = leaf * 2
-    summed = comm.fan_in_(made, group)
+    summed = comm.all_reduce_(made, group)
     summed.square().sum().backward()
     return [summed.data_ptr() == made.data_ptr(), 2 * x, summed.detach(), leaf.grad]
 
@@ -142,7 +146,7 @@ def test_a_sum_in_place_is_a_sum_and_passes_its_gradient() -> None:
 def kept(rank: int) -> str:
     (x,) = tensors(rank, (4,))
     made = x.requires_grad_().exp()  # its backward reads the result
-    summed = comm.fan_in_(made, group_of(2))
+    summed = comm.all_reduce_(made, group_of(2))
     try:
         summed.sum().backward()
     except RuntimeError as error:

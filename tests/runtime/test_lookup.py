@@ -25,7 +25,7 @@ CUTS = {
 def on_rank(rank: int, n: int, table: Tensor, cut: Shard | None, padding: int | None) -> tuple[Tensor, Tensor]:
     tp = Groups(Mesh(axes=(Axis(name="tp", size=n),)))["tp"]
     mine = blocks.shard(table, 0, cut or blocks.plain(9), n, rank).clone().requires_grad_()
-    y = comm.fan_in(embedding_rows(IDS, mine, tp, cut, rows=9, padding_idx=padding), tp)
+    y = comm.all_reduce(embedding_rows(IDS, mine, tp, cut, rows=9, padding_idx=padding), tp)
     (y * y).sum().backward()
     assert mine.grad is not None
     return y.detach(), mine.grad

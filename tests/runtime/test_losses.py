@@ -176,7 +176,7 @@ def test_split_classes_reduce_twice_and_never_gather() -> None:
 def one_row(rank: int) -> Tensor:
     tp = Groups(Mesh(axes=(Axis(name="tp", size=2),)))["tp"]
     logits = torch.arange(6.0, dtype=torch.float64)
-    return losses.cross_entropy(comm.take(logits, 0, tp), torch.tensor(4), classes=tp)
+    return losses.cross_entropy(comm.shard(logits, 0, tp), torch.tensor(4), classes=tp)
 
 
 def test_one_row_without_a_batch_dim() -> None:

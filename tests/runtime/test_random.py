@@ -72,9 +72,9 @@ def test_evaluation_draws_nothing() -> None:
 def pieces(rank: int, x: Tensor) -> Tensor:
     groups = Groups(Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=2))))
     dp, tp = groups["dp"], groups["tp"]
-    mine = comm.take(comm.take(x, 0, dp, UNEVEN), 1, tp, FUSED)
+    mine = comm.shard(comm.shard(x, 0, dp, UNEVEN), 1, tp, FUSED)
     y = Randomness(seed=3, step=2, exact=True).dropout(mine, 0.4, "drop", [(0, dp, UNEVEN), (1, tp, FUSED)])
-    return comm.gather(comm.gather(y, 1, tp, FUSED), 0, dp, UNEVEN)
+    return comm.all_gather(comm.all_gather(y, 1, tp, FUSED), 0, dp, UNEVEN)
 
 
 def test_exact_pieces_make_up_the_mask_of_one_device() -> None:

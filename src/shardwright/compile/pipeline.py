@@ -126,5 +126,5 @@ def _leaving(held: ModelOutput) -> PipelineOutput:
         gradient=held.gradient,
         path=held.path,
         dim=held.dim,
-        shard=held.shard,
+        sharding=held.shard,
     )

@@ -56,7 +56,7 @@ def _seat(mesh: Mesh, segments: Sequence[PlanStage], made: Sequence[Generated]) 
     for number in numbers:
         program, module = made[number].program, made[number].module
         wanted |= dict.fromkeys(tuple(name.split("_")) for name in module.GROUPS)
-        for one in check_table(program, parse(module.PIECES, mesh, keys_in_use(program))):
+        for one in check_table(program, parse(module.PARAMETERS, mesh, keys_in_use(program))):
             if one.name in held and held[one.name] != one:
                 raise PlanError(f"parameter {one.name} is held in two ways by the segments of {mesh}")
             held[one.name] = one

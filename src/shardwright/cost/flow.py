@@ -122,18 +122,18 @@ def reshard_memory(kind: str, whole: float, piece: float, simple: bool, first: b
     stack = (0.0 if simple and first else whole) + (whole if copies else 0.0)
     take = GradientFlow.PASS if simple else GradientFlow.FRESH
     table = {
-        "fan_in": ReshardMemory(False, 0.0, GradientFlow.PASS, 0.0),
-        "fan_out": ReshardMemory(True, 0.0, GradientFlow.FRESH, 0.0),
-        "fan_in_out": ReshardMemory(False, 0.0, GradientFlow.FRESH, 0.0),
-        "gather": ReshardMemory(False, gather, take, 0.0),
-        "gather_sum": ReshardMemory(False, gather, GradientFlow.FRESH, stack),
-        "take": ReshardMemory(simple, 0.0, GradientFlow.FRESH, gather),
-        "take_pad": ReshardMemory(simple, 0.0, GradientFlow.FRESH, 0.0),
+        "all_reduce": ReshardMemory(False, 0.0, GradientFlow.PASS, 0.0),
+        "replicate": ReshardMemory(True, 0.0, GradientFlow.FRESH, 0.0),
+        "all_reduce_to_r": ReshardMemory(False, 0.0, GradientFlow.FRESH, 0.0),
+        "all_gather": ReshardMemory(False, gather, take, 0.0),
+        "all_gather_to_r": ReshardMemory(False, gather, GradientFlow.FRESH, stack),
+        "shard": ReshardMemory(simple, 0.0, GradientFlow.FRESH, gather),
+        "shard_from_r": ReshardMemory(simple, 0.0, GradientFlow.FRESH, 0.0),
         "reduce_scatter": ReshardMemory(False, stack, GradientFlow.FRESH, gather),
-        "pad": ReshardMemory(False, 0.0, take, 0.0),
-        "exchange": ReshardMemory(False, 2 * piece, GradientFlow.FRESH, 2 * piece),
-        "on_first": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
-        "gradient_on_first": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
+        "zero_pad": ReshardMemory(False, 0.0, take, 0.0),
+        "all_to_all": ReshardMemory(False, 2 * piece, GradientFlow.FRESH, 2 * piece),
+        "partial": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
+        "invariant": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
         "reduce": ReshardMemory(False, 0.0, GradientFlow.NONE, 0.0),
     }
     return table[kind]

@@ -67,7 +67,7 @@ def _sum_in_place(program: RankProgram) -> None:
     made = {number: step for step in program.steps for number in step.outputs}
     for step in program.steps:
         maker = made.get(step.inputs[0]) if step.inputs else None
-        if step.kind == "fan_in" and maker is not None and maker.kind in SUMMED_IN_PLACE:
+        if step.kind == "all_reduce" and maker is not None and maker.kind in SUMMED_IN_PLACE:
             step.shares = readers[step.inputs[0]] == [step]
 
 
@@ -78,7 +78,7 @@ def _join_products(program: RankProgram) -> None:
     gone: set[int] = set()
     tensors = program.tensors
     for step in program.steps:
-        if step.kind not in ("fan_out", "gather_sum") or not step.gradient:
+        if step.kind not in ("replicate", "all_gather_to_r") or not step.gradient:
             continue
         layers = readers.get(step.outputs[0], [])
         if not layers or any(not _is_layer(layer, step.outputs[0], tensors) for layer in layers):
@@ -88,7 +88,7 @@ def _join_products(program: RankProgram) -> None:
         large = tensors[step.outputs[0]].bytes
         weights = [number for layer in layers for number in layer.inputs[1:]]
         back = [how for layer in layers for how in layer.back[1:]]
-        gathers = step.kind == "gather_sum"
+        gathers = step.kind == "all_gather_to_r"
         of_weights = sum(tensors[n].bytes for n, how in zip(weights, back, strict=True) if how is GradientFlow.FRESH)
         whole_bytes = max(large + step.backward_work - of_weights, large) if gathers else 0.0
         joined[id(layers[0])] = RankStep(

@@ -269,7 +269,7 @@ class _Builder:
         self.alive.append(form)
         before, after = tensors[source].bytes, tensors[made].bytes
         axis_size = self.sizes[step.axes[0]]
-        cut = step.cut
+        cut = step.sharding
         simple = cut is None or cut.simple(axis_size)
         sizes = (max(before, after), min(before, after))
         memory = reshard_memory(step.kind, *sizes, simple, step.dim == 0, self.copies)

@@ -34,9 +34,9 @@ Unit = tuple[int, ...]
 """Axes of a mesh, by number, that are changed at once."""
 
 STEPS = {
-    ("P", "W"): "fan_in", ("W", "F"): "fan_out", ("P", "F"): "fan_in_out", ("S", "W"): "gather",
-    ("S", "F"): "gather_sum", ("W", "S"): "take", ("F", "S"): "take_pad", ("P", "S"): "reduce_scatter",
-    ("S", "P"): "pad", ("W", "P"): "on_first", ("F", "W"): "gradient_on_first", ("F", "P"): "on_first",
+    ("P", "W"): "all_reduce", ("W", "F"): "replicate", ("P", "F"): "all_reduce_to_r", ("S", "W"): "all_gather",
+    ("S", "F"): "all_gather_to_r", ("W", "S"): "shard", ("F", "S"): "shard_from_r", ("P", "S"): "reduce_scatter",
+    ("S", "P"): "zero_pad", ("W", "P"): "partial", ("F", "W"): "invariant", ("F", "P"): "partial",
 }  # fmt: skip
 """(from, to): the step of `conversion`. From F to P there are two, which send nothing."""
 

@@ -79,13 +79,18 @@ class FileWriter:
         table = list(parameter_table(self.program, self.class_name))
         ragged = list(self.sizes.ragged_definitions())
         text = "\n".join([*constants, *prologue, *forward, *(line for lines in methods for line in lines), *table])
-        yield from self.head([name for name in ("cut", "share") if f"{name}(" in text or (name == "share" and ragged)])
+        used = {
+            "R": re.search(r"(dst|src)=R\b", text),
+            "local_size": ragged,
+            "shard": re.search(r"(?<![\w.])shard\(", text),
+        }
+        yield from self.head([name for name, is_used in used.items() if is_used])
         yield from table
         if self.zero3:
             yield f"UNITS = [{', '.join(unit_ranges(self.in_order()))}]  # in the order in which they are gathered"
         yield ""
         yield ""
-        yield f"class {self.class_name}(Stage):"
+        yield f"class {self.class_name}(Program):"
         if ragged:
             yield "    def sizes(self):  # that differ between ranks"
             yield from (f"        self.{name} = {text}" for name, text in ragged)
@@ -118,7 +123,7 @@ class FileWriter:
         yield "import torch.nn.functional as F"
         yield ""
         yield "from shardwright import runtime"
-        yield f"from shardwright.runtime import {', '.join(['Piece', 'Stage', 'comm', *names])}"
+        yield f"from shardwright.runtime import {', '.join(sorted(['ParameterEntry', 'Program', 'comm', *names]))}"
         yield from (f'{name} = runtime.find("{path}")' for name, path in self.functions.items())
         yield ""
         yield f"MESH = {{{', '.join(f'{a.name!r}: {a.size}' for a in axes)}}}".replace("'", '"')

@@ -33,6 +33,9 @@ UNSAID: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Values that an op and its line may say or leave out, the one without the other."""
 
+STATES = {"comm.all_reduce_to_r": "dst", "comm.all_gather_to_r": "dst", "comm.shard_from_r": "src"}
+"""Reshards that are said with a state, `dst=R`: the keyword of each."""
+
 NOT_PRINTED = {
     "call.opaque": ("names", "batch", "rule"), "runtime.experts": ("names", "batch", "rule"),
     "call.cond": ("operands", "then_takes", "other_takes"),
@@ -120,7 +123,7 @@ class Scope:
                 return None
             signs = {ast.Add: left + right, ast.Mult: left * right}
             return signs.get(type(node.op))
-        if isinstance(node, ast.Call) and dotted(node.func) == "share":
+        if isinstance(node, ast.Call) and dotted(node.func) == "local_size":
             whole, axis = self.number(node.args[0], place), dotted(node.args[1]).removeprefix("self.")
             if not isinstance(whole, int) or axis not in place:
                 return None
@@ -138,7 +141,7 @@ class Scope:
             sizes = self.file.program.mesh.sizes
             return all(self.number(node, place) == value.local(sizes, place) for place in self.file.places)
         if isinstance(value, Shard):
-            return self.cut(node) == value
+            return self.sharding(node) == value
         if isinstance(value, tuple):
             items = node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
             return len(items) == len(value) and all(self.means(*pair, op) for pair in zip(items, value, strict=True))
@@ -175,9 +178,9 @@ class Scope:
         name = dotted(node).removeprefix("self.")
         return tuple(name.split("_")) if dotted(node).startswith("self.") and name in {*self.file.groups, MB} else None
 
-    def cut(self, node: ast.expr) -> Shard | None:
-        """`cut("tp", 3, 2, 16)` or `cut("tp", (1, 4, 8), (1, 2, 8), repeat=2)`."""
-        if not isinstance(node, ast.Call) or dotted(node.func) != "cut":
+    def sharding(self, node: ast.expr) -> Shard | None:
+        """`shard("tp", 3, 2, 16)` or `shard("tp", (1, 4, 8), (1, 2, 8), repeat=2)`."""
+        if not isinstance(node, ast.Call) or dotted(node.func) != "shard":
             return None
         try:
             axis, *rest = (ast.literal_eval(arg) for arg in node.args)
@@ -217,6 +220,8 @@ def expected(op: Op, scope: Scope) -> dict[str, Any]:
     if op.target.startswith("comm."):
         for flag in ("later", "in_place"):  # they choose the callee
             arguments.pop(flag, None)
+        if op.target in STATES:
+            arguments[STATES[op.target]] = "R"
         return {"x": Slot(0), **arguments}
     if op.target == "call.cond":
         operands = op.argument("operands")
@@ -238,6 +243,8 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
     aten = op.target.startswith(("aten.", "weights."))
     if name in GROUPS and isinstance(value, tuple) and not aten:
         return scope.group(node) == value if value else _is_constant(node, None)
+    if name == STATES.get(op.target):
+        return isinstance(node, ast.Name) and node.id == value
     if name == "reduction":
         named = REDUCTIONS.get(str(node.value)) if isinstance(node, ast.Constant) else None
         return named == value or scope.means(node, value, op)
@@ -258,7 +265,7 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
 def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], scope: Scope) -> bool:
     if value is None or (name in unsaid and unsaid[name] == value):
         return True
-    if name in ("cut", "to_cut") and (op.target.startswith("comm.") or op.target == "runtime.gather_linears"):
+    if name in ("sharding", "to_sharding") and op.target.startswith(("comm.", "runtime.all_gather_linears")):
         return _is_plain(value, op, scope)
     if op.target == "aten.slice.Tensor" and name == "end":
         return isinstance(value, int) and value > 1 << 60

@@ -1,4 +1,4 @@
-"""The PIECES table of a generated file: how every parameter is held, layers that are alike said once."""
+"""The PARAMETERS table of a generated file: how each parameter is stored, equal layers said once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unit_of(key: str) -> str:
 
 def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
     rows = {holding.key: parameter_text(holding, program) for holding in program.parameters}
-    yield f"PIECES = {{  # key in {class_name}.state_dict() -> how it is held"
+    yield f"PARAMETERS = {{  # key in {class_name}.state_dict() -> how it is stored"
     for key, text in _starred(rows).items():
         yield f'    "{key}": {text},'
     yield "}"
@@ -31,11 +31,11 @@ def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
     shown = [f"shape={_tuple(holding.shape)}"]
     shards = []
     for dim, held in enumerate(holding.layout.shards):
-        said = [f'cut("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in held]
+        said = [f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in held]
         if said:
             shards.append(f"{dim}: {said[0] if len(said) == 1 else '(' + ', '.join(said) + ')'}")
     if shards:
-        shown.append(f"cuts={{{', '.join(shards)}}}")
+        shown.append(f"shards={{{', '.join(shards)}}}")
     sums = [name for name in program.mesh.names if holding.layout.placement(name) == REPLICATE]
     if sums:
         shown.append(f"sums=({', '.join(repr(name) for name in sums)},)".replace("'", '"'))
@@ -49,7 +49,7 @@ def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
         shown.append("tied=(" + "".join(f'"{key}", ' for key in holding.keys[1:]).rstrip() + ")")
     if any(level == 3 for _, level in holding.zero) and unit_of(holding.key):
         shown.append(f'unit="{unit_of(holding.key)}"')
-    return f"Piece({', '.join(shown)})"
+    return f"ParameterEntry({', '.join(shown)})"
 
 
 def _tuple(shape: Sequence[int]) -> str:

@@ -81,19 +81,19 @@ class Printing:
         return math.prod(self.parts[axis] for axis in axes)
 
 
-def show_shard(cut: Shard) -> str:
-    """A cut as generated code says it: cut("tp"), cut("tp", 3, 8, 32), cut("tp", (1, 4, 8), (1, 2, 8))."""
-    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in cut.blocks]
-    if len(cut.blocks) == 1:
-        (block,) = cut.blocks
+def show_shard(shard: Shard) -> str:
+    """A shard as generated code says it: shard("tp"), shard("tp", 3, 8, 32), shard("tp", (1, 4, 8), (1, 2, 8))."""
+    blocks = [f"({b.outer}, {b.size}, {b.inner})" for b in shard.blocks]
+    if len(shard.blocks) == 1:
+        (block,) = shard.blocks
         blocks = [str(block.outer), str(block.size), str(block.inner)]
-    repeat = f", repeat={cut.repeat}" if cut.repeat != 1 else ""
-    return f'cut("{cut.axis}", {", ".join(blocks)}{repeat})'
+    repeat = f", repeat={shard.repeat}" if shard.repeat != 1 else ""
+    return f'shard("{shard.axis}", {", ".join(blocks)}{repeat})'
 
 
-def plain(cut: Shard | None, parts: int) -> bool:
-    """Whether a cut is the even contiguous one, which needs no words."""
-    return cut is None or (cut.simple(parts) and cut.blocks[0].size == parts)
+def plain(shard: Shard | None, parts: int) -> bool:
+    """Whether a shard is the even contiguous one, which needs no words."""
+    return shard is None or (shard.simple(parts) and shard.blocks[0].size == parts)
 
 
 def axes_text(axes: tuple[str, ...]) -> str:

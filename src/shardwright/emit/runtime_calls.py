@@ -8,6 +8,13 @@ from ..layout import Shard
 from .printing import Printing, axes_text, plain, show_shard
 
 Printer = Callable[[Printing], str]
+STATED = {
+    "all_reduce_to_r": ("all_reduce", ", dst=R"),
+    "all_gather_to_r": ("all_gather", ", dst=R"),
+    "shard_from_r": ("shard", ", src=R"),
+}
+"""Kinds of reshards that generated code says with a state."""
+
 REDUCTIONS = {0: '"none"', 1: '"mean"', 2: '"sum"'}
 
 
@@ -15,19 +22,20 @@ def reshard_call(p: Printing) -> str:
     kind = p.op.target.removeprefix("comm.")
     axes: tuple[str, ...] = p.literal("axes")
     group, x = axes_text(axes), p.names[0]
-    if kind == "exchange":
-        shards = [("gather_cut", p.literal("cut")), ("take_cut", p.literal("to_cut"))]
-        extra = "".join(f", {key}={show_shard(cut)}" for key, cut in shards if not plain(cut, p.many(axes)))
-        return f"comm.exchange({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
+    if kind == "all_to_all":
+        shardings = [("gather_sharding", p.literal("sharding")), ("shard_sharding", p.literal("to_sharding"))]
+        extra = "".join(f", {key}={show_shard(held)}" for key, held in shardings if not plain(held, p.many(axes)))
+        return f"comm.all_to_all({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
     if kind == "reduce":
-        return f"comm.reduce({x}, {group}, {p['op']})"
+        return f"comm.all_reduce({x}, {group}, op={p['op']})"
     if p.literal("later"):
-        return f"runtime.fan_in_later({x}, {group})"
+        return f"runtime.all_reduce_pending({x}, {group})"
+    function, state = STATED.get(kind, (kind, ""))
     if p.literal("dim") is None:
-        return f"comm.{kind}{'_' if p.literal('in_place') else ''}({x}, {group})"
-    cut = p.literal("cut")
-    extra = "" if plain(cut, p.many(axes)) else f", {show_shard(cut)}"
-    return f"comm.{kind}({x}, {p['dim']}, {group}{extra})"
+        return f"comm.{function}{'_' if p.literal('in_place') else ''}({x}, {group}{state})"
+    sharding = p.literal("sharding")
+    extra = "" if plain(sharding, p.many(axes)) else f", {show_shard(sharding)}"
+    return f"comm.{function}({x}, {p['dim']}, {group}{extra}{state})"
 
 
 def cross_entropy(p: Printing) -> str:
@@ -37,7 +45,7 @@ def cross_entropy(p: Printing) -> str:
     if rows:
         shown.append(f"rows={axes_text(rows)}")
     if classes:
-        shown += [f"classes={axes_text(classes)}", f"cut={p['cut']}", f"size={p['size']}"]
+        shown += [f"classes={axes_text(classes)}", f"sharding={p['sharding']}", f"size={p['size']}"]
     shown += _which_labels(p)
     if reduction != 1:
         shown.append(f"reduction={REDUCTIONS[reduction]}")
@@ -63,14 +71,14 @@ def _begin_count(p: Printing) -> str:
 
 def _linears(p: Printing) -> str:
     """One layer by its weight and bias, several by lists of them."""
-    weights, biases, cut = p.literal("weights"), p.literal("biases"), p.literal("cut")
+    weights, biases, sharding = p.literal("weights"), p.literal("biases"), p.literal("sharding")
     one = len(weights) == 1
     shown = [p["input"], *([p["dim"]] if p.has("dim") else []), axes_text(p.literal("axes"))]
     for column in (weights, biases):
         if column is not None:
             shown.append(p.show(column[0]) if one else f"[{', '.join(p.show(held) for held in column)}]")
-    if not plain(cut, p.many(p.literal("axes"))):
-        shown.append(f"cut={show_shard(cut)}")
+    if not plain(sharding, p.many(p.literal("axes"))):
+        shown.append(f"sharding={show_shard(sharding)}")
     return f"{p.op.target.removesuffix('s') if one else p.op.target}({', '.join(shown)})"
 
 
@@ -83,10 +91,10 @@ def _batch_norm(p: Printing) -> str:
     )
 
 
-def _own(p: Printing) -> str:
+def _custom_algorithm(p: Printing) -> str:
     shown = [f"{name}={p.show(held)}" if name else p.show(held) for name, held in p.literal("given")]
     found = f"{p['path']}, {p['label']}, {axes_text(p.literal('axes'))}, {p['size']}"
-    return f"runtime.own({found})({', '.join(shown)})"
+    return f"runtime.custom_algorithm({found})({', '.join(shown)})"
 
 
 def _splits(p: Printing) -> str:
@@ -116,7 +124,7 @@ def _opaque(p: Printing) -> str:
     shown += [f"held={{{', '.join(given)}}}"] if given else []
     shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
     if p.literal("home"):
-        shown += [f"home={axes_text(p.literal('home'))}", f"cut={p['cut']}"]
+        shown += [f"home={axes_text(p.literal('home'))}", f"sharding={p['sharding']}"]
         return f"self.experts({', '.join(shown)})"
     return f"self.opaque({', '.join(shown)})"
 
@@ -143,7 +151,7 @@ def _embedding_rows(p: Printing) -> str:
     padding = p.literal("padding_idx", -1)
     extra = f", padding_idx={padding}" if padding is not None and padding >= 0 else ""
     return (
-        f"runtime.embedding_rows({p['indices']}, {p['weight']}, {axes_text(p.literal('axes'))}, {p['cut']}, "
+        f"runtime.embedding_rows({p['indices']}, {p['weight']}, {axes_text(p.literal('axes'))}, {p['sharding']}, "
         f"rows={p['rows']}{extra})"
     )
 
@@ -152,8 +160,8 @@ RUNTIME_PRINTERS: dict[str, Printer] = {
     "runtime.embedding_rows": _embedding_rows,
     "runtime.cross_entropy": cross_entropy, "runtime.nll_loss": cross_entropy, "runtime.begin_count": _begin_count,
     "runtime.count_labels": lambda p: f"runtime.count_labels({', '.join([p['target'], *_which_labels(p)])})",
-    "runtime.fan_out_linears": _linears, "runtime.gather_linears": _linears, "runtime.batch_norm": _batch_norm,
-    "runtime.dropout": _dropout, "runtime.attention": _keyed_attention, "runtime.own": _own,
+    "runtime.replicate_linears": _linears, "runtime.all_gather_linears": _linears, "runtime.batch_norm": _batch_norm,
+    "runtime.dropout": _dropout, "runtime.attention": _keyed_attention, "runtime.custom_algorithm": _custom_algorithm,
     "call.opaque": _opaque, "runtime.experts": _opaque,
     "call.cond": _cond, "call.scan": _scan, "call.while_loop": _while_loop,
 }  # fmt: skip

@@ -142,5 +142,5 @@ class SizeNames:
             letter = self.kinds.get(factor.atom, "N") if factor.atom is not None else "N"
             text = self.whole[letter, factor.size]
             for axis in factor.axes:
-                text = f"share({text}, self.{axis})"
+                text = f"local_size({text}, self.{axis})"
             yield name, text

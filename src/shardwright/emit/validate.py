@@ -52,7 +52,7 @@ def _compare(program: LoweredProgram, tree: ast.Module) -> None:
     methods = {node.name: node for node in defined.body if isinstance(node, ast.FunctionDef)}
     file = _names(program, tree, defined, methods)
     reader = _TextReader(program, file, methods)
-    reader.expect([dotted(base) for base in defined.bases] == ["Stage"], defined, "it is no stage")
+    reader.expect([dotted(base) for base in defined.bases] == ["Program"], defined, "it is no program")
     constants = [replace(op, no_grad=False, region=None) for op in program.constants]  # none of them has a gradient
     reader.run("constants", constants, [], None)
     if program.early:

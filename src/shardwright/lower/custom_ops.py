@@ -40,7 +40,7 @@ def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
         ("size", program.analysis.atoms.product(signature.labels[label])),
         ("given", tuple((name if by_name else "", value) for name, value in op.arguments)),
     )
-    return replace(op, target="runtime.own", arguments=arguments)
+    return replace(op, target="runtime.custom_algorithm", arguments=arguments)
 
 
 def custom_sizes(program: LoweredProgram, op: Op) -> Op:

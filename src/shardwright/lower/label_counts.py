@@ -14,7 +14,7 @@ def from_inputs(value: str, makers: Mapping[str, Op], held: set[str] | frozenset
     if value not in makers:
         return None if value in held else []
     op, found = makers[value], dict[str, Op]()
-    if op.region is not None or not op.target.startswith(("aten.", "comm.take")):
+    if op.region is not None or not op.target.startswith(("aten.", "comm.shard")):
         return None
     for name in op.inputs:
         before = from_inputs(name, makers, held)

@@ -17,7 +17,7 @@ FRESH = frozenset(
 )
 """Ops whose result is a tensor of its own that their backward does not read."""
 
-LINEARS = {"fan_out": "runtime.fan_out_linears", "gather_sum": "runtime.gather_linears"}
+LINEARS = {"replicate": "runtime.replicate_linears", "all_gather_to_r": "runtime.all_gather_linears"}
 _CONVERTERS = {target: kind for kind, target in LINEARS.items()}
 
 
@@ -60,7 +60,8 @@ def awaited_later(program: LoweredProgram) -> LoweredProgram:
         return out in needed and out not in users and not program.values[out].shape and program.values[out].gradient
 
     body = tuple(
-        op.with_arguments(later=True) if op.target == "comm.fan_in" and for_the_user(op) else op for op in program.body
+        op.with_arguments(later=True) if op.target == "comm.all_reduce" and for_the_user(op) else op
+        for op in program.body
     )
     return program.with_(body=body)
 
@@ -75,7 +76,7 @@ def in_place(program: LoweredProgram) -> LoweredProgram:
         return source in makers and makers[source].target in FRESH and len(users[source]) == 1 and source not in needed
 
     body = tuple(
-        op.with_arguments(in_place=True) if op.target == "comm.fan_in" and only_reader(op) else op
+        op.with_arguments(in_place=True) if op.target == "comm.all_reduce" and only_reader(op) else op
         for op in program.body
     )
     return program.with_(body=body)

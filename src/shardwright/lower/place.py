@@ -321,7 +321,7 @@ def reshard_op(step: Reshard, source: str, result: str, op: Op | None, producer:
     """A converter as an op. It belongs to the module of the op that it stands before."""
     near = op or producer
     arguments: list[tuple[str, object]] = [("axes", step.axes)]
-    for key in ("dim", "cut", "to_dim", "to_cut"):
+    for key in ("dim", "sharding", "to_dim", "to_sharding"):
         if getattr(step, key) is not None:
             arguments.append((key, getattr(step, key)))
     if step.kind == "reduce":

@@ -21,7 +21,7 @@ from .local import COUNTED
 from .program import LoweredProgram, PrologueValue
 from .tidy import prune
 
-REDUCTIONS = ("fan_in", "fan_in_out", "reduce")
+REDUCTIONS = ("all_reduce", "all_reduce_to_r", "reduce")
 
 
 def prologue(program: LoweredProgram) -> LoweredProgram:

@@ -12,9 +12,9 @@ from ..plan.pipeline import MB
 from .local import COUNTED
 from .program import LoweredProgram
 
-SUMS = ("comm.fan_in", "comm.fan_out", "comm.fan_in_out", "comm.reduce")
-JOINS = ("comm.gather", "comm.gather_sum", "comm.pad")
-CUTS = ("comm.take", "comm.take_pad", "comm.reduce_scatter")
+SUMS = ("comm.all_reduce", "comm.replicate", "comm.all_reduce_to_r", "comm.reduce")
+JOINS = ("comm.all_gather", "comm.all_gather_to_r", "comm.zero_pad")
+CUTS = ("comm.shard", "comm.shard_from_r", "comm.reduce_scatter")
 
 
 def fuse(program: LoweredProgram) -> LoweredProgram:
@@ -55,7 +55,7 @@ def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
     return None if joined is None else one.with_arguments(axes=tuple(shard.axis for shard in shards), shard=joined)
 
 
-SHARES = ("comm.take", "comm.take_pad")
+SHARES = ("comm.shard", "comm.shard_from_r")
 DENSE = "linear mm bmm matmul addmm layer_norm embedding embedding_rows".split()  # what they make lies in order
 
 
@@ -86,7 +86,7 @@ def fold_mean(program: LoweredProgram) -> LoweredProgram:
     joined: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
-        loss = makers.get(op.inputs[0]) if op.target == "comm.fan_in" else None
+        loss = makers.get(op.inputs[0]) if op.target == "comm.all_reduce" else None
         if (
             loss is None
             or loss.argument("count") is not None

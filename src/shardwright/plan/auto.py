@@ -177,8 +177,8 @@ class _MeshSearch:
     """One search. What it learns on one mesh (`hints`, `reserve`) helps on the next."""
 
     def __init__(
-        self, analysis: Analysis, cluster: Cluster, training: TrainingSetup, options: SearchOptions, size: int | None, told: Progress,
-        like: SearchContext | None = None,
+        self, analysis: Analysis, cluster: Cluster, training: TrainingSetup, options: SearchOptions,
+        size: int | None, told: Progress, like: SearchContext | None = None,
     ) -> None:  # fmt: skip
         self.analysis, self.cluster, self.training, self.options, self.progress = (
             analysis,
@@ -349,9 +349,10 @@ class _MeshSearch:
         if found is not None and any(item in self.options.constraints.items for item in found.items):
             return PlanError(str(found))
         least = min((one.solution.least_memory for one in looked if one.solution is not None), default=math.inf)
+        graph = self.analysis.graph
         return PlanError(
-            f"{self.analysis.graph.name} with a batch of {self.analysis.graph.batch} does not fit: the leanest plan that was "
-            f"found needs {format_bytes(least)} on a device, and there are {format_bytes(self.limit - reserve)}; use more "
+            f"{graph.name} with a batch of {graph.batch} does not fit: the leanest plan that was found needs "
+            f"{format_bytes(least)} on a device, and there are {format_bytes(self.limit - reserve)}; use more "
             "devices, a smaller batch or a larger memory="
         )
 

@@ -180,9 +180,13 @@ class _Binder:
         if isinstance(item, SplitConstraint | ReplicateConstraint) and item.on is not None:
             self.axes.setdefault(item.on, ())
         adders: dict[type, Callable[..., None]] = {
-            SplitConstraint: self._split, ReplicateConstraint: self._whole, SameSplitConstraint: self._together, RecomputeConstraint: self._recompute,
-            ZeroConstraint: self._zero, StageCutConstraint: self._cut,
-        }  # fmt: skip
+            SplitConstraint: self._split,
+            ReplicateConstraint: self._whole,
+            SameSplitConstraint: self._together,
+            RecomputeConstraint: self._recompute,
+            ZeroConstraint: self._zero,
+            StageCutConstraint: self._cut,
+        }
         adders[type(item)](item, ops)
 
     def _unknown(self, target: Target) -> Iterable[str]:

@@ -146,8 +146,8 @@ def local_op(analysis: Analysis, op: Op, role: str, mesh: Mesh) -> tuple[Lowered
         layouts[name] = layout
     renamed = replace(op, inputs=names)
     program = LoweredProgram(
-        graph=analysis.graph, analysis=analysis, mesh=mesh, plan_name="", plan_policy="", values=values, layouts=layouts,
-        holdings=(), body=(renamed,), choices={op.name: {AXIS: role}},
+        graph=analysis.graph, analysis=analysis, mesh=mesh, plan_name="", plan_policy="", values=values,
+        layouts=layouts, parameters=(), body=(renamed,), choices={op.name: {AXIS: role}},
     )  # fmt: skip
     return localize(program), renamed
 

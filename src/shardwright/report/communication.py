@@ -78,7 +78,7 @@ def _of_converters(program: LoweredProgram) -> Iterator[IssuedCollective]:
         forward, backward = COLLECTIVES[kind]
         value, axes = program.values[op.inputs[0]], op.argument("axes")
         size = _local_bytes(program, value.shape, value.dtype, program.layouts[op.inputs[0]])
-        if kind in ("gather", "gather_sum"):
+        if kind in ("all_gather", "all_gather_to_r"):
             size *= math.prod(program.mesh.sizes[axis] for axis in axes)
         if forward:
             yield IssuedCollective(when="forward", collective=forward, axes=axes, bytes=size)

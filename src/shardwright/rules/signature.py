@@ -173,8 +173,8 @@ class Signature:
             if shard is None:
                 raise PlanError(
                     f"{self.op}: {name}={size} can't take {role} of {bound.value}, dim {at} of size "
-                    f"{self.analysis.graph.values[bound.value].shape[at]}, after {', '.join(c.axis for c in shards[at])}; "
-                    "the sizes do not divide"
+                    f"{self.analysis.graph.values[bound.value].shape[at]}, after "
+                    f"{', '.join(c.axis for c in shards[at])}; the sizes do not divide"
                 )
             shards[at].append(shard)
             taken[at].append((atom, size))

@@ -8,6 +8,7 @@ from .algorithms.lookup import embedding_rows
 from .algorithms.losses import begin_count, count_labels, cross_entropy, nll_loss
 from .algorithms.norms import batch_norm
 from .collectives import comm
+from .collectives.comm import R
 from .collectives.pending import all_reduce_pending
 from .model.program import Program, PrologueCount, local_size, recompute
 from .parameters.spec import ParameterEntry, ParameterSpec, shard
@@ -20,6 +21,7 @@ __all__ = [
     "ParameterSpec",
     "Program",
     "PrologueCount",
+    "R",
     "SplitDim",
     "World",
     "all_gather_linear",

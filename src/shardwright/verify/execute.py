@@ -144,16 +144,22 @@ class ProgramInterpreter:
 
     def _convert(self, op: Op, kind: str, x: Tensor) -> Tensor:
         group = self.groups[op.argument("axes")]
-        dim, held = op.argument("dim"), op.argument("cut")
-        if kind == "exchange":
-            return comm.exchange(x, dim, op.argument("to_dim"), group, held, op.argument("to_cut"))
+        dim, sharding = op.argument("dim"), op.argument("sharding")
+        if kind == "all_to_all":
+            return comm.all_to_all(x, dim, op.argument("to_dim"), group, sharding, op.argument("to_sharding"))
         if kind == "reduce":
-            return comm.reduce(x, group, op.argument("op"))
+            return comm.all_reduce(x, group, op=op.argument("op"))
         if op.argument("in_place"):
-            return comm.fan_in_(x.clone(), group)  # the value before it is kept here
-        converter = getattr(comm, kind)
-        found: Tensor = converter(x, group) if dim is None else converter(x, dim, group, held)
-        return found
+            return comm.all_reduce_(x.clone(), group)  # the value before it is kept here
+        states = {
+            "all_reduce_to_r": {"dst": comm.R},
+            "all_gather_to_r": {"dst": comm.R},
+            "shard_from_r": {"src": comm.R},
+        }
+        function = getattr(comm, kind.removesuffix("_to_r").removesuffix("_from_r"))
+        where = (group,) if dim is None else (dim, group, sharding)
+        resharded: Tensor = function(x, *where, **states.get(kind, {}))
+        return resharded
 
     def _group(self, axes: tuple[str, ...] | None) -> Group | None:
         return self.groups[axes] if axes else None
@@ -164,7 +170,9 @@ class ProgramInterpreter:
         padding = a["padding_idx"]
         padding = None if padding is None or padding < 0 else padding
         group = self.groups[a["axes"]]
-        return runtime.embedding_rows(a["indices"], a["weight"], group, a["cut"], rows=a["rows"], padding_idx=padding)
+        return runtime.embedding_rows(
+            a["indices"], a["weight"], group, a["sharding"], rows=a["rows"], padding_idx=padding
+        )
 
     def _experts(self, a: _Arguments) -> Tensor:
         """The layer on this rank's experts, run as the opaque part that it is."""
@@ -179,12 +187,12 @@ class ProgramInterpreter:
             return found
 
         hidden, index, weights = a["tensors"]
-        return experts(layer, hidden, index, weights, self.groups[a["home"]], a["cut"])
+        return experts(layer, hidden, index, weights, self.groups[a["home"]], a["sharding"])
 
     def _cross_entropy(self, a: _Arguments) -> Tensor:
         return runtime.cross_entropy(
-            a["self"], a["target"], rows=self._group(a["rows"]), classes=self._group(a["classes"]), cut=a["cut"],
-            size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
+            a["self"], a["target"], rows=self._group(a["rows"]), classes=self._group(a["classes"]),
+            sharding=a["sharding"], size=a["size"], weight=a["weight"], ignore_index=a.get("ignore_index", -100),
             reduction=REDUCTIONS[a.get("reduction", 1)], label_smoothing=a.get("label_smoothing", 0.0),
             count=a["count"], whole=a.get("whole", False),
         )  # fmt: skip
@@ -201,12 +209,12 @@ class ProgramInterpreter:
             a["target"], rows=self.groups[a["rows"]], weight=a["weight"], ignore_index=a.get("ignore_index", -100)
         )()
 
-    def _fan_out_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
+    def _replicate_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
         return runtime.replicate_linears(a["input"], self.groups[a["axes"]], a["weights"], a["biases"])
 
-    def _gather_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
+    def _all_gather_linears(self, a: _Arguments) -> tuple[Tensor, ...]:
         group = self.groups[a["axes"]]
-        return runtime.all_gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["cut"])
+        return runtime.all_gather_linears(a["input"], a["dim"], group, a["weights"], a["biases"], a["sharding"])
 
     def _batch_norm(self, a: _Arguments) -> tuple[Tensor | None, ...]:
         return runtime.batch_norm(
@@ -214,7 +222,7 @@ class ProgramInterpreter:
             self._group(a["axes"]),
         )  # fmt: skip
 
-    def _own(self, a: _Arguments) -> Any:
+    def _custom_algorithm(self, a: _Arguments) -> Any:
         call = runtime.custom_algorithm(a["path"], a["label"], self.groups[a["axes"]], a["size"])
         return custom_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.given)
 

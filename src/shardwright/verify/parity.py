@@ -108,8 +108,8 @@ def verify(
     count = here().size if method == "world" else size or _some_ranks(plan or "auto")
     if method == "world":
         _share(task.module)
-    return compare_plan(make_reference(task), wish, said=_said(plan or "auto"), count=count, limit=limit, directory=directory,
-                method=method, timeout=timeout, batching=batching)  # fmt: skip
+    return compare_plan(make_reference(task), wish, said=_said(plan or "auto"), count=count, limit=limit,
+                        directory=directory, method=method, timeout=timeout, batching=batching)  # fmt: skip
 
 
 def _each_kind(

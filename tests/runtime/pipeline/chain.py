@@ -129,7 +129,7 @@ class Segment(Program):
         return contiguous_shard(Axis(name="dp", size=self.dp.size), self.mine)
 
     def local(self, x):
-        return comm.take(comm.take_pad(x, 0, self.mb), 0, self.dp, self.cut)
+        return comm.shard(comm.shard(x, 0, self.mb, src=comm.R), 0, self.dp, self.cut)
 
     def prologue(self, target):
         return ((self.local(target) != -100).sum(),)
@@ -158,17 +158,17 @@ class Segment(Program):
         return total / self.known.count
 
     def whole(self, x):
-        return comm.gather(x, 0, self.dp, self.cut)
+        return comm.all_gather(x, 0, self.dp, self.cut)
 
     def added(self, x):
-        return comm.fan_in(x, self.dp)
+        return comm.all_reduce(x, self.dp)
 
     def once(self, x):
         return x
 
     def w1_or(self, w):
         """The parameter's gradient is summed over dp, and this one is whole there."""
-        return comm.gradient_on_first(w, self.dp)
+        return comm.invariant(w, self.dp)
 
 
 # -- segments on meshes --------------------------------------------------------------------

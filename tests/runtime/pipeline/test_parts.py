@@ -18,8 +18,8 @@ KIND = {"dtype": torch.float64, "gradient": True}
 
 
 def crossing(**changes) -> StageCrossing:
-    return StageCrossing(**{"value": "h", "giver": 0, "taker": 1, "shape": (4,), "given": replicated(1), "taken": replicated(1),
-                       **KIND, **changes})  # fmt: skip
+    usual = {"value": "h", "giver": 0, "taker": 1, "shape": (4,), "given": replicated(1), "taken": replicated(1)}
+    return StageCrossing(**{**usual, **KIND, **changes})
 
 
 def pipeline(**changes) -> PipelineSpec:

@@ -77,7 +77,8 @@ def nothing_found(search: PipelineSearch) -> PlanError:
     words += [f"the schedule {asked.schedule}"] if asked.schedule else []
     what = f" with {' and '.join(words)}" if words else ""
     rooms = format_bytes(setup.room(search.any_seat()))
+    graph = setup.analysis.graph
     return PlanError(
-        f"no pipeline{what} was found that fits {setup.analysis.graph.name} with a batch of {setup.analysis.graph.batch} on "
+        f"no pipeline{what} was found that fits {graph.name} with a batch of {graph.batch} on "
         f"{setup.size} devices of {setup.cluster} with {rooms} each; ask for less, use more devices or a smaller batch"
     )

@@ -81,7 +81,7 @@ def _homes(sharding: Shard, ranks: int, device: torch.device) -> tuple[Tensor, T
 
 def _travel(x: Tensor, out: list[int], back: list[int], group: Group) -> Tensor:
     """Rows to other ranks; their gradients come back."""
-    return comm.convert(x, lambda held: _send(held, out, back, group), lambda held: _send(held, back, out, group))
+    return comm.reshard(x, lambda held: _send(held, out, back, group), lambda held: _send(held, back, out, group))
 
 
 def _send(x: Tensor, out: list[int] | None, back: list[int] | None, group: Group) -> Tensor:

@@ -34,25 +34,25 @@ class InputReshard:
     gather: Callable[[Tensor], Tensor] | None  # None if it is whole
     begin: Callable[[Tensor], Callable[[], Tensor]]  # sums the gradient while something else runs; no autograd
     back: Callable[[Tensor], Tensor]  # the same at once, with a gradient
-    fan_out: Callable[[Tensor], Tensor] = lambda x: x  # of what is whole, so that gradients that come to it are summed
+    replicate: Callable[[Tensor], Tensor] = lambda x: x  # so that gradients that come to x are summed
 
 
 def replicate_linear(x: Tensor, group: Group, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`fan_out`, then `F.linear`."""
+    """`replicate`, then `F.linear`."""
     return replicate_linears(x, group, [weight], [bias])[0]
 
 
 def replicate_linears(
     x: Tensor, group: Group, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """`fan_out`, then `F.linear` with each of the weights."""
+    """`replicate`, then `F.linear` with each of the weights."""
     if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return _each(x, weights, biases)
     way = InputReshard(
         gather=None,
-        begin=lambda gradient: comm.begin_all_reduce(gradient, group),
-        back=lambda gradient: comm.fan_in(gradient, group),
-        fan_out=lambda held: comm.fan_out(held, group),
+        begin=lambda gradient: comm.all_reduce_async(gradient, group),
+        back=lambda gradient: comm.all_reduce(gradient, group),
+        replicate=lambda held: comm.replicate(held, group),
     )
     return _apply(x, way, weights, biases)
 
@@ -60,7 +60,7 @@ def replicate_linears(
 def all_gather_linear(
     x: Tensor, dim: int, group: Group, weight: Tensor, bias: Tensor | None = None, sharding: Shard | None = None
 ) -> Tensor:
-    """`gather_sum`, then `F.linear`."""
+    """`all_gather(dst=R)`, then `F.linear`."""
     return all_gather_linears(x, dim, group, [weight], [bias], sharding)[0]
 
 
@@ -72,13 +72,13 @@ def all_gather_linears(
     biases: Sequence[Tensor | None] | None = None,
     sharding: Shard | None = None,
 ) -> tuple[Tensor, ...]:
-    """`gather_sum`, then `F.linear` with each of the weights."""
+    """`all_gather(dst=R)`, then `F.linear` with each of the weights."""
     if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
-        return _each(comm.gather_sum(x, dim, group, sharding), weights, biases)
+        return _each(comm.all_gather(x, dim, group, sharding, dst=comm.R), weights, biases)
 
     way = InputReshard(
-        gather=lambda held: comm.gather_sum(held, dim, group, sharding),
-        begin=lambda gradient: comm.begin_reduce_scatter(gradient, dim, group, sharding),
+        gather=lambda held: comm.all_gather(held, dim, group, sharding, dst=comm.R),
+        begin=lambda gradient: comm.reduce_scatter_async(gradient, dim, group, sharding),
         back=lambda gradient: comm.reduce_scatter(gradient, dim, group, sharding),
     )
     return _apply(x, way, weights, biases)
@@ -117,7 +117,7 @@ class _Linears(torch.autograd.Function):
         before = flight_recorder.within(ctx.place)
         if torch.is_grad_enabled():  # create_graph
             summed = ctx.way.back(_sum_of_products(x, rows, weights, more))
-            x = ctx.way.fan_out(x)
+            x = ctx.way.replicate(x)
         else:
             of_input = _of_input(x, rows, weights)
             finish = ctx.way.begin(of_input if more is None else of_input.add_(more))

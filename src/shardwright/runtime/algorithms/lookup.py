@@ -36,7 +36,8 @@ def embedding_rows(
     if weight.shape[0] != sharding.local(group.size, group.index):
         raise LayoutError(
             f"rank {group.index} of {' '.join(group.axes)} holds {weight.shape[0]} rows of a table of "
-            f"{sharding.elements}, and should hold {sharding.local(group.size, group.index)}; pass the cut of an uneven table"
+            f"{sharding.elements}, and should hold {sharding.local(group.size, group.index)}; pass the sharding of an "
+            "uneven table"
         )
     torch._assert_async(
         ((ids >= 0) & (ids < sharding.elements)).all(), f"an id is not in a table of {sharding.elements} rows"

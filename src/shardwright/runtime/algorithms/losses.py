@@ -29,7 +29,7 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Shard
 
 from ..collectives import blocks
-from ..collectives.comm import all_reduce, begin_all_reduce, fan_in, fan_in_out, fan_out
+from ..collectives.comm import R, all_reduce, all_reduce_async, all_reduce_no_grad, replicate
 from ..world import Group
 
 Average = Literal["mean", "sum", "none"]
@@ -109,7 +109,7 @@ def _mean(
     count = count_labels(target, rows=rows, weight=weight, ignore_index=ignore_index) if count is None else count
     count = count() if callable(count) else count
     share = total / _number(count, total)
-    return fan_in(share, rows) if whole and rows is not None else share
+    return all_reduce(share, rows) if whole and rows is not None else share
 
 
 class _WholeMean(torch.autograd.Function):
@@ -117,14 +117,14 @@ class _WholeMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor, rows: Group) -> Tensor:
-        summed, counted = all_reduce(torch.stack([total.double(), count.double()]), rows)
+        summed, counted = all_reduce_no_grad(torch.stack([total.double(), count.double()]), rows)
         ctx.counted, ctx.rows = counted.to(total.dtype), rows
         mean: Tensor = summed / counted
         return mean.to(total.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return fan_out(gradient, ctx.rows) / ctx.counted, None, None
+        return replicate(gradient, ctx.rows) / ctx.counted, None, None
 
 
 def count_labels(
@@ -139,7 +139,7 @@ def count_labels(
         else:
             valid = target != ignore_index
             counted = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum()
-        return counted if rows is None or rows.process_group is None else all_reduce(counted, rows)
+        return counted if rows is None or rows.process_group is None else all_reduce_no_grad(counted, rows)
 
 
 def begin_count(
@@ -147,7 +147,7 @@ def begin_count(
 ) -> Callable[[], Tensor]:
     """`count_labels`, sent now and awaited by the loss."""
     counted = count_labels(target, weight=weight, ignore_index=ignore_index)
-    return (lambda: counted) if rows.process_group is None else begin_all_reduce(counted, rows)
+    return (lambda: counted) if rows.process_group is None else all_reduce_async(counted, rows)
 
 
 def _number(count: Tensor | float, like: Tensor) -> Tensor | float:
@@ -187,8 +187,9 @@ def _each_row(
     mine = logits.shape[_class_dim(logits)]
     if (size is not None and size != sharding.elements) or mine != sharding.local(group.size, group.index):
         raise LayoutError(
-            f"rank {group.index} of {' '.join(group.axes)} holds {mine} of {size or sharding.elements} classes, and its "
-            f"cut of {sharding.elements} gives it {sharding.local(group.size, group.index)}; pass the cut of uneven classes"
+            f"rank {group.index} of {' '.join(group.axes)} holds {mine} of {size or sharding.elements} classes, and "
+            f"its shard of {sharding.elements} has {sharding.local(group.size, group.index)}; pass the sharding of "
+            "uneven classes"
         )
     if weight is not None and weight.shape != (sharding.elements,):
         raise LayoutError(
@@ -221,14 +222,14 @@ class _SplitClasses(torch.autograd.Function):
         )
         place, own = blocks.locate(known, sharding, group.size, group.index)
         top = x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
-        top = all_reduce(top, group, "max")
+        top = all_reduce_no_grad(top, group, "max")
         z = x - top.unsqueeze(-1)
         picked = z.gather(-1, place.unsqueeze(-1)).squeeze(-1) if x.shape[-1] else torch.zeros_like(top)
         sums = [torch.where(own, picked, 0.0)]
         if smoothing:
             sums.append((z if weight is None else z * _own_weights(weight, sharding, group).to(z)).sum(-1))
         sums.append(z.exp_().sum(-1))
-        *found, total = all_reduce(torch.stack(sums), group).unbind()
+        *found, total = all_reduce_no_grad(torch.stack(sums), group).unbind()
         lse = total.log()
         scale = torch.ones_like(lse) if weight is None else weight.to(lse)[known]
         loss = scale * (lse - found[0])
@@ -268,8 +269,8 @@ def _gradient_of_classes(ctx: Any, gradient: Tensor) -> Tensor:
     smoothing, classes = ctx.smoothing, ctx.sharding.elements
     x = _rows_first(logits)
     shifted = x - log_total.unsqueeze(-1)  # a constant that keeps exponentials small
-    log_sum = fan_in_out(shifted.exp().sum(-1), ctx.group).log()
-    g = fan_out(gradient.to(log_total.dtype), ctx.group).masked_fill(~valid, 0.0)
+    log_sum = all_reduce(shifted.exp().sum(-1), ctx.group, dst=R).log()
+    g = replicate(gradient.to(log_total.dtype), ctx.group).masked_fill(~valid, 0.0)
     on_target = (1 - smoothing) * scale * g
     on_all = on_target + smoothing / classes * ctx.everything * g if smoothing else on_target
     dx = (shifted - log_sum.unsqueeze(-1)).exp() * on_all.unsqueeze(-1)

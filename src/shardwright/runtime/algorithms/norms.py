@@ -66,7 +66,7 @@ def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, Tensor]
     if group is None or group.process_group is None:
         return mean.new_tensor(float(n)), mean, m2 / n
     mine = torch.stack([torch.full_like(mean, n), mean, m2])
-    counts, means, distances = comm.gather(mine.unsqueeze(0), 0, group).unbind(1)
+    counts, means, distances = comm.all_gather(mine.unsqueeze(0), 0, group).unbind(1)
     values = counts[:, 0].sum()
     mean = (counts * means).sum(0) / values
     return values, mean, (distances + counts * (means - mean).square()).sum(0) / values
@@ -107,7 +107,11 @@ class _Normalize(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             before = flight_recorder.within(ctx.place)
-            whole = sums if ctx.group is None or ctx.group.process_group is None else comm.all_reduce(sums, ctx.group)
+            whole = (
+                sums
+                if ctx.group is None or ctx.group.process_group is None
+                else comm.all_reduce_no_grad(sums, ctx.group)
+            )
             flight_recorder.within(before)
             mean_dy, mean_dy_xhat = (whole / values).unbind()
             scale = rstd if weight is None else rstd * weight
@@ -126,7 +130,7 @@ def _gradient_of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     dims, dy, wide = _not_channels(x), _wide(gradient), _wide(x)
 
     def mean_over_all(sums: Tensor) -> Tensor:
-        whole = sums if ctx.group is None else comm.fan_in_out(sums, ctx.group)
+        whole = sums if ctx.group is None else comm.all_reduce(sums, ctx.group, dst=comm.R)
         return _channels(whole / values, x)
 
     apart = wide - mean_over_all(wide.sum(dims))

@@ -196,6 +196,7 @@ def _local_views(x: Tensor, dim: int, sharding: Shard, parts: int, index: int) -
 def _expect(x: Tensor, dim: int, size: int, sharding: Shard) -> None:
     if x.shape[dim] != size:
         raise LayoutError(
-            f"dim {dim} of a tensor of shape {tuple(x.shape)} should have {size} elements by its cut "
-            f"over {sharding.axis or 'a group'} ({sharding.elements} in all, blocks {sharding.blocks}, repeated {sharding.repeat})"
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} should have {size} elements by its "
+            f"sharding over {sharding.axis or 'a group'} ({sharding.elements} in all, blocks {sharding.blocks}, "
+            f"repeated {sharding.repeat})"
         )

@@ -1,31 +1,31 @@
-"""The converters: every change of layout along one group, with its backward.
+"""Reshards: every change of layout along one group, named by its collective, with its backward.
 
-Each function says what it does forward and backward, with the layouts of the value:
-P partial sum, W whole, F whole with a partial gradient ("fanned"), S split (see
-`shardwright.layout`). Backward is the exact adjoint in these layouts, which is why
-torch's own differentiable collectives are not used: they sum again in backward.
+Each function says what it does forward and backward, with the layout states of the value on the
+group's axis (`shardwright.layout`): P partial, I invariant, R replicate, S shard. Backward is the exact
+adjoint in these states, which is why torch's own differentiable collectives are not used: they sum
+again in backward.
 
-    from \\ to   W                 F              S                 P
-    P           fan_in            fan_in_out     reduce_scatter
-    W                             fan_out        take              on_first
-    F           gradient_on_first                take_pad
-    S           gather            gather_sum     exchange          pad
+    from \\ to   I             R                     S                 P
+    P           all_reduce    all_reduce(dst=R)     reduce_scatter
+    I                         replicate             shard             partial
+    R           invariant                           shard(src=R)
+    S           all_gather    all_gather(dst=R)     all_to_all        zero_pad
 
-A `cut` of None means the contiguous even cut of the dim. Uneven cuts travel padded to
-the largest piece. Inputs and incoming gradients are never written to, as another op may
-hold them; only `fan_in_` sums in place, where lowering knows that nobody does. `recording`
-lists the collectives that are issued, forward and backward.
+`sharding` says which elements of a dim each rank holds; None is the even contiguous split. Uneven shards
+travel padded to the largest. Inputs and incoming gradients are never written to, as another op may hold
+them; only `all_reduce_` sums in place, where lowering knows that nobody does. `recording` lists the
+collectives that are issued, forward and backward.
 
-Over a `Moment`, a place in time, only what needs nobody else works: `take` of a value without
-gradient, `take_pad`, `pad`, `on_first`, `gradient_on_first`. Backward reads the moment again.
+Over a `Moment`, a place in time, only what needs no other rank works: `shard` of a value without gradient,
+`shard(src=R)`, `zero_pad`, `partial`, `invariant`. Backward reads the moment again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import partial as bind
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,17 +69,17 @@ def note(kind: str, group: Group, shape: tuple[int, ...]) -> None:
 # Collectives on plain values: no autograd, a fresh result.
 
 
-def all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
+def all_reduce_no_grad(x: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     """The reduction of a value over the group, in a new tensor. No autograd."""
     if x.dtype is torch.bool:
-        return all_reduce(x.to(torch.uint8), group, "max" if op == "sum" else op).bool()
+        return all_reduce_no_grad(x.to(torch.uint8), group, "max" if op == "sum" else op).bool()
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    return out if group.process_group is None else begin_all_reduce(out, group, op)()
+    return out if group.process_group is None else all_reduce_async(out, group, op)()
 
 
 @report_failure
-def begin_all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Callable[[], Tensor]:
-    """Begin to reduce a contiguous tensor in place. The result gives it once it is reduced. No autograd."""
+def all_reduce_async(x: Tensor, group: Group, op: Reduction = "sum") -> Callable[[], Tensor]:
+    """Start to reduce a contiguous tensor in place. Calling the result waits for it. No autograd."""
     if not x.numel():
         return lambda: x
     if _listeners:
@@ -96,7 +96,7 @@ def begin_all_reduce(x: Tensor, group: Group, op: Reduction = "sum") -> Callable
 
 
 @report_failure
-def _gather(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
+def _all_gather(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     dim %= x.ndim
     sharding = sharding or blocks.plain(x.shape[dim] * group.size)
     piece = blocks.fill(x, dim, sharding, group.size, group.index).contiguous()
@@ -110,8 +110,8 @@ def _gather(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor
 
 
 @report_failure
-def begin_reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Callable[[], Tensor]:
-    """Begin to sum a tensor and scatter it. The result gives this rank's piece once it is there. No autograd."""
+def reduce_scatter_async(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Callable[[], Tensor]:
+    """Start a reduce_scatter. Calling the result waits for this rank's shard. No autograd."""
     dim %= x.ndim
     sharding = sharding or _even(x, dim, group)
     stacked = blocks.stack(x, dim, sharding, group.size)
@@ -134,42 +134,42 @@ def begin_reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | No
 def _reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     if x.dtype is torch.bool:
         return _reduce_scatter(x.to(torch.int32), dim, group, sharding).bool()
-    return begin_reduce_scatter(x, dim, group, sharding)()
+    return reduce_scatter_async(x, dim, group, sharding)()
 
 
-def _take(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
+def _shard(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     dim %= x.ndim
     return blocks.shard(x, dim, sharding or _even(x, dim, group), group.size, group.index)
 
 
-def _pad(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
+def _zero_pad(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     dim %= x.ndim
     sharding = sharding or blocks.plain(x.shape[dim] * group.size)
     return blocks.zero_pad(x, dim, sharding, group.size, group.index)
 
 
 @report_failure
-def _exchange(
-    x: Tensor, gather_dim: int, take_dim: int, group: Group, given: tuple[Shard | None, Shard | None]
+def _all_to_all(
+    x: Tensor, gather_dim: int, shard_dim: int, group: Group, shardings: tuple[Shard | None, Shard | None]
 ) -> Tensor:
-    gather_dim, take_dim = gather_dim % x.ndim, take_dim % x.ndim
-    if gather_dim == take_dim:
-        return _take(_gather(x, gather_dim, group, given[0]), take_dim, group, given[1])
-    gather_cut = given[0] or blocks.plain(x.shape[gather_dim] * group.size)
-    take_cut = given[1] or _even(x, take_dim, group)
-    piece = blocks.fill(x, gather_dim, gather_cut, group.size, group.index)
-    sent = blocks.stack(piece, take_dim, take_cut, group.size)
+    gather_dim, shard_dim = gather_dim % x.ndim, shard_dim % x.ndim
+    if gather_dim == shard_dim:
+        return _shard(_all_gather(x, gather_dim, group, shardings[0]), shard_dim, group, shardings[1])
+    gather_sharding = shardings[0] or blocks.plain(x.shape[gather_dim] * group.size)
+    shard_sharding = shardings[1] or _even(x, shard_dim, group)
+    piece = blocks.fill(x, gather_dim, gather_sharding, group.size, group.index)
+    sent = blocks.stack(piece, shard_dim, shard_sharding, group.size)
     got = torch.empty_like(sent)
     if sent.numel():
         if _listeners:
             note("all_to_all", group, tuple(x.shape))
         flight_recorder.enter("all_to_all", group.process_group, x.shape)
         process_group.all_to_all(_flat(got), _flat(sent), group.process_group).wait()
-    mine = got.narrow(take_dim + 1, 0, take_cut.local(group.size, group.index))
-    return blocks.unstack(mine, gather_dim, gather_cut)
+    mine = got.narrow(shard_dim + 1, 0, shard_sharding.local(group.size, group.index))
+    return blocks.unstack(mine, gather_dim, gather_sharding)
 
 
-def _keep_on_first(x: Tensor, group: Group) -> Tensor:
+def _zero_but_on_first(x: Tensor, group: Group) -> Tensor:
     return x if group.index == 0 else torch.zeros_like(x)
 
 
@@ -181,7 +181,7 @@ def _even(x: Tensor, dim: int, group: Group) -> Shard:
     if x.shape[dim] % group.size:
         raise LayoutError(
             f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by the {group.size} ranks of "
-            f"{' '.join(group.axes)}; pass the cut that says who holds what"
+            f"{' '.join(group.axes)}; pass a sharding that says which rank holds what"
         )
     return blocks.plain(x.shape[dim])
 
@@ -190,10 +190,10 @@ def _flat(x: Tensor) -> Tensor:
     return (x.view(torch.uint8) if x.dtype is torch.bool else x).view(-1)
 
 
-# The converters.
+# Reshards.
 
 
-class _Convert(torch.autograd.Function):
+class _Reshard(torch.autograd.Function):
     """A linear map and its adjoint, each a plain function; the gradient's gradient swaps them again."""
 
     @staticmethod
@@ -205,17 +205,17 @@ class _Convert(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         before = flight_recorder.within(ctx.place)
         try:
-            return convert(gradient, ctx.back, ctx.there), None, None
+            return reshard(gradient, ctx.back, ctx.there), None, None
         finally:
             flight_recorder.within(before)
 
 
-def convert(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def reshard(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """A value changed by one linear map, and its gradient by the adjoint of it."""
     x = x.resolve_conj() if x.is_complex() else x  # a conjugate is a view that can't be sent as it is
     if x.requires_grad and torch.is_grad_enabled():
-        converted: Tensor = _Convert.apply(x, there, back)  # type: ignore[no-untyped-call]
-        return converted
+        resharded: Tensor = _Reshard.apply(x, there, back)  # type: ignore[no-untyped-call]
+        return resharded
     return there(x)
 
 
@@ -226,11 +226,11 @@ class _SumInPlace(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.mark_dirty(x)
         ctx.group = group
-        return begin_all_reduce(x, group)()
+        return all_reduce_async(x, group)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return fan_out(gradient, ctx.group), None  # nothing, and its own gradient is a sum again
+        return replicate(gradient, ctx.group), None  # nothing, and its own gradient is a sum again
 
 
 Factor = float | Callable[[], Tensor]
@@ -266,141 +266,109 @@ class _Weigh(torch.autograd.Function):
         return scale_gradient(again, ctx.factor), None
 
 
-def fan_in(x: Tensor, group: Group) -> Tensor:
-    """P to W. Forward sums over the group / backward does nothing."""
+I: Literal["I"] = "I"  # noqa: E741
+R: Literal["R"] = "R"
+"""The two states of a replicated value (`shardwright.layout`), for `dst` and `src`."""
+
+State = Literal["I", "R"]
+Along = Callable[[Tensor, int, Group, Shard | None], Tensor]
+
+
+def _along(function: Along, dim: int, group: Group, sharding: Shard | None) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x, dim, group, sharding)
+
+
+def all_reduce(x: Tensor, group: Group, dst: State = I, op: Reduction = "sum") -> Tensor:
+    """P to `dst`. Forward: all_reduce / backward: nothing to I, all_reduce to R. Of `op` only a sum has a gradient."""
     if group.process_group is None:
         return x
-    return convert(x, partial(all_reduce, group=group), _nothing)
+    if op != "sum":
+        return all_reduce_no_grad(x, group, op)
+    reduce = bind(all_reduce_no_grad, group=group)
+    return reshard(x, reduce, _nothing if dst == I else reduce)
 
 
-def fan_in_(x: Tensor, group: Group) -> Tensor:
-    """`fan_in` in place, for a value that nobody else reads."""
+def all_reduce_(x: Tensor, group: Group) -> Tensor:
+    """`all_reduce` in place, for a value that nobody else reads."""
     if group.process_group is None or x.dtype is torch.bool or not x.is_contiguous():
-        return fan_in(x, group)
+        return all_reduce(x, group)
     if x.requires_grad and torch.is_grad_enabled():
         summed: Tensor = _SumInPlace.apply(x, group)  # type: ignore[no-untyped-call]
         return summed
-    return begin_all_reduce(x, group)()
+    return all_reduce_async(x, group)()
 
 
-def fan_out(x: Tensor, group: Group) -> Tensor:
-    """W to F. Forward does nothing / backward sums over the group."""
+def replicate(x: Tensor, group: Group) -> Tensor:
+    """I to R. Forward: nothing / backward: all_reduce."""
     if group.process_group is None or not x.requires_grad:
         return x
-    return convert(x, _nothing, partial(all_reduce, group=group))
+    return reshard(x, _nothing, bind(all_reduce_no_grad, group=group))
 
 
-def fan_in_out(x: Tensor, group: Group) -> Tensor:
-    """P to F. Forward sums over the group / backward sums over the group."""
+def all_gather(x: Tensor, dim: int, group: Group, sharding: Shard | None = None, dst: State = I) -> Tensor:
+    """S to `dst`. Forward: all_gather / backward: this rank's slice to I, reduce_scatter to R."""
     if group.process_group is None:
         return x
-    both = partial(all_reduce, group=group)
-    return convert(x, both, both)
+    along = bind(_along, dim=dim, group=group, sharding=sharding)
+    return reshard(x, along(_all_gather), along(_shard if dst == I else _reduce_scatter))
 
 
-def gather(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
-    """S to W. Forward gathers the pieces / backward takes this rank's piece."""
-    if group.process_group is None:
-        return x
-    return convert(
-        x,
-        partial(_gather, dim=dim, group=group, sharding=sharding),
-        partial(_take, dim=dim, group=group, sharding=sharding),
-    )
-
-
-def gather_sum(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
-    """S to F. Forward gathers the pieces / backward sums them and scatters."""
-    if group.process_group is None:
-        return x
-    return convert(
-        x,
-        partial(_gather, dim=dim, group=group, sharding=sharding),
-        partial(_reduce_scatter, dim=dim, group=group, sharding=sharding),
-    )
-
-
-def take(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
-    """W to S. Forward takes this rank's piece / backward gathers the pieces."""
+def shard(x: Tensor, dim: int, group: Group, sharding: Shard | None = None, src: State = I) -> Tensor:
+    """`src` to S. Forward: this rank's slice / backward: all_gather from I, zero-padding from R."""
     if group.size == 1:
         return x
-    return convert(
-        x,
-        partial(_take, dim=dim, group=group, sharding=sharding),
-        partial(_gather, dim=dim, group=group, sharding=sharding),
-    )
-
-
-def take_pad(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
-    """F to S. Forward takes this rank's piece / backward pads it with zeros."""
-    if group.size == 1:
-        return x
-    return convert(
-        x,
-        partial(_take, dim=dim, group=group, sharding=sharding),
-        partial(_pad, dim=dim, group=group, sharding=sharding),
-    )
+    along = bind(_along, dim=dim, group=group, sharding=sharding)
+    return reshard(x, along(_shard), along(_all_gather if src == I else _zero_pad))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
-    """P to S. Forward sums and scatters / backward gathers the pieces."""
+    """P to S. Forward: reduce_scatter / backward: all_gather."""
     if group.process_group is None:
         return x
-    return convert(
-        x,
-        partial(_reduce_scatter, dim=dim, group=group, sharding=sharding),
-        partial(_gather, dim=dim, group=group, sharding=sharding),
-    )
+    along = bind(_along, dim=dim, group=group, sharding=sharding)
+    return reshard(x, along(_reduce_scatter), along(_all_gather))
 
 
-def pad(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
-    """S to P. Forward pads this rank's piece with zeros / backward takes it."""
+def zero_pad(x: Tensor, dim: int, group: Group, sharding: Shard | None = None) -> Tensor:
+    """S to P. Forward: zeros where other ranks have their shards / backward: this rank's slice."""
     if group.size == 1:
         return x
-    return convert(
-        x,
-        partial(_pad, dim=dim, group=group, sharding=sharding),
-        partial(_take, dim=dim, group=group, sharding=sharding),
-    )
+    along = bind(_along, dim=dim, group=group, sharding=sharding)
+    return reshard(x, along(_zero_pad), along(_shard))
 
 
-def exchange(
+def all_to_all(
     x: Tensor,
     gather_dim: int,
-    take_dim: int,
+    shard_dim: int,
     group: Group,
-    gather_cut: Shard | None = None,
-    take_cut: Shard | None = None,
+    gather_sharding: Shard | None = None,
+    shard_sharding: Shard | None = None,
 ) -> Tensor:
-    """S to S of another dim. Forward sends every rank its piece / backward sends the pieces back."""
+    """S(gather_dim) to S(shard_dim). Forward: all_to_all / backward: all_to_all."""
     if group.process_group is None:
         return x
-    return convert(
+    there = bind(_all_to_all, gather_dim=gather_dim, shard_dim=shard_dim, group=group)
+    back = bind(_all_to_all, gather_dim=shard_dim, shard_dim=gather_dim, group=group)
+    return reshard(
         x,
-        partial(_exchange, gather_dim=gather_dim, take_dim=take_dim, group=group, given=(gather_cut, take_cut)),
-        partial(_exchange, gather_dim=take_dim, take_dim=gather_dim, group=group, given=(take_cut, gather_cut)),
+        bind(there, shardings=(gather_sharding, shard_sharding)),
+        bind(back, shardings=(shard_sharding, gather_sharding)),
     )
 
 
-def on_first(x: Tensor, group: Group) -> Tensor:
-    """W to P. Forward keeps the value on the first rank, zeros elsewhere / backward does nothing."""
+def partial(x: Tensor, group: Group) -> Tensor:
+    """I to P. Forward: zeros on all but the first rank / backward: nothing."""
     if group.size == 1:
         return x
-    return convert(x, partial(_keep_on_first, group=group), _nothing)
+    return reshard(x, bind(_zero_but_on_first, group=group), _nothing)
 
 
-def gradient_on_first(x: Tensor, group: Group) -> Tensor:
-    """F to W. Forward does nothing / backward keeps the gradient on the first rank, zeros elsewhere."""
+def invariant(x: Tensor, group: Group) -> Tensor:
+    """R to I. Forward: nothing / backward: zeros on all but the first rank."""
     if group.size == 1 or not x.requires_grad:
         return x
-    return convert(x, _nothing, partial(_keep_on_first, group=group))
-
-
-def reduce(x: Tensor, group: Group, op: Reduction) -> Tensor:
-    """Partial(op) to W for a value without gradient. Forward reduces over the group / no backward."""
-    if group.process_group is None:
-        return x
-    return all_reduce(x, group, op)
+    return reshard(x, _nothing, bind(_zero_but_on_first, group=group))
 
 
 def scale_gradient(x: Tensor, factor: Factor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..parameters.sharded import Untouched
 from ..world import Group
-from .comm import begin_all_reduce, fan_out
+from .comm import all_reduce_async, replicate
 
 _OF = torch.Tensor
 _VALUE_FREE = {
@@ -61,15 +61,15 @@ class _Arriving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return fan_out(gradient, ctx.group), None, None
+        return replicate(gradient, ctx.group), None, None
 
 
 def all_reduce_pending(share: Tensor, group: Group) -> Tensor:
-    """`comm.fan_in` of a value that only the user reads: P to W, awaited when it is looked at."""
+    """`comm.all_reduce` of a value that only the user reads: P to W, awaited when it is looked at."""
     if group.process_group is None:
         return share
     into = share.detach().clone()
-    finish = begin_all_reduce(into, group)
+    finish = all_reduce_async(into, group)
     arriving: Tensor = _Arriving.apply(share, lambda: into, group)  # type: ignore[no-untyped-call]
     later = arriving.as_subclass(PendingTensor)
     later.finish = finish

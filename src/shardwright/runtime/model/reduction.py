@@ -61,5 +61,5 @@ def total(count: int | float | Tensor, groups: Groups, axes: tuple[str, ...], de
     """The sum of a number over data-parallel groups. All ranks must call it."""
     found = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     for axis in axes:
-        found = comm.all_reduce(found, groups[axis])
+        found = comm.all_reduce_no_grad(found, groups[axis])
     return found

@@ -128,9 +128,9 @@ class GradientSync:
             thawed = [held.name for held, leaf in self._frozen if leaf.requires_grad]
         if thawed:
             raise InputError(
-                f"the parameters {name_some(thawed)} were frozen when the model was compiled and now need gradients, which "
-                "the plan does not sum; parallelize with requires_grad=True for all that is ever trained, and freeze "
-                "afterwards (p.requires_grad_(False) on the parallelized model), which may change at any time"
+                f"the parameters {name_some(thawed)} were frozen when the model was compiled and now need gradients, "
+                "which the plan does not sum; parallelize with requires_grad=True for all that is ever trained, and "
+                "freeze afterwards (p.requires_grad_(False) on the parallelized model), which may change at any time"
             )
 
     @property
@@ -299,7 +299,7 @@ def _summed(entry: BucketSlot, gradient: Tensor) -> Tensor:
             f"torch.autograd.grad asks for the gradient of parameter {held.name}, which several stages of the pipeline "
             "hold; call loss.backward() and read .grad, or use a plan without pp"
         )
-    total = comm.fan_in(gradient, bucket.over)
+    total = comm.all_reduce(gradient, bucket.over)
     return entry.hooks.change(wrap_gradient(entry.parameter, total))
 
 

@@ -256,7 +256,7 @@ def _is_over_everything(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
 def _sum(x: Tensor, place: ShardPlacement, dtype: torch.dtype | None = None) -> Tensor:
     total = x.as_subclass(Tensor).sum(dtype=dtype)
     for axis in place.axes:
-        total = comm.fan_in(total, place.groups[axis])
+        total = comm.all_reduce(total, place.groups[axis])
     return total
 
 
@@ -272,8 +272,8 @@ def _extreme(op: Any, x: Tensor, place: ShardPlacement) -> Tensor:
     some = (found.amax() if op == "max" else found.amin()) if x.numel() else x.new_tensor(worst)
     lost = x.isnan().any().to(torch.float64)
     for axis in place.axes:  # a NaN anywhere must win, which a backend does not promise
-        some = comm.all_reduce(some, place.groups[axis], op)
-        lost = comm.all_reduce(lost, place.groups[axis], "max")
+        some = comm.all_reduce_no_grad(some, place.groups[axis], op)
+        lost = comm.all_reduce_no_grad(lost, place.groups[axis], "max")
     return torch.where(lost > 0, torch.nan, some) if x.is_floating_point() else some
 
 

@@ -14,7 +14,7 @@ All three levels split in the same way, by `storage_layout`, so that an optimize
 saved under one level fits another. A parameter that is computed with in less than float32 may
 have a float32 `master`, split as the optimizer state is: that is the parameter's true value.
 
-`Piece` and `cut` are the words of the PIECES table in a generated file; `parse` turns that table
+`ParameterEntry` and `shard` are the words of the PARAMETERS table in a generated file; `parse` turns that table
 into `Held`s. `scatter` and `gather` go between whole tensors and pieces. Autograd has no part in anything here.
 """
 
@@ -208,12 +208,12 @@ class ShardEntry:
 
 
 def shard(axis: str, *runs: int | tuple[int, int, int], repeat: int = 1) -> Shard | ShardEntry:
-    """`cut("tp")`; `cut("tp", 3, 8, 32)` for rows (3 h e); `cut("tp", (1, 32, 64), (2, 8, 64))` for sections."""
+    """`shard("tp")`; `shard("tp", 3, 8, 32)` for a dim (3 h e); `shard("tp", (1, 32, 64), (2, 8, 64))` for sections."""
     sections: list[tuple[int, int, int]] = [run for run in runs if isinstance(run, tuple)]
     loose = [run for run in runs if isinstance(run, int)]
     if loose:
         if sections or len(loose) != 3:
-            raise LayoutError(f"cut({axis!r}, {', '.join(map(str, runs))}): write three numbers, or tuples of three")
+            raise LayoutError(f"shard({axis!r}, {', '.join(map(str, runs))}): write three numbers, or tuples of three")
         sections = [(loose[0], loose[1], loose[2])]
     if not sections:
         return ShardEntry(axis)
@@ -222,7 +222,7 @@ def shard(axis: str, *runs: int | tuple[int, int, int], repeat: int = 1) -> Shar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """How a parameter is held, as written in the PIECES table of a generated file."""
+    """How a parameter is held, as written in the PARAMETERS table of a generated file."""
 
     shape: tuple[int, ...]
     shards: Mapping[int, Shard | ShardEntry | tuple[Shard | ShardEntry, ...]] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class ParameterEntry:
 
 
 def parse(pieces: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str]) -> list[ParameterSpec]:
-    """The PIECES table as `Held`s, in the order of the real `keys`; a `*` stands for one part of a key."""
+    """The PARAMETERS table as `Held`s, in the order of the real `keys`; a `*` stands for one part of a key."""
     exact = {key: (piece, ()) for key, piece in pieces.items() if "*" not in key}
     stars = [(_pattern(key), piece) for key, piece in pieces.items() if "*" in key]
     found: list[ParameterSpec] = []
@@ -246,12 +246,12 @@ def parse(pieces: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str])
             continue
         fits = [exact[key]] if key in exact else [(p, m.groups()) for r, p in stars if (m := r.fullmatch(key))]
         if len(fits) != 1:
-            faults.append(f"{key} is described by {len(fits)} entries of PIECES, it needs one")
+            faults.append(f"{key} is described by {len(fits)} entries of PARAMETERS, it needs one")
             continue
         held = _held(key, fits[0][0], fits[0][1], mesh)
         tied.update(held.keys[1:])
         found.append(held)
-    raise_all(LayoutError, f"PIECES does not fit the model's {len(keys)} parameters:", faults)
+    raise_all(LayoutError, f"PARAMETERS does not fit the model's {len(keys)} parameters:", faults)
     return found
 
 

@@ -91,7 +91,7 @@ def _share(gradient: Tensor, held: ParameterSpec, groups: Groups) -> Tensor:
     split = zero_axes(held, groups.mesh.sizes)
     for axis in summing_axes(held, groups.mesh):
         if axis not in split:
-            gradient = comm.fan_in(gradient, groups[axis])
+            gradient = comm.all_reduce(gradient, groups[axis])
     for dim, shards in enumerate(layout.shards):
         for sharding in shards:
             if sharding.axis in split:

@@ -172,7 +172,7 @@ class PipelineExecutor:
         ]
         for count, total in zip(stage.counts, totals, strict=True):
             if count.over is not None:
-                total = comm.reduce(total, getattr(stage, count.over), count.op)
+                total = comm.all_reduce(total, getattr(stage, count.over), op=count.op)
             setattr(stage.known, count.name, total)
 
     def _forward(self, turn: ScriptStep, run: ScheduleRun) -> None:
