@@ -85,7 +85,8 @@ NAMED_ONLY = {
     "cross_entropy_loss": 2, "mse_loss": 2, "l1_loss": 2, "softmax": 2, "log_softmax": 2, "sum": 1, "mean": 1,
     "runtime.cross_entropy": 2, "runtime.nll_loss": 2, "runtime.begin_count": 1, "runtime.count_labels": 1,
     "runtime.dropout": 3, "runtime.embedding_rows": 4, "comm.all_to_all": 4, "comm.reduce": 2,
-    "comm.all_reduce_to_r": 2, "comm.all_gather_to_r": 4, "comm.shard_from_r": 4, "addmm": 3, "constant_pad_nd": 2, "pad": 2,
+    "comm.all_reduce_to_r": 2, "comm.all_gather_to_r": 4, "comm.shard_from_r": 4, "addmm": 3, "constant_pad_nd": 2,
+    "pad": 2,
     "scaled_dot_product_attention": 3, "gelu": 1, "embedding": 2,
 }  # fmt: skip
 """How many arguments of a form are given by position; the callee has others between or before the rest."""
