@@ -181,7 +181,7 @@ def test_compile_writes_code_that_can_be_read(net, tmp_path, capsys):
     (path,) = (tmp_path / "out").rglob("*.py")
     text = path.read_text()
     compile(text, str(path), "exec")
-    assert "class Net(Stage)" in text
+    assert "class Net(Program)" in text
     assert "B = 8" in text
     assert "4 devices" in capsys.readouterr().out
     assert not list((tmp_path / "out").rglob("*.part"))

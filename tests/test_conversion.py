@@ -95,7 +95,7 @@ def test_a_value_without_a_gradient_needs_no_step_for_one(case):
 
     steps = steps_between(start, goal, shape, mesh.sizes, gradient=False)
 
-    assert not {"fan_out", "fan_in_out", "gather_sum", "gradient_on_first", "take_pad"} & set(kinds(steps))
+    assert not {"replicate", "all_reduce_to_r", "all_gather_to_r", "invariant", "shard_from_r"} & set(kinds(steps))
     end = forward(steps, spread(value, forget_gradient(start), mesh, random), mesh)
     assert_lies(end, value, forget_gradient(goal), mesh)
 
@@ -134,25 +134,25 @@ def test_from_several_starts_the_nearest_is_taken(case):
 
 ROWS = make_layout([[contiguous_shard(TP, 8)], []])
 COLUMNS = make_layout([[], [contiguous_shard(TP, 6)]])
-AT = {name: make_layout([[], []], {"tp": held}) for name, held in (("W", INVARIANT), ("F", REPLICATE), ("P", PARTIAL))}
+AT = {name: make_layout([[], []], {"tp": held}) for name, held in (("I", INVARIANT), ("R", REPLICATE), ("P", PARTIAL))}
 AT |= {"S": ROWS, "S'": COLUMNS}
 
 
 @pytest.mark.parametrize(
     ("start", "goal", "expected"),
     [
-        ("P", "W", "fan_in"),
-        ("W", "F", "fan_out"),
-        ("P", "F", "fan_in_out"),
-        ("S", "W", "gather"),
-        ("S", "F", "gather_sum"),
-        ("W", "S", "take"),
-        ("F", "S", "take_pad"),
+        ("P", "I", "all_reduce"),
+        ("I", "R", "replicate"),
+        ("P", "R", "all_reduce_to_r"),
+        ("S", "I", "all_gather"),
+        ("S", "R", "all_gather_to_r"),
+        ("I", "S", "shard"),
+        ("R", "S", "shard_from_r"),
         ("P", "S", "reduce_scatter"),
-        ("S", "P", "pad"),
-        ("S", "S'", "exchange"),
-        ("W", "P", "on_first"),
-        ("F", "W", "gradient_on_first"),
+        ("S", "P", "zero_pad"),
+        ("S", "S'", "all_to_all"),
+        ("I", "P", "partial"),
+        ("R", "I", "invariant"),
     ],
 )
 def test_each_row_of_the_table_is_one_step(start, goal, expected):
@@ -166,10 +166,10 @@ def test_the_simulator_knows_every_kind_that_the_table_has():
 def test_a_bias_that_is_only_sent_through_is_not_summed_and_cut_in_two_steps():
     """All_reduce and slice is what a naive lowering does; reduce_scatter moves half of it."""
     (step,) = steps_between(AT["P"], AT["S"], (8, 6), {"tp": 2})
-    naive = [*steps_between(AT["P"], AT["W"], (8, 6), {"tp": 2}), *steps_between(AT["W"], AT["S"], (8, 6), {"tp": 2})]
+    naive = [*steps_between(AT["P"], AT["I"], (8, 6), {"tp": 2}), *steps_between(AT["I"], AT["S"], (8, 6), {"tp": 2})]
 
     assert step.kind == "reduce_scatter"
-    assert kinds(naive) == ["fan_in", "take"]
+    assert kinds(naive) == ["all_reduce", "shard"]
     assert reshard_cost(step, AT["P"], 1e9, {"tp": 2}, False) < reshard_cost(naive[0], AT["P"], 1e9, {"tp": 2}, False)
 
 
@@ -177,7 +177,7 @@ def test_a_cut_of_other_blocks_on_the_same_dim_is_gathered_and_taken_anew():
     plain = make_layout([[contiguous_shard(TP, 12)]])
     heads = make_layout([[make_shard(TP, [Block(3, 4, 1)])]])
 
-    assert kinds(steps_between(plain, heads, (12,), {"tp": 2})) == ["gather", "take"]
+    assert kinds(steps_between(plain, heads, (12,), {"tp": 2})) == ["all_gather", "shard"]
 
 
 def test_a_maximum_is_reduced_as_a_maximum_and_never_scattered():
@@ -185,7 +185,7 @@ def test_a_maximum_is_reduced_as_a_maximum_and_never_scattered():
 
     steps = steps_between(start, make_layout([[contiguous_shard(TP, 8)]]), (8,), {"tp": 2}, gradient=False)
 
-    assert kinds(steps) == ["reduce", "take"]
+    assert kinds(steps) == ["reduce", "shard"]
     assert steps[0].reduction == "max"
 
 
@@ -195,7 +195,7 @@ def test_only_the_minor_most_axis_of_a_dim_is_gathered_directly():
     wrong = make_layout([[contiguous_shard(DP, 8), contiguous_shard(TP, 4)]])
     wanted = make_layout([[contiguous_shard(TP, 8)]])
 
-    assert kinds(steps_between(stored, wanted, (8,), sizes)) == ["gather"]
+    assert kinds(steps_between(stored, wanted, (8,), sizes)) == ["all_gather"]
     assert len(steps_between(wrong, wanted, (8,), sizes)) > 1, "dp major can't give tp rank 0 its rows in one step"
 
 

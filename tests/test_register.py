@@ -281,7 +281,7 @@ def test_an_own_algorithm_does_its_split(name, label, size, tmp_path):
     report = sw.verify(Net(), split_on(name, label), example=example(), method="threads", size=size, directory=tmp_path)
     assert report.passed, str(report)
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py"))
-    assert f'runtime.own("call.{__name__}.{name}", "{label}", self.tp, ' in text
+    assert f'runtime.custom_algorithm("call.{__name__}.{name}", "{label}", self.tp, ' in text
 
 
 def test_a_rule_may_be_a_function_of_the_arguments():

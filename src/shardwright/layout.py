@@ -1,21 +1,20 @@
-"""How a tensor lies on a mesh: axes, cuts, placements, layouts, pieces.
+"""How a tensor lies on a mesh: axes, shards, placements, layouts.
 
-An **axis** is a mesh's, a **dim** is a tensor's. A `Layout` says for every dim which
-axes cut it, in order from major to minor, and for every other axis how the copies on
-that axis relate:
+An **axis** is a mesh's, a **dim** is a tensor's. A `Layout` says for every dim which axes shard it, in
+order from major to minor, and for every other axis in which state the copies on that axis are:
 
-    placement   the value is            its gradient is
-    ---------   ---------------------   ---------------------
-    (cut)       split                   split the same way
-    WHOLE       the same everywhere     the same everywhere
-    FANNED      the same everywhere     a sum over the axis
-    Partial     a sum over the axis     the same everywhere
+    state            letter   the value is             its gradient is
+    --------------   ------   ----------------------   ----------------------
+    Shard            S(dim)   sharded                  sharded the same way
+    INVARIANT        I        replicated               replicated
+    REPLICATE        R        replicated               a pending sum
+    PARTIAL          P        a pending sum            replicated
 
-These four are all there are: the tables of docs/design.md never pair a value and a
-gradient in another way. Nothing here knows about torch, ops or time.
+These four are all there are: no op pairs a value and a gradient in another way. Nothing here knows about
+torch, ops or time.
 
-A dim is cut in **blocks**, because real dims are fused. The rows of a QKV weight are
-`(3 h e)`; cutting `h` in two gives a rank three runs of rows:
+A dim is sharded in **blocks**, because real dims are fused. The rows of a QKV weight are `(3 h e)`;
+sharding `h` over two ranks gives each of them three runs of rows:
 
     rows   q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3      Block(outer=3, size=4, inner=e)
     rank 0 q0 q1         k0 k1         v0 v1
@@ -198,13 +197,19 @@ def contiguous_shard(axis: Axis, size: int) -> Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The value is the same everywhere on the axis; its gradient may come back in parts."""
-
-    partial_gradient: bool = False
+class Invariant:
+    """The value is the same everywhere on the axis, and so is its gradient."""
 
     def __str__(self) -> str:
-        return "fanned" if self.partial_gradient else "whole"
+        return "invariant"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """The value is the same everywhere on the axis; its gradient is a pending sum over the axis."""
+
+    def __str__(self) -> str:
+        return "replicate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +222,9 @@ class Partial:
         return f"partial {self.op}"
 
 
-Placement = Whole | Partial
-INVARIANT = Whole()
-REPLICATE = Whole(partial_gradient=True)
+Placement = Invariant | Replicate | Partial
+INVARIANT = Invariant()
+REPLICATE = Replicate()
 PARTIAL = Partial()
 
 

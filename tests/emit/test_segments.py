@@ -69,7 +69,7 @@ def test_labels_are_counted_before_the_first_microbatch_each_under_a_name_of_its
     made = compile_program(TwoLosses(), args, {}, "pp=2", 2, batching=Batching(microbatches=2))
     program = made.programs[-1]
 
-    assert list(counts(program)) == ['runtime.Count(name="count")', 'runtime.Count(name="count_1")']
+    assert list(counts(program)) == ['runtime.PrologueCount(name="count")', 'runtime.PrologueCount(name="count_1")']
     assert list(known_names(program).values()) == ["self.known.count", "self.known.count_1"]
 
 
@@ -135,9 +135,9 @@ def test_a_count_is_said_with_the_axes_it_is_summed_over_and_how_it_is_reduced()
     ).programs[-1].with_(early=tuple(early))  # fmt: skip
 
     assert list(counts(program)) == [
-        'runtime.Count(name="count")',
-        'runtime.Count(name="count_1", over="dp")',
-        'runtime.Count(name="count_2", over="dp_tp", op="max")',
+        'runtime.PrologueCount(name="count")',
+        'runtime.PrologueCount(name="count_1", over="dp")',
+        'runtime.PrologueCount(name="count_2", over="dp_tp", op="max")',
     ]
     assert known_names(program) == {
         "count@loss": "self.known.count",

@@ -279,8 +279,8 @@ def _parameters(callee: str) -> list[str]:
 
 
 SPELLED = {"self": ("input", "self", "x", "logits", "logp"), "indices": ("input", "ids"), "axes": ("group", "rows"),
-           "p": ("p",), "pad": ("pad",), "cut": ("cut", "gather_cut"), "to_cut": ("take_cut",),
-           "to_dim": ("take_dim", "to_dim"), "dim": ("dim", "gather_dim"), "op_key": ("op",), "x": ("x",),
+           "p": ("p",), "pad": ("pad",), "sharding": ("sharding", "gather_sharding"), "to_sharding": ("shard_sharding",),
+           "to_dim": ("shard_dim", "to_dim"), "dim": ("dim", "gather_dim"), "op_key": ("op",), "x": ("x",),
            "train": ("training",),
            "split_size": ("split_size", "split_sizes"), "split_sizes": ("split_size", "split_sizes")}  # fmt: skip
 
@@ -369,7 +369,7 @@ def test_an_embedding_scaled_by_frequency_keeps_its_flag() -> None:
     compare(Net(), (torch.randint(0, 5, (4, 6)),), "single")
 
 
-@pytest.mark.parametrize("name", ["B", "D", "S", "M", "F", "torch", "Stage", "comm", "PIECES"])
+@pytest.mark.parametrize("name", ["B", "D", "S", "M", "F", "torch", "Stage", "comm", "PARAMETERS"])
 def test_a_model_may_be_called_as_something_in_the_file(name: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -110,7 +110,7 @@ SPREAD = (
 def test_what_is_emitted_is_read_back(name: str, plan: str) -> None:
     for program in programs(name, plan):
         emitted = emit(program)
-        assert f"class {emitted.class_name}(Stage):" in emitted.text
+        assert f"class {emitted.class_name}(Program):" in emitted.text
 
 
 def test_the_largest_of_all_ranks_is_asked_for_by_name() -> None:

@@ -122,12 +122,12 @@ def _exchange_back(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
 
 
 FORWARD: dict[str, Move] = {
-    "fan_in": _sum, "fan_out": _nothing, "fan_in_out": _sum, "gather": _gather, "gather_sum": _gather, "take": _take,
-    "take_pad": _take, "reduce_scatter": _sum_take, "pad": _pad, "exchange": _exchange, "on_first": _first,
-    "gradient_on_first": _nothing,
+    "all_reduce": _sum, "replicate": _nothing, "all_reduce_to_r": _sum, "gather": _gather, "all_gather_to_r": _gather, "take": _take,
+    "shard_from_r": _take, "reduce_scatter": _sum_take, "pad": _pad, "all_to_all": _exchange, "partial": _first,
+    "invariant": _nothing,
 }  # fmt: skip
 BACKWARD: dict[str, Move] = {
-    "fan_in": _nothing, "fan_out": _sum, "fan_in_out": _sum, "gather": _take, "gather_sum": _sum_take,
-    "take": _gather, "take_pad": _pad, "reduce_scatter": _gather, "pad": _take, "exchange": _exchange_back,
-    "on_first": _nothing, "gradient_on_first": _first,
+    "all_reduce": _nothing, "replicate": _sum, "all_reduce_to_r": _sum, "gather": _take, "all_gather_to_r": _sum_take,
+    "take": _gather, "shard_from_r": _pad, "reduce_scatter": _gather, "pad": _take, "all_to_all": _exchange_back,
+    "partial": _nothing, "invariant": _first,
 }  # fmt: skip

@@ -37,29 +37,29 @@ def converters(program: LoweredProgram, inside: str = "") -> Counter:
     ],
 )
 def test_tensor_parallel_blocks_sum_twice_forward_and_twice_backward_and_gather_nothing(name, block):
-    assert converters(program_of("tp=2", name), block) == {"fan_in": 2, "fan_out": 2}
+    assert converters(program_of("tp=2", name), block) == {"all_reduce": 2, "replicate": 2}
 
 
 @pytest.mark.parametrize(
     ("name", "block", "text", "inside"),
     [
         ("hf_llama", "model.layers.1", "tp=4", {}),  # two heads of keys
-        ("gqa_fused", "blocks.1", "tp=4", {"take_pad": 3}),  # q, k and v come whole in a group; nothing is sent
-        ("gpt", "blocks.1", "tp=8", {"take_pad": 1}),  # four heads, each of a pair
+        ("gqa_fused", "blocks.1", "tp=4", {"shard_from_r": 3}),  # q, k and v come whole in a group; nothing is sent
+        ("gpt", "blocks.1", "tp=8", {"shard_from_r": 1}),  # four heads, each of a pair
     ],
 )
 def test_an_axis_that_is_two_sums_over_both_at_once_and_no_more_than_one_axis(name, block, text, inside):
     program = program_of(text, name)
 
-    assert converters(program, block) == {"fan_in": 2, "fan_out": 2, **inside}
-    sums = [op.argument("axes") for op in program.body if reshard_kind(op) in ("fan_in", "fan_out")]
+    assert converters(program, block) == {"all_reduce": 2, "replicate": 2, **inside}
+    sums = [op.argument("axes") for op in program.body if reshard_kind(op) in ("all_reduce", "replicate")]
     assert set(sums) == {("tp0", "tp1")}
 
 
 def test_a_sequence_that_two_axes_cut_is_gathered_and_scattered_over_both_at_once():
     program = program_of("sp=4", "hf_llama")
 
-    assert converters(program, "model.layers.1") == {"gather_sum": 2, "reduce_scatter": 2}
+    assert converters(program, "model.layers.1") == {"all_gather_to_r": 2, "reduce_scatter": 2}
     talks = [op for op in program.body if reshard_kind(op) is not None]
     assert {op.argument("axes") for op in talks} == {("tp0", "tp1")}
 
@@ -70,21 +70,21 @@ def test_classes_and_tables_that_two_axes_cut_are_those_of_one_axis():
     (table,) = (op for op in program.body if op.target == "runtime.embedding_rows")
 
     assert loss.argument("classes") == table.argument("axes") == ("tp0", "tp1")
-    assert loss.argument("cut").blocks == table.argument("cut").blocks == (Block(1, 4, 16),)
+    assert loss.argument("sharding").blocks == table.argument("sharding").blocks == (Block(1, 4, 16),)
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_gpt2"])
 def test_sequence_parallel_blocks_scatter_and_gather_in_their_place(name):
     block = "blocks.1" if name == "gpt" else "transformer.h.1"
 
-    assert converters(program_of("sp=2", name), block) == {"reduce_scatter": 2, "gather_sum": 2}
+    assert converters(program_of("sp=2", name), block) == {"reduce_scatter": 2, "all_gather_to_r": 2}
 
 
 def test_data_parallel_talks_about_the_loss_only():
     program = program_of("dp=2")
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
 
-    assert converters(program) == {"take": 2, "fan_in": 1}
+    assert converters(program) == {"take": 2, "all_reduce": 1}
     (count,) = (op for op in program.body if op.target == "runtime.begin_count")
     (total,) = (op for op in program.body if op.target == "comm.all_reduce")
     assert (count.argument("rows"), loss.inputs[-1]) == (("dp",), count.outputs[0])
@@ -137,7 +137,7 @@ def test_a_mean_that_nobody_counted_early_is_summed_with_its_count():
 def test_two_axes_do_both():
     kinds = converters(program_of("dp=2,tp=2"), "blocks.1")
 
-    assert kinds == {"fan_in": 2, "fan_out": 2}
+    assert kinds == {"all_reduce": 2, "replicate": 2}
 
 
 def test_a_bias_waits_for_the_sum():

@@ -363,7 +363,7 @@ def _without_in_place(op):
 
 
 def test_the_products_of_one_value_are_joined_with_its_converter():
-    joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.fan_out_linears"]
+    joined = [op for op in program_of("tp=2", "hf_llama").body if op.target == "runtime.replicate_linears"]
 
     assert [len(op.outputs) for op in joined if "layers.0" in op.module_path] == [3, 2]
 

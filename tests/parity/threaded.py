@@ -92,7 +92,7 @@ def ranks_of(make: Callable[[int], nn.Module], args: tuple[Any, ...], plan: str,
             text=model.generated.read_text() if model.generated else "",
         )  # fmt: skip
 
-    with mock.patch.object(buckets, "nearby", noted):
+    with mock.patch.object(buckets, "process_group", noted):
         return run_ranks(world_of(plan), run)
 
 

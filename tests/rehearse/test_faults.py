@@ -16,11 +16,11 @@ def unchanged(x, *rest):
     return x
 
 
-def own_part(x, dim, group, cut=None):
+def own_part(x, dim, group, sharding=None):
     return comm.shard(x, dim, group, cut)
 
 
-def first_part(x, dim, group, cut=None):
+def first_part(x, dim, group, sharding=None):
     return x.narrow(dim, 0, x.shape[dim] // group.size)
 
 
@@ -29,7 +29,7 @@ def sums_nothing(tensor, group, *rest):
 
 
 FAULTS = {
-    "a sum over tp is left out": ("tp=8", [(comm, "fan_in", unchanged), (comm, "fan_in_", unchanged)]),
+    "a sum over tp is left out": ("tp=8", [(comm, "all_reduce", unchanged), (comm, "fan_in_", unchanged)]),
     "the backward of a linear does not sum": (
         "tp=8",
         [(linears.comm, "all_reduce_async", lambda x, group, *rest: lambda: x)],

@@ -43,7 +43,7 @@ def test_a_plan_for_many_devices_runs_on_few():
     assert rehearsal.devices == (32, 4)
     assert rehearsal.meshes == (("dp=4 x tp=8", "dp=2 x tp=2"),)
     assert [layers.kept for layers in rehearsal.layers] == [(0, 1, 5)]
-    assert {kind for kind, axes in rehearsal.collectives if axes == "tp"} == {"fan_in"}
+    assert {kind for kind, axes in rehearsal.collectives if axes == "tp"} == {"all_reduce"}
     small = dict(rehearsal.sizes)
     assert small[16] % 2 == 0 and small[50304] % 2 == 0 and small[512] % 2 == 0
     assert max(small.values()) < 32
@@ -140,7 +140,7 @@ def test_a_plan_in_a_precision_keeps_its_casts(tmp_path):
 
 
 def test_a_sum_that_is_left_out_is_caught(monkeypatch):
-    monkeypatch.setattr(comm, "fan_in", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce", lambda x, group: x)
     monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
 
     rehearsal = run("tp=8")

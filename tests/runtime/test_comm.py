@@ -23,7 +23,7 @@ from shardwright.runtime.collectives import comm
 from shardwright.runtime.world import Group, Groups
 from tests.runtime.ranks import run_processes, run_ranks
 
-GRADIENT = {"S": "S", "W": "W", "F": "P", "P": "W"}
+GRADIENT = {"S": "S", "I": "I", "R": "P", "P": "I"}
 
 
 def group_of(n: int) -> Group:
@@ -53,7 +53,7 @@ def whole(size: int, dim: int, seed: int, others: int = 12) -> Tensor:
     return x.transpose(0, 2).contiguous().transpose(0, 2)  # not contiguous
 
 
-def held(kind: str, x: Tensor, rank: int, n: int, dim: int, cut: Shard | None) -> Tensor:
+def held(kind: str, x: Tensor, rank: int, n: int, dim: int, sharding: Shard | None) -> Tensor:
     """What a rank holds of a whole tensor."""
     if kind in "WF":
         return x
@@ -61,50 +61,51 @@ def held(kind: str, x: Tensor, rank: int, n: int, dim: int, cut: Shard | None) -
         parts = [torch.randint(-9, 9, x.shape, generator=torch.Generator().manual_seed(i)).to(x) for i in range(n - 1)]
         parts.append(x - sum(parts))
         return parts[rank]
-    spans = cut.spans(n, rank) if cut else [(rank * x.shape[dim] // n, x.shape[dim] // n)]
+    spans = sharding.spans(n, rank) if sharding else [(rank * x.shape[dim] // n, x.shape[dim] // n)]
     kept = [i for start, length in spans for i in range(start, start + length)]
     return x.index_select(dim, torch.tensor(kept, dtype=torch.long))
 
 
-def check(kind: str, found: list[Tensor], x: Tensor, dim: int, cut: Shard | None) -> None:
+def check(kind: str, found: list[Tensor], x: Tensor, dim: int, sharding: Shard | None) -> None:
     if kind == "P":
         assert torch.equal(sum(found), x)
         return
     for rank, y in enumerate(found):
-        assert torch.equal(y, held(kind, x, rank, len(found), dim, cut))
+        assert torch.equal(y, held(kind, x, rank, len(found), dim, sharding))
 
 
 CONVERTERS: dict[str, tuple[str, str, list[str], list[str]]] = {
-    "fan_in": ("P", "W", ["all_reduce"], []),
-    "fan_out": ("W", "F", [], ["all_reduce"]),
-    "fan_in_out": ("P", "F", ["all_reduce"], ["all_reduce"]),
-    "gather": ("S", "W", ["all_gather"], []),
-    "gather_sum": ("S", "F", ["all_gather"], ["reduce_scatter"]),
-    "take": ("W", "S", [], ["all_gather"]),
-    "take_pad": ("F", "S", [], []),
+    "all_reduce": ("P", "I", ["all_reduce"], []),
+    "replicate": ("I", "R", [], ["all_reduce"]),
+    "all_reduce_to_r": ("P", "R", ["all_reduce"], ["all_reduce"]),
+    "all_gather": ("S", "I", ["all_gather"], []),
+    "all_gather_to_r": ("S", "R", ["all_gather"], ["reduce_scatter"]),
+    "shard": ("I", "S", [], ["all_gather"]),
+    "shard_from_r": ("R", "S", [], []),
     "reduce_scatter": ("P", "S", ["reduce_scatter"], ["all_gather"]),
-    "pad": ("S", "P", [], []),
-    "on_first": ("W", "P", [], []),
-    "gradient_on_first": ("F", "W", [], []),
+    "zero_pad": ("S", "P", [], []),
+    "partial": ("I", "P", [], []),
+    "invariant": ("R", "I", [], []),
 }
 
 
-def bind(name: str, dim: int, cut: Shard | None) -> Callable[[Tensor, Group], Tensor]:
-    function = getattr(comm, name)
-    cutting = name.startswith(("gather", "take", "reduce_scatter", "pad"))
-    return partial(function, dim=dim, cut=cut) if cutting else function
+def bind(name: str, dim: int, sharding: Shard | None) -> Callable[[Tensor, Group], Tensor]:
+    plain, _, state = name.replace("_to_r", " dst").replace("_from_r", " src").partition(" ")
+    function = partial(getattr(comm, plain), **({state: comm.R} if state else {}))
+    along = plain in ("all_gather", "shard", "reduce_scatter", "zero_pad")
+    return partial(function, dim=dim, sharding=sharding) if along else function
 
 
 def convert_all(rank: int, n: int, name: str, cases: list[tuple[int, str]]) -> list[tuple[Tensor, Tensor, list[str]]]:
     source, target, _, _ = CONVERTERS[name]
     group, results = group_of(n), []
     for dim, label in cases:
-        size, cut = CUTS[label]
-        x = held(source, whole(size, dim, 1), rank, n, dim, cut).requires_grad_()
-        gradient = held(GRADIENT[target], whole(size, dim, 2), rank, n, dim, cut)
+        size, sharding = CUTS[label]
+        x = held(source, whole(size, dim, 1), rank, n, dim, sharding).requires_grad_()
+        gradient = held(GRADIENT[target], whole(size, dim, 2), rank, n, dim, sharding)
         before = x.detach().clone(), gradient.clone()
         with comm.recording() as issued:
-            y = bind(name, dim, cut)(x, group=group)
+            y = bind(name, dim, sharding)(x, group=group)
             y.backward(gradient)
         assert x.grad is not None
         assert torch.equal(x.detach(), before[0])
@@ -122,9 +123,9 @@ def test_converters_do_what_the_layouts_mean(name: str, n: int) -> None:
     results = run_ranks(n, convert_all, n, name, cases)
 
     for at, (dim, label) in enumerate(cases):
-        size, cut = CUTS[label]
-        check(target, [ranks[at][0] for ranks in results], whole(size, dim, 1), dim, cut)
-        check(GRADIENT[source], [ranks[at][1] for ranks in results], whole(size, dim, 2), dim, cut)
+        size, sharding = CUTS[label]
+        check(target, [ranks[at][0] for ranks in results], whole(size, dim, 1), dim, sharding)
+        check(GRADIENT[source], [ranks[at][1] for ranks in results], whole(size, dim, 2), dim, sharding)
         assert all(ranks[at][2] == forward + backward for ranks in results)
 
 
@@ -230,7 +231,7 @@ def test_scaling_a_gradient_leaves_the_value() -> None:
 def uneven_without_cut(rank: int) -> None:
     with pytest.raises(LayoutError, match=r"shape \(5,\) does not divide by the 2 ranks of tp"):
         comm.shard(torch.zeros(5), 0, group_of(2))
-    with pytest.raises(LayoutError, match="pass the cut"):
+    with pytest.raises(LayoutError, match="pass the sharding"):
         comm.reduce_scatter(torch.zeros(5), 0, group_of(2))
     with pytest.raises(LayoutError, match="should have 3 elements"):
         comm.zero_pad(torch.zeros(5), 0, group_of(2), shard_of(Block(1, 6, 1)))
@@ -255,11 +256,11 @@ def test_every_collective_on_real_processes(shared: str) -> None:
 
     for which, name in enumerate(CONVERTERS):
         for at, (dim, label) in enumerate(cases):
-            size, cut = CUTS[label]
+            size, sharding = CUTS[label]
             values = [ranks[which][at][0] for ranks in results]
             gradients = [ranks[which][at][1] for ranks in results]
-            check(CONVERTERS[name][1], values, whole(size, dim, 1), dim, cut)
-            check(GRADIENT[CONVERTERS[name][0]], gradients, whole(size, dim, 2), dim, cut)
+            check(CONVERTERS[name][1], values, whole(size, dim, 1), dim, sharding)
+            check(GRADIENT[CONVERTERS[name][0]], gradients, whole(size, dim, 2), dim, sharding)
 
 
 def test_exchange_on_real_processes() -> None:

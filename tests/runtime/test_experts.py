@@ -50,13 +50,13 @@ def whole(x: Tensor, index: Tensor, w: Tensor, up: Tensor, down: Tensor) -> list
 def on_rank(rank: int, size: int, x: Tensor, index: Tensor, w: Tensor, up: Tensor, down: Tensor):
     mesh = Mesh(axes=(Axis(name="ep", size=size),))
     group = Groups(mesh, [("ep",)])["ep"]
-    cut = make_shard(mesh.axes[0], (Block(1, up.shape[0], 1),), 1)
-    mine = [up[s : s + n] for s, n in cut.spans(size, rank)] or [up[:0]]
-    down_mine = [down[s : s + n] for s, n in cut.spans(size, rank)] or [down[:0]]
+    sharding = make_shard(mesh.axes[0], (Block(1, up.shape[0], 1),), 1)
+    mine = [up[s : s + n] for s, n in sharding.spans(size, rank)] or [up[:0]]
+    down_mine = [down[s : s + n] for s, n in sharding.spans(size, rank)] or [down[:0]]
     rows = [t.chunk(size)[rank].clone() for t in (x, index, w)]
     held = [t.clone().requires_grad_() for t in (rows[0], rows[2], torch.cat(mine), torch.cat(down_mine))]
     with comm.recording() as issued:
-        out = experts(layer(held[2], held[3]), held[0], rows[1], held[1], group, cut)
+        out = experts(layer(held[2], held[3]), held[0], rows[1], held[1], group, sharding)
         found = torch.autograd.grad((out * torch.arange(D)).sum(), held)
     assert {kind for kind, _, _ in issued} == {"all_to_all"}
     return [out.detach(), *found]

@@ -1,4 +1,4 @@
-"""Pieces of parameters: cut, put together again, and read from the words of a generated file."""
+"""Pieces of parameters: sharding, put together again, and read from the words of a generated file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_rows_of_a_fused_weight_are_three_runs():
 
 def test_zero_cuts_are_minor_to_compute_cuts():
     it = held((8,), [[contiguous_shard(TP, 8)]], sums=["dp"], zero=(("dp", 3),))
-    assert [cut.axis for cut in storage_layout(it, MESH.sizes).shards[0]] == ["tp", "dp"]
+    assert [sharding.axis for sharding in storage_layout(it, MESH.sizes).shards[0]] == ["tp", "dp"]
     piece = shard_tensor(torch.arange(8.0), it, MESH.sizes, {"dp": 1, "tp": 0})
     assert piece.tolist() == [2, 3]
 

@@ -24,10 +24,10 @@ def tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def both_ways(rank: int, n: int, gathers: bool, cut: Shard | None, count: int, bias: bool, frozen: bool) -> list:
+def both_ways(rank: int, n: int, gathers: bool, sharding: Shard | None, count: int, bias: bool, frozen: bool) -> list:
     """(outputs and gradients in one call, the same one after the other, collectives of each)."""
     group, found = group_of(n), []
-    rows = cut.local(n, rank) if cut is not None else 6
+    rows = sharding.local(n, rank) if sharding is not None else 6
     for joined in (True, False):
         (x,) = tensors(rank if gathers else 99, (3, rows, 4))
         weights = tensors(10 + rank, *[(5 + at, 4) for at in range(count)])
@@ -37,11 +37,11 @@ def both_ways(rank: int, n: int, gathers: bool, cut: Shard | None, count: int, b
             leaf.requires_grad_()
         with comm.recording() as issued:
             if joined and gathers:
-                made = all_gather_linears(x, 1, group, weights, biases, cut)
+                made = all_gather_linears(x, 1, group, weights, biases, sharding)
             elif joined:
                 made = replicate_linears(x, group, weights, biases)
             else:
-                whole = comm.all_gather(x, 1, group, cut, dst=comm.R) if gathers else comm.replicate(x, group)
+                whole = comm.all_gather(x, 1, group, sharding, dst=comm.R) if gathers else comm.replicate(x, group)
                 made = tuple(
                     torch.nn.functional.linear(whole, w, biases[at] if biases else None) for at, w in enumerate(weights)
                 )
@@ -53,9 +53,9 @@ def both_ways(rank: int, n: int, gathers: bool, cut: Shard | None, count: int, b
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("count", "bias"), [(1, True), (1, False), (3, True), (3, False)])
-@pytest.mark.parametrize(("gathers", "cut"), [(False, None), (True, None), (True, UNEVEN)])
-def test_one_call_is_the_converter_and_then_the_products(gathers, cut, count, bias, frozen) -> None:
-    for (found, sent), (expected, said) in run_ranks(2, both_ways, 2, gathers, cut, count, bias, frozen):
+@pytest.mark.parametrize(("gathers", "sharding"), [(False, None), (True, None), (True, UNEVEN)])
+def test_one_call_is_the_converter_and_then_the_products(gathers, sharding, count, bias, frozen) -> None:
+    for (found, sent), (expected, said) in run_ranks(2, both_ways, 2, gathers, sharding, count, bias, frozen):
         assert sent == said
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)

@@ -22,10 +22,10 @@ CUTS = {
 }
 
 
-def on_rank(rank: int, n: int, table: Tensor, cut: Shard | None, padding: int | None) -> tuple[Tensor, Tensor]:
+def on_rank(rank: int, n: int, table: Tensor, sharding: Shard | None, padding: int | None) -> tuple[Tensor, Tensor]:
     tp = Groups(Mesh(axes=(Axis(name="tp", size=n),)))["tp"]
-    mine = blocks.shard(table, 0, cut or blocks.plain(9), n, rank).clone().requires_grad_()
-    y = comm.all_reduce(embedding_rows(IDS, mine, tp, cut, rows=9, padding_idx=padding), tp)
+    mine = blocks.shard(table, 0, sharding or blocks.plain(9), n, rank).clone().requires_grad_()
+    y = comm.all_reduce(embedding_rows(IDS, mine, tp, sharding, rows=9, padding_idx=padding), tp)
     (y * y).sum().backward()
     assert mine.grad is not None
     return y.detach(), mine.grad
@@ -35,16 +35,16 @@ def on_rank(rank: int, n: int, table: Tensor, cut: Shard | None, padding: int | 
 @pytest.mark.parametrize(("n", "label"), [(3, None), (2, "plain"), (4, "plain"), (3, "empty"), (2, "fused")])
 def test_lookup_equals_the_whole_table(n: int, label: str | None, padding: int | None) -> None:
     table = torch.randn(9, 4, dtype=torch.float64)
-    cut = CUTS[label] if label else None
+    sharding = CUTS[label] if label else None
 
-    results = run_ranks(n, on_rank, n, table, cut, padding)
+    results = run_ranks(n, on_rank, n, table, sharding, padding)
 
     whole = table.clone().requires_grad_()
     expected = F.embedding(IDS, whole, padding)
     (expected * expected).sum().backward()
     assert whole.grad is not None
     assert all(torch.equal(y, expected) for y, _ in results)
-    assert torch.equal(blocks.unshard([dx for _, dx in results], 0, cut or blocks.plain(9)), whole.grad)
+    assert torch.equal(blocks.unshard([dx for _, dx in results], 0, sharding or blocks.plain(9)), whole.grad)
 
 
 def misfit(rank: int) -> None:

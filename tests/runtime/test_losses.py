@@ -28,7 +28,7 @@ class Case:
     rows: int = 8
     classes: int = 12
     inner: tuple[int, ...] = ()
-    cut: Shard | None = None
+    sharding: Shard | None = None
     weighted: bool = False
     ignored: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64
@@ -50,7 +50,7 @@ def on_ranks(rank: int, case: Case) -> tuple[Tensor, Tensor, list[str]]:
     start, length = chunk_bounds(case.rows, dp.size, dp.index)
     mine = logits.narrow(0, start, length)
     if case.tp > 1:
-        mine = blocks.shard(mine, 1, case.cut or blocks.plain(case.classes), tp.size, tp.index)
+        mine = blocks.shard(mine, 1, case.sharding or blocks.plain(case.classes), tp.size, tp.index)
     mine = mine.clone().requires_grad_()
     with comm.recording() as issued:
         loss = losses.cross_entropy(
@@ -58,7 +58,7 @@ def on_ranks(rank: int, case: Case) -> tuple[Tensor, Tensor, list[str]]:
             target.narrow(0, start, length),
             rows=dp,
             classes=tp if case.tp > 1 else None,
-            cut=case.cut,
+            sharding=case.sharding,
             size=case.classes,
             weight=weight,
             **case.options,
@@ -92,7 +92,7 @@ def assert_parity(case: Case, tolerance: float = 1e-12) -> None:
         start, length = chunk_bounds(case.rows, case.dp, rank // case.tp)
         expected = gradient.narrow(0, start, length)
         if case.tp > 1:
-            expected = blocks.shard(expected, 1, case.cut or blocks.plain(case.classes), case.tp, rank % case.tp)
+            expected = blocks.shard(expected, 1, case.sharding or blocks.plain(case.classes), case.tp, rank % case.tp)
         torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
@@ -159,9 +159,9 @@ def test_classes_cut_unevenly_in_blocks_and_with_an_empty_piece(smoothing: float
     uneven = Shard(axis="tp", blocks=(Block(1, 11, 1),))
     empty = Shard(axis="tp", blocks=(Block(1, 2, 5),))
     sections = Shard(axis="tp", blocks=(Block(2, 3, 1), Block(1, 3, 2)))
-    assert_parity(Case(options, dp=1, tp=3, classes=11, cut=uneven, weighted=True))
-    assert_parity(Case(options, dp=1, tp=4, classes=10, cut=empty, weighted=True))
-    assert_parity(Case(options, dp=2, tp=2, classes=12, cut=sections))
+    assert_parity(Case(options, dp=1, tp=3, classes=11, sharding=uneven, weighted=True))
+    assert_parity(Case(options, dp=1, tp=4, classes=10, sharding=empty, weighted=True))
+    assert_parity(Case(options, dp=2, tp=2, classes=12, sharding=sections))
 
 
 def test_half_precision_over_split_classes_is_as_good_as_torch() -> None:

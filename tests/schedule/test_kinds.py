@@ -148,9 +148,9 @@ def test_seats_may_differ_in_size_and_lie_anywhere():
     check(schedule, chain(4))
 
 
-@pytest.mark.parametrize("seats", [[(0,)], [(0, 1), (1,)], [(0,), (2,)], [(0,), ()]])
+@pytest.mark.parametrize("pp_ranks", [[(0,)], [(0, 1), (1,)], [(0,), (2,)], [(0,), ()]])
 def test_seats_that_are_no_division_of_the_devices_are_refused(pp_ranks):
-    with pytest.raises(ScheduleError, match=r"seats"):
+    with pytest.raises(ScheduleError, match=r"pp_ranks"):
         spread(gpipe(2, 2), pp_ranks)
 
 

@@ -87,7 +87,7 @@ def test_a_gelu_that_claims_to_be_linear_is_named(monkeypatch):
 
 
 def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
-    monkeypatch.setattr(comm, "fan_out", lambda x, group: x)
+    monkeypatch.setattr(comm, "replicate", lambda x, group: x)
     module, args, kwargs = ZOO["hf_gpt2"]()
 
     found = first_difference(module, "tp=2", example=(args, kwargs))

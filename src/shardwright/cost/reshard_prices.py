@@ -28,22 +28,22 @@ from .resources import COUNT
 from .training import backend_traits
 
 Place = tuple[str, int, object]
-"""A placement on one axis: S with its dim and cut, W, F or P."""
+"""A placement on one axis: S with its dim and shard, I, R or P."""
 
 Unit = tuple[int, ...]
 """Axes of a mesh, by number, that are changed at once."""
 
 STEPS = {
-    ("P", "W"): "all_reduce", ("W", "F"): "replicate", ("P", "F"): "all_reduce_to_r", ("S", "W"): "all_gather",
-    ("S", "F"): "all_gather_to_r", ("W", "S"): "shard", ("F", "S"): "shard_from_r", ("P", "S"): "reduce_scatter",
-    ("S", "P"): "zero_pad", ("W", "P"): "partial", ("F", "W"): "invariant", ("F", "P"): "partial",
+    ("P", "I"): "all_reduce", ("I", "R"): "replicate", ("P", "R"): "all_reduce_to_r", ("S", "I"): "all_gather",
+    ("S", "R"): "all_gather_to_r", ("I", "S"): "shard", ("R", "S"): "shard_from_r", ("P", "S"): "reduce_scatter",
+    ("S", "P"): "zero_pad", ("I", "P"): "partial", ("R", "I"): "invariant", ("R", "P"): "partial",
 }  # fmt: skip
-"""(from, to): the step of `conversion`. From F to P there are two, which send nothing."""
+"""(from, to): the kind of reshard. From R to P there are two, which send nothing."""
 
-LETTERS = "SWFPM"
-"""Split, whole, fanned, partial sum, partial maximum or minimum."""
+LETTERS = "SIRPM"
+"""Shard, invariant, replicate, partial sum, partial maximum or minimum."""
 
-SUMS = np.array([a + b in ("PW", "PF", "WF") for a in LETTERS for b in LETTERS])
+SUMS = np.array([a + b in ("PI", "PR", "IR") for a in LETTERS for b in LETTERS])
 """Whether a step from one letter to another makes a sum, forward, backward or both."""
 
 
@@ -55,7 +55,7 @@ def place_on(layout: Layout, axis: str) -> Place:
     placement = layout.placement(axis)
     if isinstance(placement, Partial):
         return "P", -1, placement.op
-    return ("W" if placement == INVARIANT else "F"), -1, None
+    return ("I" if placement == INVARIANT else "R"), -1, None
 
 
 def slowest_device(cluster: Cluster, ranks: Sequence[int]) -> Device:
@@ -175,7 +175,7 @@ class ReshardPrices:
                 back = self.waited(backward, base, axes) if backward and gradient else 0.0
                 copies = [self.copy(_copied(sent, {a, b}, base, parts)) for sent in (forward, backward)]
                 letters[LETTERS.index(a), LETTERS.index(b)] = (copies[0], copies[1] * gradient, ahead, back)
-            letters[LETTERS.index("M"), LETTERS.index("W")] = (
+            letters[LETTERS.index("M"), LETTERS.index("I")] = (
                 self.copy(base), 0.0, self.waited("all_reduce", base, axes), 0.0
             )  # fmt: skip
             copy, time = self.copy(2 * base / parts), self.waited("all_to_all", base / parts, axes)
@@ -199,7 +199,7 @@ class ReshardPrices:
             stuck = [self._stuck(layouts, names[major], names[minor]) for layouts in (starts, goals)]
             moved = at_start[major][:, None] != at_goal[major][None, :]
             stays = at_start[minor][:, None] == at_goal[minor][None, :]
-            whole = [index for index, place in enumerate(pairs.places[minor]) if place[0] in "WF"]
+            whole = [index for index, place in enumerate(pairs.places[minor]) if place[0] in "IR"]
             lifted = np.argwhere(moved & stays & (stuck[0][:, None] | stuck[1][None, :]))
             table = self._steps((minor,), pairs.places, bytes, gradient) if len(lifted) else np.zeros(0)
             for i, j in lifted:
@@ -273,7 +273,7 @@ def _copied(kind: Collective | None, letters: set[str], base: float, parts: int)
     """Bytes that are copied around a collective: what is gathered or scattered along a dim is put in order."""
     if kind in ("all_gather", "reduce_scatter"):
         return base
-    if kind is not None or letters == {"W", "F"}:
+    if kind is not None or letters == {"I", "R"}:
         return 0.0
     return base / parts if "S" in letters else base  # take a share, or keep on one
 
@@ -283,4 +283,4 @@ def _letter(place: Place) -> str:
 
 
 def _forget(place: Place, gradient: bool) -> Place:
-    return ("W", -1, None) if place[0] == "F" and not gradient else place
+    return ("I", -1, None) if place[0] == "R" and not gradient else place

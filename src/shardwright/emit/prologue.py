@@ -19,7 +19,7 @@ def counts(program: LoweredProgram) -> Iterator[str]:
         said = [f'name="{word}"']
         said += [f'over="{"_".join(early.axes)}"'] if early.axes else []
         said += [f'op="{early.how}"'] if early.how != "sum" else []
-        yield f"runtime.Count({', '.join(said)})"
+        yield f"runtime.PrologueCount({', '.join(said)})"
 
 
 def _words(program: LoweredProgram) -> dict[str, str]:

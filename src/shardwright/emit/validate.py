@@ -158,7 +158,9 @@ class _TextReader:
         items = listed.elts if isinstance(listed, ast.Tuple) else []
         self.expect(len(items) == len(self.program.early), listed, "it counts something else than the program")
         for node, early in zip(items, self.program.early, strict=True):
-            self.expect(isinstance(node, ast.Call) and dotted(node.func) == "runtime.Count", node, "it is no count")
+            self.expect(
+                isinstance(node, ast.Call) and dotted(node.func) == "runtime.PrologueCount", node, "it is no count"
+            )
             words = {name: ast.literal_eval(value) for name, value in keywords(node)}  # type: ignore[arg-type]
             self.file.fixed[f"known.{words.pop('name', None)}"] = early.value
             wanted = {"over": "_".join(early.axes), "op": early.how}

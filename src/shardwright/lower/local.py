@@ -171,7 +171,7 @@ def embedding(program: LoweredProgram, op: Op) -> Op:
         return op
     axes, shard = one_cut(program, op, "the rows of a table", weight.shards[0])
     return replace(op, target="runtime.embedding_rows").with_arguments(
-        axes=axes, shard=shard, rows=program.values[op.inputs[0]].shape[0]
+        axes=axes, sharding=shard, rows=program.values[op.inputs[0]].shape[0]
     )
 
 
@@ -199,7 +199,7 @@ def cross_entropy(program: LoweredProgram, op: Op) -> Op:
     if classes:
         whole = program.values[op.inputs[0]].shape[at]
         axes, shard = one_cut(program, op, "classes", classes)
-        found = found.with_arguments(classes=axes, shard=shard, size=whole)
+        found = found.with_arguments(classes=axes, sharding=shard, size=whole)
     return found
 
 
@@ -246,7 +246,7 @@ def opaque(program: LoweredProgram, op: Op) -> Op:
     if len(storage_options[0]) > 1:
         raise LoweringError(f"{op}: experts can be split on one axis only")
     (shard,) = storage_options[0]
-    return replace(op, target="runtime.experts").with_arguments(home=(shard.axis,), shard=shard)
+    return replace(op, target="runtime.experts").with_arguments(home=(shard.axis,), sharding=shard)
 
 
 @local("scaled_dot_product_attention")

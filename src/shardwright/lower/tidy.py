@@ -52,7 +52,7 @@ def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
     (name,) = first.inputs if last.target in JOINS else last.outputs
     shards = program.layouts[name].shards[last.argument("dim")][-len(axes) :]
     joined = join_shards(shards, program.mesh.sizes) if {shard.axis for shard in shards} == set(axes) else None
-    return None if joined is None else one.with_arguments(axes=tuple(shard.axis for shard in shards), shard=joined)
+    return None if joined is None else one.with_arguments(axes=tuple(shard.axis for shard in shards), sharding=joined)
 
 
 SHARES = ("comm.shard", "comm.shard_from_r")

@@ -5,7 +5,7 @@
     z       = third(y, h, mask)    h skips a part, and goes to two takers
     loss .. = last(z, h, side, target)   the mean over the labels that count
 
-Any neighbouring parts make a segment. Rows are cut into microbatches, and those over the axis dp of the segment's mesh.
+Any neighbouring parts make a segment. Rows are sharding into microbatches, and those over the axis dp of the segment's mesh.
 Tied, the last part has the weight of the first. One parameter is never used.
 """
 
@@ -125,11 +125,11 @@ class Segment(Program):
         self.calls = 0
 
     @property
-    def cut(self):
+    def sharding(self):
         return contiguous_shard(Axis(name="dp", size=self.dp.size), self.mine)
 
     def local(self, x):
-        return comm.shard(comm.shard(x, 0, self.mb, src=comm.R), 0, self.dp, self.cut)
+        return comm.shard(comm.shard(x, 0, self.mb, src=comm.R), 0, self.dp, self.sharding)
 
     def prologue(self, target):
         return ((self.local(target) != -100).sum(),)
@@ -158,7 +158,7 @@ class Segment(Program):
         return total / self.known.count
 
     def whole(self, x):
-        return comm.all_gather(x, 0, self.dp, self.cut)
+        return comm.all_gather(x, 0, self.dp, self.sharding)
 
     def added(self, x):
         return comm.all_reduce(x, self.dp)
@@ -205,10 +205,10 @@ def parts_of(segments):
     return found
 
 
-def crossings_of(cut, meshes, rows, dtype):
-    home = {name: number for number, (_, _, gives) in enumerate(cut) for name in gives}
+def crossings_of(sharding, meshes, rows, dtype):
+    home = {name: number for number, (_, _, gives) in enumerate(sharding) for name in gives}
     found = []
-    for taker, (_, takes, _) in enumerate(cut):
+    for taker, (_, takes, _) in enumerate(sharding):
         for name in takes:
             if name not in INPUTS:
                 shape = (rows,) if name == "mask" else (rows, WIDTH)
@@ -265,11 +265,11 @@ def build(
 ):
     """The pipeline on one rank. All ranks must call it."""
     meshes = [mesh_of(devices) for devices in schedule.holders]
-    cut = parts_of(segments)
+    sharding = parts_of(segments)
     moment, random, full = Moment(schedule.microbatches), Randomness(), values(dtype)
     pp_ranks = {mesh: {} for mesh in meshes}  # what the ranks of each mesh hold, by name
     placed, parameters = [], {}
-    for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, cut, strict=True)):
+    for number, (mesh, (parts, takes, gives)) in enumerate(zip(meshes, sharding, strict=True)):
         groups = Groups(mesh)
         keys = {key: held_of(key, mesh, dtype, tied) for part in parts for key in part[3]}
         pp_ranks[mesh].update({held.name: held for held in keys.values()})
@@ -295,7 +295,7 @@ def build(
         )
     pipeline = PipelineSpec(
         placed=tuple(placed),
-        crossings=crossings_of(cut, meshes, rows // schedule.microbatches, dtype),
+        crossings=crossings_of(sharding, meshes, rows // schedule.microbatches, dtype),
         leaving=leaving_of(len(segments) - 1, rows, dtype),
         schedule=schedule,
         forward=forward,

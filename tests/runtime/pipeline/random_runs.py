@@ -1,6 +1,6 @@
 """Random pipelines of tiny segments under random schedules, each with the answer of one device.
 
-A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks, cut or
+A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks, sharding or
 whole. A value that no later segment reads leaves as a sum. Some values have no gradient.
 """
 
@@ -29,7 +29,7 @@ class Case:
 
     schedule: Schedule
     sources: tuple[tuple[int, ...], ...]  # for each segment those that it reads
-    cut: tuple[bool, ...]  # whether a segment's ranks have different rows
+    sharding: tuple[bool, ...]  # whether a segment's ranks have different rows
     smooth: tuple[bool, ...]  # whether a segment's value has a gradient
 
     @property
@@ -58,7 +58,7 @@ def random_case(seed: int) -> Case:
     case = Case(
         schedule=Schedule(devices=((),) * ranks, holders=holders, microbatches=microbatches, name=f"seed {seed}"),
         sources=sources,
-        cut=tuple(chance.random() < 0.5 for _ in sources),
+        sharding=tuple(chance.random() < 0.5 for _ in sources),
         smooth=tuple(chance.random() < 0.8 for _ in sources),
     )
     return replace(case, schedule=replace(case.schedule, devices=random_steps(case, chance)))
@@ -110,11 +110,11 @@ def mutated(case: Case, seed: int) -> Case:
 
 
 class Tiny(Program):
-    def __init__(self, number, sources, sink, cut, place, ranks, weight, moment):
+    def __init__(self, number, sources, sink, sharding, place, ranks, weight, moment):
         super().__init__(None, (), torch.device("cpu"), Randomness(), moment)
         self.number, self.sources, self.sink, self.weight = number, sources, sink, weight
         axis = Axis(name="d", size=ranks)
-        self.rows = contiguous_shard(axis, ROWS).spans(ranks, place) if cut else [(0, ROWS)]
+        self.rows = contiguous_shard(axis, ROWS).spans(ranks, place) if sharding else [(0, ROWS)]
 
     def local(self, x):
         start, length = self.rows[0] if self.rows else (0, 0)
@@ -138,7 +138,7 @@ def batch(case):
 
 
 def layout_of(case, segment, mesh):
-    if not case.cut[segment] or mesh.size == 1:
+    if not case.sharding[segment] or mesh.size == 1:
         return replicated(2)
     return make_layout([[contiguous_shard(mesh.axes[0], ROWS)], []])
 
@@ -153,7 +153,7 @@ def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Te
         if rank in mesh.devices:
             leaves[number] = weights(case)[number].requires_grad_()
             place = mesh.devices.index(rank)
-            stage = Tiny(number, found, sink, case.cut[number], place, mesh.size, leaves[number], moment)
+            stage = Tiny(number, found, sink, case.sharding[number], place, mesh.size, leaves[number], moment)
         placed.append(
             PlacedStage(
                 number=number,
@@ -221,16 +221,16 @@ def on_one_device(case: Case) -> tuple[dict, dict]:
 
 
 def compare(case: Case, results: list[tuple[dict, dict]]) -> None:
-    """Results of cut segments add up, those of whole ones are the same everywhere."""
+    """Results of sharding segments add up, those of whole ones are the same everywhere."""
     sums, gradients = on_one_device(case)
     for number, held in enumerate(case.schedule.holders):
         found = [results[rank] for rank in held]
         if number in sums:
             mine = [one[0][number] for one in found]
-            total = sum(mine) if case.cut[number] else mine[0]
+            total = sum(mine) if case.sharding[number] else mine[0]
             assert abs(total - sums[number]) < 1e-10, (case, number)
         none = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)  # what crosses and leads nowhere has a gradient of zeros
         grads = [none if one[1][number] is None else one[1][number] for one in found]
-        total = sum(grads) if case.cut[number] else grads[0]
+        total = sum(grads) if case.sharding[number] else grads[0]
         wanted = none if gradients[number] is None else gradients[number]
         torch.testing.assert_close(total, wanted, rtol=0, atol=1e-10)

@@ -232,7 +232,7 @@ def uses(rank, kind, pp_ranks, backward, names):
 
 
 @pytest.mark.parametrize(
-    ("kind", "seats", "backward"),
+    ("kind", "pp_ranks", "backward"),
     [("zb", "2", "inside"), ("1f1b", "1+2", "inside"), ("interleaved", "2", "outside"), ("zbv", "1+2", "outside")],
 )
 def test_what_people_do(kind, pp_ranks, backward):
@@ -363,7 +363,7 @@ def overflowing(rank, backward, pp_ranks):
     return found
 
 
-@pytest.mark.parametrize(("backward", "seats"), [("inside", "2"), ("outside", "1+2")])
+@pytest.mark.parametrize(("backward", "pp_ranks"), [("inside", "2"), ("outside", "1+2")])
 def test_an_overflow_on_one_stage_is_seen_by_all(backward, pp_ranks):
     model = chain.Single()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -54,7 +54,7 @@ def kept(rank, kind, pp_ranks, counts):
     return found
 
 
-@pytest.mark.parametrize("seats", ["2", "4"])
+@pytest.mark.parametrize("pp_ranks", ["2", "4"])
 def test_1f1b_keeps_as_many_microbatches_as_there_are_stages(pp_ranks):
     results = run_processes(int(pp_ranks), kept, "1f1b", pp_ranks, (1, 4, 8, 16))
     for rank, (one, *many) in enumerate(results):

@@ -22,7 +22,7 @@ def out(how, shape, **rest):
         out("mean", (2,)),
         out("cat", (12, 2)),
         out("cat", (2, 12), dim=1),
-        out("cat", (12, 2), cut=INTERLEAVED),
+        out("cat", (12, 2), sharding=INTERLEAVED),
         out("cat", (2, 11), dim=-1),  # 4, 4 and 3
     ],
 )

@@ -59,8 +59,8 @@ def test_a_value_that_can_not_cross_is_refused(changes, fault):
 
 
 def test_what_is_cut_or_whole_crosses():
-    cut = make_layout(((Shard(axis="tp", blocks=(Block(1, 4, 1),)),),), {"dp": INVARIANT})
-    assert crossing(given=cut).given == cut
+    sharding = make_layout(((Shard(axis="tp", blocks=(Block(1, 4, 1),)),),), {"dp": INVARIANT})
+    assert crossing(given=sharding).given == sharding
     assert crossing(dtype=torch.complex64).gradient
     assert not crossing(dtype=torch.int64, gradient=False).gradient
 

@@ -16,7 +16,7 @@ CUTS = {12: [(1, 12, 1), (3, 4, 1), (2, 3, 2)], 18: [(1, 18, 1), (3, 3, 2), (2, 
 
 @st.composite
 def side(draw, ranks=8):
-    """A mesh of 1 to 6 of some ranks, in any order, and a layout on it: cut in blocks, unevenly, twice, or whole."""
+    """A mesh of 1 to 6 of some ranks, in any order, and a layout on it: sharding in blocks, unevenly, twice, or whole."""
     sizes = draw(st.sampled_from([(1,), (2,), (3,), (4,), (5,), (2, 2), (3, 2), (2, 3), (1, 3)]))
     axes = tuple(Axis(name=f"a{i}", size=size) for i, size in enumerate(sizes))
     count = 1
@@ -31,22 +31,24 @@ def side(draw, ranks=8):
         if dim is None:
             continue
         if cuts[dim]:
-            if any(not cut.even(dict(zip(mesh.names, sizes, strict=True))[cut.axis]) for cut in cuts[dim]):
-                continue  # nothing is minor to an uneven cut
-            cut = contiguous_shard(axis, left[dim])
+            if any(
+                not sharding.even(dict(zip(mesh.names, sizes, strict=True))[sharding.axis]) for sharding in cuts[dim]
+            ):
+                continue  # nothing is minor to an uneven sharding
+            sharding = contiguous_shard(axis, left[dim])
         else:
-            cut = make_shard(axis, [Block(*draw(st.sampled_from(CUTS[SHAPE[dim]])))])
-        cuts[dim].append(cut)
-        left[dim] = cut.local(axis.size, 0)
+            sharding = make_shard(axis, [Block(*draw(st.sampled_from(CUTS[SHAPE[dim]])))])
+        cuts[dim].append(sharding)
+        left[dim] = sharding.local(axis.size, 0)
     return mesh, make_layout(cuts)
 
 
 def local(x, layout, mesh, rank):
-    """The piece of a rank, cut by the other implementation."""
+    """The piece of a rank, sharding by the other implementation."""
     at, sizes = mesh.coordinates(rank), mesh.sizes
     for dim, cuts in enumerate(layout.shards):
-        for cut in cuts:
-            x = blocks.shard(x, dim, cut, sizes[cut.axis], at[cut.axis])
+        for sharding in cuts:
+            x = blocks.shard(x, dim, sharding, sizes[sharding.axis], at[sharding.axis])
     return x.contiguous()
 
 

@@ -76,7 +76,7 @@ def norms(rank, pp_ranks):
     return found
 
 
-@pytest.mark.parametrize("seats", ["2", "1+2"])
+@pytest.mark.parametrize("pp_ranks", ["2", "1+2"])
 def test_norms_are_those_of_the_whole_model(pp_ranks):
     model = chain.Single(tied=True)
     model(*chain.batch())[0].backward()

@@ -19,7 +19,7 @@ from ..user_calls.kept import REGION
 from .graph_builder import OpOrigin
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _START = _OURS + "trace.py"  # whoever is above it in a stack called capture, and is not the model
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n(?!\s*File ")\s*([^\n]*))?')
 _HOUSE = re.compile(r"/transformers/(modeling_utils|utils/|integrations/|modeling_layers|masking_utils|activations)")

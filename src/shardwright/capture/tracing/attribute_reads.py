@@ -23,7 +23,10 @@ Reads = frozenset[tuple[str, str]]
 ALL = "*"
 """In the place of a name: all attributes that the module has."""
 
-_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_INSIDE = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
+)
 _SKIPPED = (frozenset(vars(nn.Module())) | frozenset(dir(nn.Module))) - {"__dict__"}  # what every module has and does
 
 

@@ -23,7 +23,7 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_INSIDE = (_TORCH, os.path.dirname(__file__) + os.sep)
+_INSIDE = (_TORCH, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _MODELS = os.path.join(_TORCH, "nn") + os.sep  # which checks values as a user's model does
 
 

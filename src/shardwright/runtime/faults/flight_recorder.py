@@ -27,7 +27,8 @@ KEPT = 128  # collectives that are remembered
 Place = tuple[CodeType, int]
 """Code, and where in it: what a frame is at, without keeping the frame."""
 
-_OURS = (os.path.dirname(os.path.abspath(__file__)), os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
+_RUNTIME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = (_RUNTIME, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 _SOURCE = re.compile(r"(\S+\.py:\d+)\s*$")
 
 

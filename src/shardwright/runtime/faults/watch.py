@@ -67,7 +67,11 @@ _SIGNS = (
     "process group",
     "timeout caused pair closure",
 )
-_WAITING_IN = (os.path.dirname(dist.__file__), os.path.dirname(__file__), os.path.join("torch", "autograd"))
+_WAITING_IN = (
+    os.path.dirname(dist.__file__),
+    os.path.dirname(os.path.dirname(__file__)),
+    os.path.join("torch", "autograd"),
+)
 
 
 class Watch(AbstractContextManager[None]):
