@@ -92,7 +92,7 @@ def _join(arrays: list[np.ndarray], dim: int | None, cut: Shard | None) -> np.nd
 
 
 def _gather(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
-    return [_join(arrays, step.dim, step.cut)] * len(arrays)
+    return [_join(arrays, step.dim, step.sharding)] * len(arrays)
 
 
 def _cut(arrays: list[np.ndarray], dim: int | None, cut: Shard | None) -> list[np.ndarray]:
@@ -101,7 +101,7 @@ def _cut(arrays: list[np.ndarray], dim: int | None, cut: Shard | None) -> list[n
 
 
 def _take(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
-    return _cut(arrays, step.dim, step.cut)
+    return _cut(arrays, step.dim, step.sharding)
 
 
 def _sum_take(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
@@ -110,24 +110,24 @@ def _sum_take(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
 
 def _pad(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
     zeros = [np.zeros_like(array) for array in arrays]
-    return [_join([*zeros[:at], array, *zeros[at + 1 :]], step.dim, step.cut) for at, array in enumerate(arrays)]
+    return [_join([*zeros[:at], array, *zeros[at + 1 :]], step.dim, step.sharding) for at, array in enumerate(arrays)]
 
 
 def _exchange(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
-    return _cut(_gather(arrays, step), step.to_dim, step.to_shard)
+    return _cut(_gather(arrays, step), step.to_dim, step.to_sharding)
 
 
 def _exchange_back(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
-    return _cut([_join(arrays, step.to_dim, step.to_shard)] * len(arrays), step.dim, step.cut)
+    return _cut([_join(arrays, step.to_dim, step.to_sharding)] * len(arrays), step.dim, step.sharding)
 
 
 FORWARD: dict[str, Move] = {
-    "all_reduce": _sum, "replicate": _nothing, "all_reduce_to_r": _sum, "gather": _gather, "all_gather_to_r": _gather, "take": _take,
-    "shard_from_r": _take, "reduce_scatter": _sum_take, "pad": _pad, "all_to_all": _exchange, "partial": _first,
+    "all_reduce": _sum, "replicate": _nothing, "all_reduce_to_r": _sum, "all_gather": _gather, "all_gather_to_r": _gather,
+    "shard": _take, "shard_from_r": _take, "reduce_scatter": _sum_take, "zero_pad": _pad, "all_to_all": _exchange, "partial": _first,
     "invariant": _nothing,
 }  # fmt: skip
 BACKWARD: dict[str, Move] = {
-    "all_reduce": _nothing, "replicate": _sum, "all_reduce_to_r": _sum, "gather": _take, "all_gather_to_r": _sum_take,
-    "take": _gather, "shard_from_r": _pad, "reduce_scatter": _gather, "pad": _take, "all_to_all": _exchange_back,
+    "all_reduce": _nothing, "replicate": _sum, "all_reduce_to_r": _sum, "all_gather": _take, "all_gather_to_r": _sum_take,
+    "shard": _gather, "shard_from_r": _pad, "reduce_scatter": _gather, "zero_pad": _take, "all_to_all": _exchange_back,
     "partial": _nothing, "invariant": _first,
 }  # fmt: skip

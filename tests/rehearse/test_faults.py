@@ -17,7 +17,7 @@ def unchanged(x, *rest):
 
 
 def own_part(x, dim, group, sharding=None):
-    return comm.shard(x, dim, group, cut)
+    return comm.shard(x, dim, group, sharding)
 
 
 def first_part(x, dim, group, sharding=None):

@@ -226,7 +226,7 @@ def _cut_operands(given: Any, place: ShardPlacement, local: torch.Size, find: Fi
 
     def shared(tensor: Tensor) -> Tensor:
         for axis in place.axes:
-            tensor = comm.fan_out(tensor, place.groups[axis])
+            tensor = comm.replicate(tensor, place.groups[axis])
         return tensor
 
     def sharding(tensor: Tensor) -> Tensor:
