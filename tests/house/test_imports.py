@@ -55,9 +55,7 @@ MAY_IMPORT = {
         "verify rehearse parallelize checkpoint report train"
     ),
 }
-NO_TORCH = frozenset(
-    "errors batch_dim precision layout reshard schedule ir rules cluster cost plan lower emit".split()
-)
+NO_TORCH = frozenset("errors batch_dim precision layout reshard schedule ir rules cluster cost plan lower emit".split())
 
 
 def is_torch(target: str) -> bool:
