@@ -122,9 +122,14 @@ def _exchange_back(arrays: list[np.ndarray], step: Reshard) -> list[np.ndarray]:
 
 
 FORWARD: dict[str, Move] = {
-    "all_reduce": _sum, "replicate": _nothing, "all_reduce_to_r": _sum, "all_gather": _gather, "all_gather_to_r": _gather,
-    "shard": _take, "shard_from_r": _take, "reduce_scatter": _sum_take, "zero_pad": _pad, "all_to_all": _exchange, "partial": _first,
-    "invariant": _nothing,
+    "all_reduce": _sum, "replicate": _nothing, "all_reduce_to_r": _sum, "all_gather": _gather,
+    "all_gather_to_r": _gather, "shard": _take, "shard_from_r": _take, "reduce_scatter": _sum_take,
+    "zero_pad": _pad, "all_to_all": _exchange, "partial": _first, "invariant": _nothing,
+}  # fmt: skip
+BACKWARD: dict[str, Move] = {
+    "all_reduce": _nothing, "replicate": _sum, "all_reduce_to_r": _sum, "all_gather": _take,
+    "all_gather_to_r": _sum_take, "shard": _gather, "shard_from_r": _pad, "reduce_scatter": _gather,
+    "zero_pad": _take, "all_to_all": _exchange_back, "partial": _nothing, "invariant": _first,
 }  # fmt: skip
 BACKWARD: dict[str, Move] = {
     "all_reduce": _nothing, "replicate": _sum, "all_reduce_to_r": _sum, "all_gather": _take, "all_gather_to_r": _sum_take,

@@ -280,7 +280,7 @@ def test_an_axis_is_used_once_and_the_rest_is_canonical(wrong):
 def test_a_layout_prints_its_axes_dim_by_dim():
     layout = make_layout([[contiguous_shard(axis(2), 4)], []], {"dp": REPLICATE, "ep": Partial("max")})
 
-    assert str(layout) == "[tp, .] (dp: fanned, ep: partial max)"
+    assert str(layout) == "[tp, .] (dp: replicate, ep: partial max)"
     assert str(replicated(2)) == "[., .]"
 
 

@@ -205,7 +205,7 @@ def gathers(axes_in_turn: list[str], blocks: dict[str, Block]):
             left.remove(cut)
             arguments = (("axes", (axis,)), ("dim", 0), ("cut", cut))
             given = f"v{number - 1}"
-            body.append(Op(name=name, target="comm.gather", inputs=(given,), outputs=(name,), arguments=arguments))
+            body.append(Op(name=name, target="comm.all_gather", inputs=(given,), outputs=(name,), arguments=arguments))
         layouts[name] = make_layout((tuple(left),), {})
     return program.with_(body=tuple(body), values=values, layouts=layouts, outputs=(f"v{len(axes_in_turn)}",))
 
@@ -219,21 +219,21 @@ def test_gathers_in_a_row_are_one_if_their_cuts_are_one_cut():
     (both,) = fuse(even).body
 
     assert (both.inputs, both.outputs, both.argument("axes")) == (("v0",), ("v2",), ("tp0", "tp1"))
-    assert both.argument("cut").blocks == (Block(1, 8, 1),) and outer * inner == 8
+    assert both.argument("sharding").blocks == (Block(1, 8, 1),) and outer * inner == 8
     assert fuse(apart).body == apart.body
 
 
 def test_cuts_in_a_row_are_one_cut():
     program = gathers(["tp1", "tp0"], {"tp0": Block(1, 8, 1), "tp1": Block(1, 8 // 4, 1)})
     turned = [
-        dataclasses.replace(op, target="comm.take", inputs=op.outputs, outputs=op.inputs)
+        dataclasses.replace(op, target="comm.shard", inputs=op.outputs, outputs=op.inputs)
         for op in reversed(program.body)
     ]
 
     (both,) = fuse(program.with_(body=tuple(turned), outputs=("v0",))).body
 
     assert (both.inputs, both.outputs, both.argument("axes")) == (("v2",), ("v0",), ("tp0", "tp1"))
-    assert both.argument("cut").blocks == (Block(1, 8, 1),)
+    assert both.argument("sharding").blocks == (Block(1, 8, 1),)
 
 
 # Recomputation.
@@ -277,7 +277,7 @@ def test_what_enters_a_region_is_gathered_before_it_and_not_again_in_backward():
     analysis = analyse(graph)
     program = lower(graph, build_plan(graph, parse_plan_string("sp=2,recompute"), analysis), analysis)
 
-    gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.gather_sum"}
+    gathered = {op.outputs[0]: op.region for op in program.body if op.target == "comm.all_gather_to_r"}
     readers = [op.region for op in program.body if gathered.keys() & set(op.inputs)]
     assert set(gathered.values()) == {None}
     assert readers == ["recompute layers.0", "recompute layers.1", "recompute layers.2"]
@@ -294,7 +294,7 @@ def test_sums_in_a_row_are_one_over_all_their_axes_unless_something_reads_betwee
     inner, outer = next(
         (made[op.inputs[0]], op)
         for op in program.body
-        if op.target == "comm.fan_in" and op.inputs[0] in made and made[op.inputs[0]].target == op.target
+        if op.target == "comm.all_reduce" and op.inputs[0] in made and made[op.inputs[0]].target == op.target
     )
     reader = dataclasses.replace(
         inner, name="reader", target="aten.relu.default", inputs=inner.outputs, outputs=("read",), arguments=()
@@ -369,7 +369,7 @@ def test_the_products_of_one_value_are_joined_with_its_converter():
 
 
 def test_joined_products_keep_their_biases_and_each_its_own():
-    joined = [op for op in program_of("tp=2").body if op.target == "runtime.fan_out_linears"]
+    joined = [op for op in program_of("tp=2").body if op.target == "runtime.replicate_linears"]
     (qkv,) = (op for op in joined if op.module_path == "blocks.0.attn.qkv")
 
     (weight,), (bias,) = qkv.argument("weights"), qkv.argument("biases")

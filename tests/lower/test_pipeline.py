@@ -110,7 +110,7 @@ def test_partial_sums_are_summed_before_they_go_to_another_mesh(text):
     (passage,) = made.passages
 
     assert passage.given == passage.taken == replicated(2)
-    assert made.programs[0].body[-1].target == "comm.fan_in"
+    assert made.programs[0].body[-1].target == "comm.all_reduce"
 
 
 def test_a_mask_of_whole_numbers_crosses_without_a_gradient():

@@ -15,7 +15,7 @@ from shardwright.runtime.faults.flight_recorder import FlightRecorder
 from shardwright.runtime.faults.hang_report import Inquiry, explain
 
 
-def line(number, text="y = comm.fan_in(y, self.tp)"):
+def line(number, text="y = comm.all_reduce(y, self.tp)"):
     return {"at": f"/x/train.py:{number}", "text": text, "source": "model.py:7"}
 
 

@@ -240,7 +240,7 @@ def test_foreach_ops_give_pieces_and_those_in_place_the_same_memory():
         with torch.no_grad():
             changed, fresh = torch._foreach_add_(made, 2.0), torch._foreach_mul(made, 3.0)
         kind = type(made[0].detach())
-        assert {type(piece) for piece in (*changed[:2], *fresh[:2])} == {kind}, "those that are cut"
+        assert {type(piece) for piece in (*changed[:2], *fresh[:2])} == {kind}, "those that are sharding"
         assert [piece.data_ptr() for piece in changed] == [piece.data_ptr() for piece in made]
         with Untouched():
             assert all(bool((piece == 6.0).all()) for piece in fresh)

@@ -5,7 +5,7 @@
     z       = third(y, h, mask)    h skips a part, and goes to two takers
     loss .. = last(z, h, side, target)   the mean over the labels that count
 
-Any neighbouring parts make a segment. Rows are sharding into microbatches, and those over the axis dp of the segment's mesh.
+Any neighbouring parts make a segment. Samples are split into microbatches, and those over dp.
 Tied, the last part has the weight of the first. One parameter is never used.
 """
 

@@ -1,7 +1,7 @@
 """Random pipelines of tiny segments under random schedules, each with the answer of one device.
 
-A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks, sharded
-or replicated. A value that no later segment reads leaves as a sum. Some values have no gradient.
+A segment computes tanh(w * (x + what crosses to it)) on the rows of a microbatch. It lies on one to three ranks,
+sharded or replicated. A value that no later segment reads leaves as a sum. Some values have no gradient.
 """
 
 from __future__ import annotations

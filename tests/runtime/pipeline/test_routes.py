@@ -16,7 +16,7 @@ CUTS = {12: [(1, 12, 1), (3, 4, 1), (2, 3, 2)], 18: [(1, 18, 1), (3, 3, 2), (2, 
 
 @st.composite
 def side(draw, ranks=8):
-    """A mesh of 1 to 6 of some ranks, in any order, and a layout on it: sharded in blocks, unevenly, twice, or whole."""
+    """A mesh of 1 to 6 of some ranks, in any order, and a layout on it: sharded in blocks, unevenly, twice, or not."""
     sizes = draw(st.sampled_from([(1,), (2,), (3,), (4,), (5,), (2, 2), (3, 2), (2, 3), (1, 3)]))
     axes = tuple(Axis(name=f"a{i}", size=size) for i, size in enumerate(sizes))
     count = 1
