@@ -73,8 +73,7 @@ def parallelize(
     precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
     inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
                 group its rows), "gather" (each rank its rows).
-    outputs     "all": every rank sees all outputs, whole; "scalars": only numbers such as the loss leave the model,
-                and None stands for what has rows (logits need not be gathered then).
+    outputs     "all": every rank gets all outputs; "scalars": only the loss and the like (logits stay sharded).
     accumulate  sync gradients at every n-th backward only.
     reduction   with inputs="rows" and a loss outside of the model: "mean" or "sum" over groups, or "token", the mean
                 over all labels that count, see docs/precision.md.
@@ -98,9 +97,8 @@ def parallelize(
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
     training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
-    setting = _setting(
-        plan, cluster, world, training, SearchOptions(memory=read_bytes(memory), constraints=asked), inputs
-    )
+    options = SearchOptions(memory=read_bytes(memory), constraints=asked)
+    setting = _setting(plan, cluster, world, training, options, inputs)
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,

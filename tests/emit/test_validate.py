@@ -280,8 +280,8 @@ def _parameters(callee: str) -> list[str]:
 
 SPELLED = {"self": ("input", "self", "x", "logits", "logp"), "indices": ("input", "ids"), "axes": ("group", "rows"),
            "p": ("p",), "pad": ("pad",), "sharding": ("sharding", "gather_sharding"),
-           "to_sharding": ("shard_sharding",), "to_dim": ("shard_dim", "to_dim"), "dim": ("dim", "gather_dim"), "op_key": ("op",), "x": ("x",),
-           "train": ("training",),
+           "to_sharding": ("shard_sharding",), "to_dim": ("shard_dim", "to_dim"), "dim": ("dim", "gather_dim"),
+           "op_key": ("op",), "x": ("x",), "train": ("training",),
            "split_size": ("split_size", "split_sizes"), "split_sizes": ("split_size", "split_sizes")}  # fmt: skip
 
 

@@ -131,8 +131,3 @@ BACKWARD: dict[str, Move] = {
     "all_gather_to_r": _sum_take, "shard": _gather, "shard_from_r": _pad, "reduce_scatter": _gather,
     "zero_pad": _take, "all_to_all": _exchange_back, "partial": _nothing, "invariant": _first,
 }  # fmt: skip
-BACKWARD: dict[str, Move] = {
-    "all_reduce": _nothing, "replicate": _sum, "all_reduce_to_r": _sum, "all_gather": _take, "all_gather_to_r": _sum_take,
-    "shard": _gather, "shard_from_r": _pad, "reduce_scatter": _gather, "zero_pad": _take, "all_to_all": _exchange_back,
-    "partial": _nothing, "invariant": _first,
-}  # fmt: skip

@@ -64,7 +64,9 @@ def test_a_rank_that_sleeps_in_an_op(said, case):
 def test_a_rank_that_sleeps_in_backward(said):
     first, _, sleeps = said["backward"].splitlines()
     assert "reduce_scatter of a tensor [4, 4]" in first
-    assert re.search(r"in backward of \S+\.py:\d+ \(x = runtime\.all_gather_linear\(.*which comes from failing\.py:", first)
+    assert re.search(
+        r"in backward of \S+\.py:\d+ \(x = runtime\.all_gather_linear\(.*which comes from failing\.py:", first
+    )
     assert "rank 1 is busy" in sleeps
 
 

@@ -226,4 +226,4 @@ def _buffers(leaves: Leaves, updates: Mapping[str, str], names: Mapping[str, str
 def _renamed(leaf: InputLeaf, names: Mapping[str, str], builder: GraphBuilder) -> InputLeaf:
     if leaf.value is None:
         return leaf
-    return replace(leaf, value=names[leaf.value], dtype=builder.analysis[leaf.value].dtype)
+    return replace(leaf, value=names[leaf.value], dtype=builder.infos[leaf.value].dtype)

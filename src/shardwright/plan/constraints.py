@@ -177,16 +177,9 @@ class ChoiceDemand(NamedTuple):
 
 
 Constraint = (
-    AxisConstraint
-    | SplitConstraint
-    | ReplicateConstraint
-    | SameSplitConstraint
-    | MemoryConstraint
-    | RecomputeConstraint
-    | ZeroConstraint
-    | PipelineConstraint
-    | StageCutConstraint
-)
+    AxisConstraint | SplitConstraint | ReplicateConstraint | SameSplitConstraint | MemoryConstraint
+    | RecomputeConstraint | ZeroConstraint | PipelineConstraint | StageCutConstraint
+)  # fmt: skip
 ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
 
 

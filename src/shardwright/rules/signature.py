@@ -1,9 +1,7 @@
 """A rule bound to a call: which atoms every label stands for, and what a choice does to each tensor.
 
-`analyse` goes over a graph once, forward, and gives every dim of every value its atoms and
-every op its `Signature`. From then on an op's possible splits are its **roles**: a label
-and one atom in it. A choice of roles, one for each axis, fixes the layouts of all inputs
-and outputs (the two tables of docs/design.md, section 4).
+`analyse` goes over a graph once and gives every dim of every value its atoms and every op its `Signature`. The
+ways to split an op are its **roles**: a label and one atom in it. A choice of one role per axis fixes all layouts.
 """
 
 from __future__ import annotations
@@ -91,9 +89,8 @@ class Signature:
         other = self._beside_label(label)
         if other is None or other in self.blocked:
             return None
-        return next(
-            (atom for atom in self.analysis.atoms.splittable(self.labels[other]) if self._fits(other, atom)), None
-        )
+        atoms = self.analysis.atoms.splittable(self.labels[other])
+        return next((atom for atom in atoms if self._fits(other, atom)), None)
 
     def _dim_of(self, bound: LabelledTensor, label: str) -> int | None:
         """The dim that a label is on. Sections of one dim are split together, so one stands for all."""
@@ -167,9 +164,8 @@ class Signature:
                 rest[name] = place
                 continue
             at, atom = place
-            shard = self.analysis.atoms.shard(
-                self.analysis.dims[bound.value][at], atom, Axis(name=name, size=size), taken[at]
-            )
+            dim = self.analysis.dims[bound.value][at]
+            shard = self.analysis.atoms.shard(dim, atom, Axis(name=name, size=size), taken[at])
             if shard is None:
                 raise PlanError(
                     f"{self.op}: {name}={size} can't take {role} of {bound.value}, dim {at} of size "

@@ -77,45 +77,45 @@ class TensorHandle:
 
 def _unnoticed(builder: GraphBuilder, old: str, new: str, place: OpOrigin) -> str:
     """A write under no_grad, or through detach, as autograd sees it: new values, with the gradient of the old ones."""
-    if not builder.analysis[old].gradient or builder.analysis[new].gradient:
+    if not builder.infos[old].gradient or builder.infos[new].gradient:
         return new
     place = replace(place, no_grad=False)
-    fact = builder.analysis[old]
-    detached = builder.emit_one("aten.detach.default", {"self": ValueRef(old)}, fact, place)
-    nothing = builder.emit_one("aten.sub.Tensor", {"self": ValueRef(old), "other": ValueRef(detached)}, fact, place)
-    return builder.emit_one("aten.add.Tensor", {"self": ValueRef(new), "other": ValueRef(nothing)}, fact, place)
+    info = builder.infos[old]
+    detached = builder.emit_one("aten.detach.default", {"self": ValueRef(old)}, info, place)
+    nothing = builder.emit_one("aten.sub.Tensor", {"self": ValueRef(old), "other": ValueRef(detached)}, info, place)
+    return builder.emit_one("aten.add.Tensor", {"self": ValueRef(new), "other": ValueRef(nothing)}, info, place)
 
 
 def _scatter(builder: GraphBuilder, view: AliasView, parent: str, new: str, place: OpOrigin) -> str:
     """The parent with the part that `view` takes from it replaced by `new`."""
-    fact = builder.analysis[parent]
+    info = builder.infos[parent]
     kind = view.target.rsplit(".", 1)[0]
     held = {name: value for name, value in view.arguments.items() if name not in ("self", "input")}
     both = {"self": ValueRef(parent), "src": ValueRef(new)}
     if kind in SHAPERS:
-        if builder.analysis[new].shape == fact.shape:
+        if builder.infos[new].shape == info.shape:
             return new
-        return builder.emit_one("aten.reshape.default", {"self": ValueRef(new), "shape": fact.shape}, fact, place)
+        return builder.emit_one("aten.reshape.default", {"self": ValueRef(new), "shape": info.shape}, info, place)
     if kind in SELF_INVERSE:
-        return builder.emit_one(view.target, {"self": ValueRef(new), **held}, fact, place)
+        return builder.emit_one(view.target, {"self": ValueRef(new), **held}, info, place)
     if kind == "aten.permute":
-        dims = [dim % len(fact.shape) for dim in held["dims"]]
+        dims = [dim % len(info.shape) for dim in held["dims"]]
         inverse = tuple(dims.index(dim) for dim in range(len(dims)))
-        return builder.emit_one("aten.permute.default", {"self": ValueRef(new), "dims": inverse}, fact, place)
+        return builder.emit_one("aten.permute.default", {"self": ValueRef(new), "dims": inverse}, info, place)
     if kind == "aten.as_strided":
         numbers = element_numbers(builder, held["size"], held["stride"], held.get("storage_offset") or 0, place)
         written = {"self": ValueRef(parent), "index": numbers, "source": ValueRef(new)}
-        return builder.emit_one("aten.put.default", written, fact, place)
+        return builder.emit_one("aten.put.default", written, info, place)
     if kind in ("aten.slice", "aten.select", "aten.diagonal"):
         if kind == "aten.slice":
-            held = slice_bounds(held, fact.shape)
-        return builder.emit_one(f"{kind}_scatter.default", {**both, **held}, fact, place)
+            held = slice_bounds(held, info.shape)
+        return builder.emit_one(f"{kind}_scatter.default", {**both, **held}, info, place)
     if kind == "aten.unbind":
         where = {"dim": held.get("dim", 0), "index": view.index}
-        return builder.emit_one("aten.select_scatter.default", {**both, **where}, fact, place)
+        return builder.emit_one("aten.select_scatter.default", {**both, **where}, info, place)
     if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.narrow"):
         span = _span(builder, view, held, parent, new)
-        return builder.emit_one("aten.slice_scatter.default", {**both, **span}, fact, place)
+        return builder.emit_one("aten.slice_scatter.default", {**both, **span}, info, place)
     raise unsupported(
         f"it writes in place through a view made by {view.target}",
         place.source,
@@ -126,11 +126,11 @@ def _scatter(builder: GraphBuilder, view: AliasView, parent: str, new: str, plac
 def _span(builder: GraphBuilder, view: AliasView, held: dict[str, Any], parent: str, new: str) -> dict[str, int]:
     """Which slice of its parent an output of split, or a narrow, is."""
     dim = held.get("dim", 0)
-    length = builder.analysis[new].shape[dim]
+    length = builder.infos[new].shape[dim]
     if "start" in held:
         start = held["start"]
     elif view.target.startswith("aten.chunk"):
-        start = -(-builder.analysis[parent].shape[dim] // held["chunks"]) * view.index
+        start = -(-builder.infos[parent].shape[dim] // held["chunks"]) * view.index
     else:
         sizes: Any = held.get("split_sizes", held.get("split_size"))
         start = sizes * view.index if isinstance(sizes, int) else sum(sizes[: view.index])

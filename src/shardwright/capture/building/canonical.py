@@ -22,12 +22,12 @@ class AtenCall:
     builder: GraphBuilder
     target: str
     arguments: dict[str, Any]
-    analysis: Sequence[ValueInfo]
+    infos: Sequence[ValueInfo]
     place: OpOrigin
 
     @property
-    def fact(self) -> ValueInfo:
-        return self.analysis[0]
+    def info(self) -> ValueInfo:
+        return self.infos[0]
 
     @property
     def first(self) -> ValueRef:
@@ -39,13 +39,13 @@ class AtenCall:
 
     @property
     def given(self) -> ValueInfo:
-        return self.builder.analysis[self.first.name]
+        return self.builder.infos[self.first.name]
 
     def emit(self, target: str | None = None, kind: str | None = None, /, **arguments: Any) -> list[str]:
-        return self.builder.emit(target or self.target, arguments, self.analysis, self.place, kind)
+        return self.builder.emit(target or self.target, arguments, self.infos, self.place, kind)
 
     def grads(self, ref: ValueRef) -> bool:
-        return self.builder.analysis[ref.name].gradient
+        return self.builder.infos[ref.name].gradient
 
     def keep(self) -> list[str]:
         return self.emit(**self.arguments)
@@ -99,40 +99,40 @@ def _dropout(call: AtenCall) -> list[str]:
 
 @_for("to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision")
 def cast(call: AtenCall) -> list[str]:
-    if call.given.dtype == call.fact.dtype:
+    if call.given.dtype == call.info.dtype:
         return [call.first.name]
-    return call.emit("aten._to_copy.default", self=call.first, dtype=Dtype(call.fact.dtype))
+    return call.emit("aten._to_copy.default", self=call.first, dtype=Dtype(call.info.dtype))
 
 
 @_for("view.default", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
 def _reshape(call: AtenCall) -> list[str]:
-    if call.given.shape == call.fact.shape:
+    if call.given.shape == call.info.shape:
         return [call.first.name]
     if call.target == "aten.view.default" and call.first.name not in call.builder.loose:
-        return call.emit(self=call.first, size=call.fact.shape)
-    return call.emit("aten.reshape.default", self=call.first, shape=call.fact.shape)
+        return call.emit(self=call.first, size=call.info.shape)
+    return call.emit("aten.reshape.default", self=call.first, shape=call.info.shape)
 
 
 @_for("expand", "expand_as", "broadcast_to")
 def _expand(call: AtenCall) -> list[str]:
-    if call.given.shape == call.fact.shape:
+    if call.given.shape == call.info.shape:
         return [call.first.name]
-    return call.emit("aten.expand.default", self=call.first, size=call.fact.shape)
+    return call.emit("aten.expand.default", self=call.first, size=call.info.shape)
 
 
 @_for("broadcast_tensors", "meshgrid")
 def _broadcast(call: AtenCall) -> list[str]:
     """One expand for each tensor: values of one op share their gradient flag, these must not."""
     found = []
-    for index, (ref, fact) in enumerate(zip(call.arguments["tensors"], call.analysis, strict=True)):
-        held = call.builder.analysis[ref.name]
+    for index, (ref, info) in enumerate(zip(call.arguments["tensors"], call.infos, strict=True)):
+        held = call.builder.infos[ref.name]
         if call.target.startswith("aten.meshgrid"):
-            swapped = call.arguments.get("indexing", "ij") == "xy" and len(call.analysis) > 1 and index < 2
+            swapped = call.arguments.get("indexing", "ij") == "xy" and len(call.infos) > 1 and index < 2
             dim = 1 - index if swapped else index
-            shape = tuple(size if at == dim else 1 for at, size in enumerate(fact.shape))
+            shape = tuple(size if at == dim else 1 for at, size in enumerate(info.shape))
             held = ValueInfo(shape, held.dtype)
             ref = ValueRef(write(AtenCall(call.builder, "aten.reshape.default", {"self": ref}, [held], call.place))[0])
-        found += write(AtenCall(call.builder, "aten.expand.default", {"self": ref}, [fact], call.place))
+        found += write(AtenCall(call.builder, "aten.expand.default", {"self": ref}, [info], call.place))
     return found
 
 
@@ -140,12 +140,10 @@ def _broadcast(call: AtenCall) -> list[str]:
 def _cat(call: AtenCall) -> list[str]:
     """What is empty adds nothing: an HF cache starts so, and so does what a rotary embedding leaves alone."""
     dim = call.arguments.get("dim", 0)
-    shapes = {ref: call.builder.analysis[ref.name].shape for ref in call.arguments["tensors"]}
+    shapes = {ref: call.builder.infos[ref.name].shape for ref in call.arguments["tensors"]}
     empty = {ref for ref, shape in shapes.items() if (shape == (0,) or shape[dim] == 0) and not call.grads(ref)}
     tensors = tuple(ref for ref in call.arguments["tensors"] if ref not in empty)
-    if len(tensors) == 1 and call.builder.analysis[tensors[0].name] == replace(
-        call.fact, gradient=call.grads(tensors[0])
-    ):
+    if len(tensors) == 1 and call.builder.infos[tensors[0].name] == replace(call.info, gradient=call.grads(tensors[0])):
         return _restride(replace(call, arguments={"self": tensors[0]}))
     return call.emit("aten.cat.default", tensors=tensors or call.arguments["tensors"], dim=call.arguments.get("dim", 0))
 
@@ -156,10 +154,10 @@ def _arithmetic(call: AtenCall) -> list[str]:
     other = call.arguments.get("other")
     neutral = 1 if call.target in ("aten.mul.Tensor", "aten.div.Tensor") else 0
     same = isinstance(call.arguments["self"], ValueRef) and (call.given.shape, call.given.dtype) == (
-        call.fact.shape,
-        call.fact.dtype,
+        call.info.shape,
+        call.info.dtype,
     )
-    exact = neutral == 1 or not call.fact.floating
+    exact = neutral == 1 or not call.info.floating
     if same and exact and not isinstance(other, ValueRef | bool) and other == neutral:
         return [call.first.name]
     return call.keep()
@@ -188,7 +186,7 @@ def _cross(call: AtenCall) -> list[str]:
     """Without a dim it is the first of size 3, which on a piece might be another one."""
     if call.arguments.get("dim") is not None:
         return call.keep()
-    return call.emit(**call.arguments | {"dim": call.fact.shape.index(3)})
+    return call.emit(**call.arguments | {"dim": call.info.shape.index(3)})
 
 
 @_for("repeat_interleave")
@@ -199,7 +197,7 @@ def _repeat_interleave(call: AtenCall) -> list[str]:
 
 @_for("squeeze")
 def _squeeze(call: AtenCall) -> list[str]:
-    if call.given.shape == call.fact.shape:
+    if call.given.shape == call.info.shape:
         return [call.first.name]
     return call.keep() if "dim" in call.arguments else _reshape(call)
 
@@ -235,7 +233,7 @@ def _slice_scatter(call: AtenCall) -> list[str]:
 @_for("chunk", "unsafe_chunk", "unsafe_split", "split", "tensor_split", "split_with_sizes", "unsafe_split_with_sizes")
 def _split(call: AtenCall) -> list[str]:
     dim = call.arguments.get("dim", 0) % len(call.given.shape)
-    sizes = tuple(fact.shape[dim] for fact in call.analysis)
+    sizes = tuple(info.shape[dim] for info in call.infos)
     if len(sizes) == 1:
         return [call.first.name]
     if all(size == sizes[0] for size in sizes[:-1]) and 0 < sizes[-1] <= sizes[0]:
@@ -288,14 +286,14 @@ def _movedim(call: AtenCall) -> list[str]:
 
 @_for("zeros", "ones", "empty", "full", "arange", "linspace", "rand", "randn", "eye", "scalar_tensor", "randperm")
 def _create(call: AtenCall) -> list[str]:
-    return call.emit(**{**call.arguments, "dtype": Dtype(call.fact.dtype)})
+    return call.emit(**{**call.arguments, "dtype": Dtype(call.info.dtype)})
 
 
 @_for("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 def _create_like(call: AtenCall) -> list[str]:
     arguments = {name: value for name, value in call.arguments.items() if name != "dtype"}
-    if call.given.dtype != call.fact.dtype:
-        arguments["dtype"] = Dtype(call.fact.dtype)
+    if call.given.dtype != call.info.dtype:
+        arguments["dtype"] = Dtype(call.info.dtype)
     return call.emit(**arguments)
 
 
@@ -303,19 +301,19 @@ def _create_like(call: AtenCall) -> list[str]:
 def _create_new(call: AtenCall) -> list[str]:
     kind = call.target.split(".")[1].removeprefix("new_").removesuffix("_strided")
     target = f"aten.{kind}.{'memory_format' if kind == 'empty' else 'default'}"
-    arguments: dict[str, Any] = {"size": call.fact.shape}
+    arguments: dict[str, Any] = {"size": call.info.shape}
     if kind == "full":
         arguments["fill_value"] = call.arguments["fill_value"]
-    return call.emit(target, **arguments, dtype=Dtype(call.fact.dtype))
+    return call.emit(target, **arguments, dtype=Dtype(call.info.dtype))
 
 
 @_for("copy")
 def _copy(call: AtenCall) -> list[str]:
     """What `x.copy_(y)` leaves in x: y, cast and expanded to x."""
     source = call.arguments["src"]
-    fact = ValueInfo(call.builder.analysis[source.name].shape, call.fact.dtype)
-    held = write(AtenCall(call.builder, "aten._to_copy.default", {"self": source}, [fact], call.place))[0]
-    return write(AtenCall(call.builder, "aten.expand.default", {"self": ValueRef(held)}, call.analysis, call.place))
+    info = ValueInfo(call.builder.infos[source.name].shape, call.info.dtype)
+    held = write(AtenCall(call.builder, "aten._to_copy.default", {"self": source}, [info], call.place))[0]
+    return write(AtenCall(call.builder, "aten.expand.default", {"self": ValueRef(held)}, call.infos, call.place))
 
 
 @_for("fill", "zero")
@@ -325,9 +323,9 @@ def _fill(call: AtenCall) -> list[str]:
         target = "aten.fill.Tensor" if isinstance(value, ValueRef) else "aten.fill.Scalar"
         return call.emit(target, self=call.first, value=value)
     if isinstance(value, ValueRef):
-        return _copy(AtenCall(call.builder, call.target, {"src": value}, call.analysis, call.place))
-    dtype = Dtype(call.fact.dtype)
-    return call.emit("aten.full.default", size=call.fact.shape, fill_value=value, dtype=dtype)
+        return _copy(AtenCall(call.builder, call.target, {"src": value}, call.infos, call.place))
+    dtype = Dtype(call.info.dtype)
+    return call.emit("aten.full.default", size=call.info.shape, fill_value=value, dtype=dtype)
 
 
 @_for("__and__", "__or__", "__xor__")
@@ -355,12 +353,12 @@ def _conv(call: AtenCall) -> list[str]:
     bias = call.arguments.get("bias")
     if not isinstance(bias, ValueRef):
         return call.emit(**rest)
-    held = call.builder.analysis[bias.name]
-    space = len(call.builder.analysis[call.arguments["weight"].name].shape) - 2  # the input may come without a batch
+    held = call.builder.infos[bias.name]
+    space = len(call.builder.infos[call.arguments["weight"].name].shape) - 2  # the input may come without a batch
     shape = (*held.shape, *[1] * space)
-    y = call.builder.emit_one(call.target, rest, call.fact, call.place)
-    fact = ValueInfo(shape, held.dtype)
-    viewed = call.builder.emit_one("aten.view.default", {"self": bias, "size": shape}, fact, call.place, "bias_view")
+    y = call.builder.emit_one(call.target, rest, call.info, call.place)
+    info = ValueInfo(shape, held.dtype)
+    viewed = call.builder.emit_one("aten.view.default", {"self": bias, "size": shape}, info, call.place, "bias_view")
     return call.emit("aten.add.Tensor", "bias", self=ValueRef(y), other=ValueRef(viewed))
 
 
@@ -369,7 +367,7 @@ def _with_bias(call: AtenCall, target: str, product: dict[str, Any], name: str) 
     bias = call.arguments.get(name)
     if not isinstance(bias, ValueRef):
         return call.emit(target, **product)
-    y = call.builder.emit_one(target, product, call.fact, call.place)
+    y = call.builder.emit_one(target, product, call.info, call.place)
     return call.emit("aten.add.Tensor", "bias", self=ValueRef(y), other=bias)
 
 
@@ -393,8 +391,8 @@ def _batch_norm(call: AtenCall) -> list[str]:
     channel = ValueInfo((call.given.shape[1],), call.given.dtype)
     if arguments.get("running_mean") is None:
         arguments = {name: value for name, value in arguments.items() if not name.startswith("running")}
-        analysis = [call.fact, channel, channel]
-        return call.builder.emit("aten._native_batch_norm_legit.no_stats", arguments, analysis, call.place)
-    running = call.builder.analysis[arguments["running_mean"].name]
-    analysis = [call.fact, channel, channel, running, running]
-    return call.builder.emit("aten._native_batch_norm_legit_functional.default", arguments, analysis, call.place)
+        infos = [call.info, channel, channel]
+        return call.builder.emit("aten._native_batch_norm_legit.no_stats", arguments, infos, call.place)
+    running = call.builder.infos[arguments["running_mean"].name]
+    infos = [call.info, channel, channel, running, running]
+    return call.builder.emit("aten._native_batch_norm_legit_functional.default", arguments, infos, call.place)

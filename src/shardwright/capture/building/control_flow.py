@@ -38,7 +38,7 @@ class BranchGraphs:
         self,
         module: fx.GraphModule,
         wish: str,
-        analysis: Sequence[ValueInfo],
+        infos: Sequence[ValueInfo],
         walk: Walk,
         place: OpOrigin,
         names: Sequence[str] = (),
@@ -46,18 +46,18 @@ class BranchGraphs:
         """The name of a graph for a module, which of its operands it reads, and constants that it wants besides."""
         builder = GraphBuilder()
         nodes = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-        handles = [TensorHandle(builder.value(fact)) for fact in analysis]
+        handles = [TensorHandle(builder.value(info)) for info in infos]
         options = {held.name: _wish(name, place) for held, name in zip(handles, names or nodes, strict=True)}
         constants: list[Tensor] = []
 
         def constant(tensor: Tensor) -> TensorHandle:
-            fact = ValueInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            handles.append(TensorHandle(builder.value(fact)))
+            info = ValueInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            handles.append(TensorHandle(builder.value(info)))
             options[handles[-1].name] = "constant"
             constants.append(tensor)
             return handles[-1]
 
-        results = walk(module, builder, handles[: len(analysis)], constant)
+        results = walk(module, builder, handles[: len(infos)], constant)
         if any(handle.version for handle in handles) or not all(isinstance(held, TensorHandle) for held in results):
             raise unsupported("it writes to its operands, or returns a number", place.source, "Return tensors only.")
         ends = [held.read() for held in results]

@@ -36,12 +36,11 @@ from .schema import literal, named_arguments, target_name, value_infos
 from .source_lines import origin_of
 
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain", "_functional_assert")
-
-
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default", "aten.sym_size.int")
-
-
 MAYBE_VIEWS = frozenset({"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "detach_"})
+
+
+MakeConstant = Callable[[torch.Tensor], TensorHandle]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class GraphConversion:
     builder: GraphBuilder
     kept: KeptCalls
     parameters: frozenset[str]  # their values: autocast casts each once
-    constant: Callable[[torch.Tensor], TensorHandle]  # a handle for a tensor that stands in the graph itself
+    constant: MakeConstant  # a handle for a tensor that stands in the graph itself
     branches: BranchGraphs
     functions: dict[str, ImportedFunction] = field(default_factory=dict)
     autocast: Autocast = field(default_factory=Autocast)
@@ -119,7 +118,7 @@ class GraphConversion:
         made = Numbers(self.builder, replace(place, autocast=None))
         if target_of(op) == "aten.sym_size.int":
             held, dim = args
-            return made.count(held.mask) if dim == 0 else self.builder.analysis[held.dense].shape[held.lead + dim - 1]
+            return made.count(held.mask) if dim == 0 else self.builder.infos[held.dense].shape[held.lead + dim - 1]
         if target_of(op) in NUMBERS:
             return made.take(args[0])
         if not isinstance(op, torch._ops.OpOverload):
@@ -172,8 +171,8 @@ class GraphConversion:
         operands = list(operands_of(given, place))
         arguments: dict[str, Any] = {"predicate": ValueRef(predicate.read())}
         for role, wish, module in (("then", "cond_then", one), ("other", "cond_else", other)):
-            analysis = [self.builder.analysis[held.name] for held in operands[: len(given)]]
-            name, takes, constants = self.branches.add(module, wish, analysis, self._walk(modes), place)
+            infos = [self.builder.infos[held.name] for held in operands[: len(given)]]
+            name, takes, constants = self.branches.add(module, wish, infos, self._walk(modes), place)
             more = range(len(operands), len(operands) + len(constants))
             operands += [ValueRef(self.constant(tensor).read()) for tensor in constants]
             numbers = [*range(len(given)), *more]
@@ -183,21 +182,21 @@ class GraphConversion:
     def _scan(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
         step, *given = args
         init, xs, held = (operands_of(group, place) for group in given)
-        known = self.builder.analysis
+        known = self.builder.infos
         rows = [replace(known[ref.name], shape=known[ref.name].shape[1:]) for ref in xs]
-        analysis = [*(known[ref.name] for ref in init), *rows, *(known[ref.name] for ref in held)]
+        infos = [*(known[ref.name] for ref in init), *rows, *(known[ref.name] for ref in held)]
         names = [*_numbered("carry", init), *_numbered("x", xs), *_numbered("held", held)]
-        name, constants = self._loop_body(step, "scan_step", analysis, names, modes, place)
+        name, constants = self._loop_body(step, "scan_step", infos, names, modes, place)
         return SCAN, {"step": name, "init": init, "xs": xs, "held": (*held, *constants)}
 
     def _while(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
         test, body, *given = args
         carried, held = (operands_of(group, place) for group in given)
-        analysis = [self.builder.analysis[ref.name] for ref in (*carried, *held)]
+        infos = [self.builder.infos[ref.name] for ref in (*carried, *held)]
         names = [*_numbered("carry", carried), *_numbered("held", held)]
         found = []
         for module, wish in ((test, "while_test"), (body, "while_body")):
-            name, constants = self._loop_body(module, wish, analysis, names, modes, place)
+            name, constants = self._loop_body(module, wish, infos, names, modes, place)
             if constants:
                 remedy = "Make the constant a buffer, or make it before the loop and pass it in."
                 raise unsupported("a loop makes a constant tensor", place.source, remedy)
@@ -205,37 +204,20 @@ class GraphConversion:
         return WHILE, {"test": found[0], "body": found[1], "carried": carried, "held": held}
 
     def _loop_body(
-        self,
-        module: fx.GraphModule,
-        wish: str,
-        analysis: list[ValueInfo],
-        names: list[str],
-        modes: Modes,
-        place: OpOrigin,
+        self, module: fx.GraphModule, wish: str, infos: list[ValueInfo], names: list[str], modes: Modes, place: OpOrigin
     ) -> tuple[str, list[ValueRef]]:
         """The graph of one turn, which takes everything it is given, and the constants that it wants besides."""
-        if any(fact.gradient for fact in analysis):  # what is carried may come to have a gradient
-            analysis = [replace(fact, gradient=fact.floating) for fact in analysis]
-        name, _, constants = self.branches.add(module, wish, analysis, self._walk(modes), place, names)
+        if any(info.gradient for info in infos):  # what is carried may come to have a gradient
+            infos = [replace(info, gradient=info.floating) for info in infos]
+        name, _, constants = self.branches.add(module, wish, infos, self._walk(modes), place, names)
         refuse_draws(self.branches.graphs[name], place)
         return name, [ValueRef(self.constant(tensor).read()) for tensor in constants]
 
     def _walk(self, modes: Modes) -> Walk:
         def walk(
-            module: fx.GraphModule,
-            builder: GraphBuilder,
-            handles: Sequence[TensorHandle],
-            constant: Callable[[torch.Tensor], TensorHandle],
+            module: fx.GraphModule, builder: GraphBuilder, handles: Sequence[TensorHandle], constant: MakeConstant
         ) -> Sequence[Any]:
-            inner = GraphConversion(
-                builder,
-                self.kept,
-                frozenset(),
-                constant,
-                self.branches,
-                functions=self.functions,
-                autocast=self.autocast,
-            )
+            inner = replace(self, builder=builder, parameters=frozenset(), constant=constant, _casts={})
             found = inner.run(module, handles, modes)
             return found if isinstance(found, tuple | list) else [found]
 
@@ -281,10 +263,10 @@ class GraphConversion:
         shared = [a.name for a in op._schema.arguments if a.alias_info is not None]
         argument = shared[0] if shared else ""
         base = raw.get(argument)
-        analysis = value_infos(value, place.source)
+        infos = value_infos(value, place.source)
 
         def take(parent: str) -> list[str]:
-            return write(AtenCall(self.builder, target, {**arguments, argument: ValueRef(parent)}, analysis, place))
+            return write(AtenCall(self.builder, target, {**arguments, argument: ValueRef(parent)}, infos, place))
 
         found: list[TensorHandle] = []
         for index, (name, held) in enumerate(zip(names, values, strict=False)):
@@ -325,9 +307,9 @@ class GraphConversion:
         name = handle.read()
         if (name, dtype) in self._casts:
             return TensorHandle(self._casts[name, dtype])
-        fact = ValueInfo(self.builder.analysis[name].shape, dtype)
+        info = ValueInfo(self.builder.infos[name].shape, dtype)
         arguments = {"self": ValueRef(name), "dtype": Dtype(dtype)}
-        made = write(AtenCall(self.builder, "aten._to_copy.default", arguments, [fact], place))[0]
+        made = write(AtenCall(self.builder, "aten._to_copy.default", arguments, [info], place))[0]
         if name in self.parameters:
             self._casts[name, dtype] = made
         return TensorHandle(made)
@@ -360,7 +342,7 @@ class GraphConversion:
         return [TensorHandle(name) for name in names]
 
     def _opaque(
-        self, call: OpaqueCall, tensors: Sequence[ValueRef], analysis: list[ValueInfo], place: OpOrigin
+        self, call: OpaqueCall, tensors: Sequence[ValueRef], infos: list[ValueInfo], place: OpOrigin
     ) -> list[TensorHandle]:
         arguments = {
             "op_key": call.key,
@@ -370,10 +352,10 @@ class GraphConversion:
             "names": call.names,
             "held": tuple(tensors[call.tensors :]),
         }
-        names = self.builder.emit(OPAQUE, arguments, analysis, place, "experts" if call.rule else "opaque")
+        names = self.builder.emit(OPAQUE, arguments, infos, place, "experts" if call.rule else "opaque")
         for name, made in zip(names, call.made, strict=True):
             if not made.gradient:
-                self.builder.analysis[name] = replace(self.builder.analysis[name], gradient=False)
+                self.builder.infos[name] = replace(self.builder.infos[name], gradient=False)
         self.builder.loose.update(names)
         return [TensorHandle(name) for name in names]
 

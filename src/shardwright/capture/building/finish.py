@@ -44,7 +44,7 @@ def join_repeats(builder: GraphBuilder) -> None:
 
 
 def _pure(builder: GraphBuilder, step: DraftOp) -> bool:
-    return is_pure(step) and not any(builder.analysis[name].gradient for name in step.outputs)
+    return is_pure(step) and not any(builder.infos[name].gradient for name in step.outputs)
 
 
 def is_pure(step: DraftOp) -> bool:
@@ -71,8 +71,8 @@ def promote_floats(builder: GraphBuilder) -> None:
             return Dtype("float64") if held in HALF else held
         return tuple(up(inner) for inner in held) if isinstance(held, tuple) else held
 
-    for name, fact in builder.analysis.items():
-        builder.analysis[name] = ValueInfo(fact.shape, "float64" if fact.dtype in HALF else fact.dtype, fact.gradient)
+    for name, info in builder.infos.items():
+        builder.infos[name] = ValueInfo(info.shape, "float64" if info.dtype in HALF else info.dtype, info.gradient)
     same: dict[str, str] = {}
     kept: list[DraftOp] = []
     for step in builder.steps:
@@ -80,7 +80,7 @@ def promote_floats(builder: GraphBuilder) -> None:
         step.arguments = {name: up(value) for name, value in step.arguments.items()}
         given: Any = step.arguments.get("self")
         cast = step.target == "aten._to_copy.default" and isinstance(given, ValueRef)
-        if cast and builder.analysis[given.name].dtype == builder.analysis[step.outputs[0]].dtype:
+        if cast and builder.infos[given.name].dtype == builder.infos[step.outputs[0]].dtype:
             same[step.outputs[0]] = given.name
             continue
         step.place = replace(step.place, autocast=None)
@@ -187,7 +187,7 @@ def _next_slot(slots: Iterator[Slot], _: ValueRef) -> Slot:
 
 def values_of(builder: GraphBuilder, names: Mapping[str, str]) -> dict[str, Value]:
     return {
-        new: Value(name=new, shape=fact.shape, dtype=fact.dtype, gradient=fact.gradient)
+        new: Value(name=new, shape=info.shape, dtype=info.dtype, gradient=info.gradient)
         for old, new in names.items()
-        for fact in [builder.analysis[old]]
+        for info in [builder.infos[old]]
     }

@@ -73,7 +73,7 @@ class DraftOp:
 
 @dataclass(slots=True)
 class GraphBuilder:
-    analysis: dict[str, ValueInfo] = field(default_factory=dict)
+    infos: dict[str, ValueInfo] = field(default_factory=dict)
     steps: list[DraftOp] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     loose: set[str] = field(default_factory=set)  # values whose strides may differ from the traced ones
@@ -85,27 +85,27 @@ class GraphBuilder:
             name = self.renamed[name]
         return name
 
-    def value(self, fact: ValueInfo) -> str:
-        name = f"v{len(self.analysis)}"
-        self.analysis[name] = fact
+    def value(self, info: ValueInfo) -> str:
+        name = f"v{len(self.infos)}"
+        self.infos[name] = info
         return name
 
     def emit(
         self,
         target: str,
         arguments: Mapping[str, Any],
-        analysis: Sequence[ValueInfo],
+        infos: Sequence[ValueInfo],
         place: OpOrigin,
         kind: str | None = None,
     ) -> list[str]:
         """Append a step; `facts` describe its outputs, their gradient is worked out here."""
         packet = target.rsplit(".", 1)[0]
         flows = not place.no_grad and packet not in NO_GRADIENT
-        flows = flows and any(self.analysis[ref.name].gradient for ref in refs(arguments))
+        flows = flows and any(self.infos[ref.name].gradient for ref in refs(arguments))
         first_only = target.startswith("aten._native_batch_norm")
         outputs = [
-            self.value(ValueInfo(fact.shape, fact.dtype, flows and fact.floating and not (first_only and index)))
-            for index, fact in enumerate(analysis)
+            self.value(ValueInfo(info.shape, info.dtype, flows and info.floating and not (first_only and index)))
+            for index, info in enumerate(infos)
         ]
         if packet not in DENSE and any(ref.name in self.loose for ref in refs(arguments)):
             self.loose.update(outputs)
@@ -113,9 +113,9 @@ class GraphBuilder:
         return outputs
 
     def emit_one(
-        self, target: str, arguments: Mapping[str, Any], fact: ValueInfo, place: OpOrigin, kind: str | None = None
+        self, target: str, arguments: Mapping[str, Any], info: ValueInfo, place: OpOrigin, kind: str | None = None
     ) -> str:
-        return self.emit(target, arguments, [fact], place, kind)[0]
+        return self.emit(target, arguments, [info], place, kind)[0]
 
 
 def base_name(target: str) -> str:

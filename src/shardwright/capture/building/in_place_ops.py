@@ -46,8 +46,8 @@ def write_to(
         remedy = "Write it out of place, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"{target_name(op)} writes in place and has no functional form", place.source, remedy)
     (handle,) = written.values()
-    fact = builder.analysis[handle.read()]
-    name = write(AtenCall(builder, twin, arguments, [ValueInfo(fact.shape, fact.dtype)], place))[0]
+    info = builder.infos[handle.read()]
+    name = write(AtenCall(builder, twin, arguments, [ValueInfo(info.shape, info.dtype)], place))[0]
     handle.write(builder, name, place)
     builder.loose.update((name, handle.root().name))
     return handle
@@ -61,13 +61,13 @@ def _write_out(
     handles = list(written.values())
     given = {name: held for name, held in arguments.items() if name not in written}
     made = value_infos(_try(builder, twin, given), place.source) if twin is not None else []
-    wanted = [builder.analysis[handle.read()] for handle in handles]
-    if [fact.shape for fact in made] != [fact.shape for fact in wanted]:
+    wanted = [builder.infos[handle.read()] for handle in handles]
+    if [info.shape for info in made] != [info.shape for info in wanted]:
         remedy = "Assign what it returns instead, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"{target_name(op)} resizes its out=, or has no form without", place.source, remedy)
     names = write(AtenCall(builder, target_name(twin), given, made, place))
-    for handle, name, fact in zip(handles, names, wanted, strict=True):
-        cast = AtenCall(builder, "aten._to_copy.default", {"self": ValueRef(name)}, [fact], place)
+    for handle, name, info in zip(handles, names, wanted, strict=True):
+        cast = AtenCall(builder, "aten._to_copy.default", {"self": ValueRef(name)}, [info], place)
         handle.write(builder, write(cast)[0], place)
         builder.loose.update((handle.name, handle.root().name))
     return handles[0] if len(handles) == 1 else handles
@@ -77,8 +77,8 @@ def _try(builder: GraphBuilder, op: Any, arguments: dict[str, Any]) -> Any:
     """What an op makes of tensors of these shapes."""
 
     def empty(ref: ValueRef) -> torch.Tensor:
-        fact = builder.analysis[ref.name]
-        return torch.empty(fact.shape, dtype=getattr(torch, fact.dtype), device="meta")
+        info = builder.infos[ref.name]
+        return torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
 
     return op(**{name: filled(map_refs(held, empty), ()) for name, held in arguments.items()})
 

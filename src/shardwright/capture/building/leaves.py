@@ -144,8 +144,8 @@ class Leaves:
 
         def take(parent: str) -> list[str]:
             arguments = {"self": ValueRef(parent)}
-            fact = self.builder.analysis[parent]
-            return write(AtenCall(self.builder, "aten.detach.default", arguments, [fact], OpOrigin()))
+            info = self.builder.infos[parent]
+            return write(AtenCall(self.builder, "aten.detach.default", arguments, [info], OpOrigin()))
 
         return TensorHandle(
             take(base.read())[0], base, AliasView(take, "aten.detach.default", {}), storage=base.storage
@@ -155,9 +155,9 @@ class Leaves:
         if not isinstance(leaf, torch.Tensor):
             self.inputs.append(InputLeaf(path=path, literal=leaf))
             return leaf
-        fact = value_info(leaf)
-        handle = TensorHandle(self.builder.value(fact))
+        info = value_info(leaf)
+        handle = TensorHandle(self.builder.value(info))
         self.options[handle.name] = identifier(path)
         self.input_handles.append(handle)
-        self.inputs.append(InputLeaf(path=path, value=handle.name, shape=fact.shape, dtype=fact.dtype))
+        self.inputs.append(InputLeaf(path=path, value=handle.name, shape=info.shape, dtype=info.dtype))
         return handle

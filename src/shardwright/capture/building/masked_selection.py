@@ -91,7 +91,7 @@ class SelectionOp:
 
     def take(self, tensor: TensorHandle, mask: TensorHandle) -> MaskedSelection:
         """`tensor[mask]`"""
-        lead = len(self.builder.analysis[mask.read()].shape)
+        lead = len(self.builder.infos[mask.read()].shape)
         return self._masked(MaskedSelection(tensor.read(), mask.read(), lead, self.place), 0)
 
     def take_all(self, tensor: TensorHandle, mask: TensorHandle) -> MaskedSelection:
@@ -143,22 +143,22 @@ class SelectionOp:
         if kind in ("cross_entropy_loss", "nll_loss_nd", "nll_loss"):
             return self._classes(named, first)
         if kind == "log_softmax" and named["dim"] in (-1, len(self._rest(first))):
-            fact = self._fact(first.dense)
-            return replace(first, dense=self._emit({**named, "self": first, "dim": len(fact.shape) - 1}, fact))
+            info = self._fact(first.dense)
+            return replace(first, dense=self._emit({**named, "self": first, "dim": len(info.shape) - 1}, info))
         if kind == "linear" and self._rest(first):
-            fact = self._fact(first.dense)
+            info = self._fact(first.dense)
             weight = self._fact(named["weight"].read())
-            return replace(first, dense=self._emit(named, replace(fact, shape=(*fact.shape[:-1], weight.shape[0]))))
+            return replace(first, dense=self._emit(named, replace(info, shape=(*info.shape[:-1], weight.shape[0]))))
         raise self._refusal(f"{target_name(self.op)} on what a boolean mask selects")
 
     def _pointwise(self, named: dict[str, Any], first: MaskedSelection) -> MaskedSelection:
-        fact, rest = self._fact(first.dense), self._rest(first)
+        info, rest = self._fact(first.dense), self._rest(first)
         for held in named.values():
             if isinstance(held, TensorHandle) and tuple(_broadcast(self._fact(held.read()).shape, rest)) != rest:
                 raise self._refusal("what a boolean mask selects, together with a tensor of other rows")
-            if isinstance(held, MaskedSelection) and self._fact(held.dense).shape != fact.shape:
+            if isinstance(held, MaskedSelection) and self._fact(held.dense).shape != info.shape:
                 raise self._refusal("selections of different shapes")
-        return replace(first, dense=self._emit(named, fact))
+        return replace(first, dense=self._emit(named, info))
 
     def _reduce(
         self, first: MaskedSelection, dims: Any, keepdim: bool, *, mean: bool
@@ -170,10 +170,10 @@ class SelectionOp:
             within = tuple(first.lead + dim - 1 for dim in places)
             kept = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
             shape = kept if keepdim else [size for at, size in enumerate(kept) if at not in within]
-            fact = ValueInfo(tuple(shape), self.dtype)
+            info = ValueInfo(tuple(shape), self.dtype)
             arguments = {"self": ValueRef(first.dense), "dim": within, **({"keepdim": True} if keepdim else {})}
             return replace(
-                first, dense=self._write(f"aten.{'mean.dim' if mean else 'sum.dim_IntList'}", arguments, fact)
+                first, dense=self._write(f"aten.{'mean.dim' if mean else 'sum.dim_IntList'}", arguments, info)
             )
         if keepdim:
             raise self._refusal("keepdim of what a boolean mask selects")
@@ -226,34 +226,34 @@ class SelectionOp:
 
     def put(self, tensor: TensorHandle, mask: TensorHandle, value: MaskedSelection) -> TensorHandle:
         """`x[mask] = y[mask]`"""
-        fact = self._fact(tensor.read())
+        info = self._fact(tensor.read())
         lead = len(self._fact(mask.read()).shape)
-        alike = value.lead == lead and self._fact(value.dense).shape == fact.shape
+        alike = value.lead == lead and self._fact(value.dense).shape == info.shape
         if not alike or not _same(self.builder, value.mask, mask.read()):
             raise self._refusal("what one boolean mask selects, written where another one does")
-        shape = (*fact.shape[:lead], *(1 for _ in fact.shape[lead:]))
+        shape = (*info.shape[:lead], *(1 for _ in info.shape[lead:]))
         wide = self._write(
             "aten.reshape.default", {"self": ValueRef(mask.read()), "shape": shape}, ValueInfo(shape, "bool")
         )
         arguments = {"condition": ValueRef(wide), "self": ValueRef(value.dense), "other": ValueRef(tensor.read())}
-        tensor.write(self.builder, self._write("aten.where.self", arguments, fact), self.place)
+        tensor.write(self.builder, self._write("aten.where.self", arguments, info), self.place)
         return tensor
 
     def _over_rows(self, first: MaskedSelection, places: Sequence[int], mean: bool) -> str:
-        fact, rest = self._fact(first.dense), self._rest(first)
+        info, rest = self._fact(first.dense), self._rest(first)
         summed = (*range(first.lead), *(first.lead + dim - 1 for dim in places if dim > 0))
-        shape = tuple(size for at, size in enumerate(fact.shape) if at not in summed)
+        shape = tuple(size for at, size in enumerate(info.shape) if at not in summed)
         target = "aten.sum.dim_IntList" if shape else "aten.sum.default"
         arguments = {"self": ValueRef(first.dense), **({"dim": summed} if shape else {})}
         total = self._write(target, arguments, ValueInfo(shape, self.dtype))
         if not mean:
             return total
         count = self._write("aten.sum.default", {"self": ValueRef(first.mask)}, ValueInfo((), "int64"))
-        cast = {"self": ValueRef(count), "dtype": Dtype(fact.dtype)}
-        count = self._write("aten._to_copy.default", cast, ValueInfo((), fact.dtype))
+        cast = {"self": ValueRef(count), "dtype": Dtype(info.dtype)}
+        count = self._write("aten._to_copy.default", cast, ValueInfo((), info.dtype))
         each = math.prod(rest[dim - 1] for dim in places if dim > 0)
         if each != 1:
-            count = self._write("aten.mul.Tensor", {"self": ValueRef(count), "other": each}, ValueInfo((), fact.dtype))
+            count = self._write("aten.mul.Tensor", {"self": ValueRef(count), "other": each}, ValueInfo((), info.dtype))
         return self._write(
             "aten.div.Tensor", {"self": ValueRef(total), "other": ValueRef(count)}, ValueInfo(shape, self.dtype)
         )
@@ -273,28 +273,28 @@ class SelectionOp:
         count = math.prod(self._fact(first.dense).shape[: first.lead])
         flat = []
         for held, shape in ((scores, (count, *self._rest(scores))), (labels, (count,))):
-            fact = replace(self._fact(held.dense), shape=shape)
+            info = replace(self._fact(held.dense), shape=shape)
             flat.append(
-                ValueRef(self._write("aten.reshape.default", {"self": ValueRef(held.dense), "shape": shape}, fact))
+                ValueRef(self._write("aten.reshape.default", {"self": ValueRef(held.dense), "shape": shape}, info))
             )
         values = {**named, "self": flat[0], "target": flat[1]}
         return TensorHandle(self._emit(values, ValueInfo((), self._fact(scores.dense).dtype)))
 
     def _masked(self, held: MaskedSelection, fill: float) -> MaskedSelection:
-        fact = self._fact(held.dense)
-        mask = replace(self._fact(held.mask), shape=(*fact.shape[: held.lead], *(1 for _ in fact.shape[held.lead :])))
+        info = self._fact(held.dense)
+        mask = replace(self._fact(held.mask), shape=(*info.shape[: held.lead], *(1 for _ in info.shape[held.lead :])))
         wide = self._write("aten.reshape.default", {"self": ValueRef(held.mask), "shape": mask.shape}, mask)
         other = self._write("aten.bitwise_not.default", {"self": ValueRef(wide)}, mask)
         arguments = {"self": ValueRef(held.dense), "mask": ValueRef(other), "value": fill}
-        return replace(held, dense=self._write("aten.masked_fill.Scalar", arguments, fact))
+        return replace(held, dense=self._write("aten.masked_fill.Scalar", arguments, info))
 
     def _rest(self, held: MaskedSelection) -> tuple[int, ...]:
         return self._fact(held.dense).shape[held.lead :]
 
     def _fact(self, name: str) -> ValueInfo:
-        return self.builder.analysis[name]
+        return self.builder.infos[name]
 
-    def _emit(self, named: dict[str, Any], fact: ValueInfo) -> str:
+    def _emit(self, named: dict[str, Any], info: ValueInfo) -> str:
         """The op itself, with whole tensors in the places of selections."""
 
         def convert(held: Any) -> Any:
@@ -304,10 +304,10 @@ class SelectionOp:
         target = in_place_twin(self.op) if self.op._opname.endswith("_") else target_name(self.op)
         if target is None:
             raise self._refusal(f"{target_name(self.op)} on what a boolean mask selects")
-        return self._write(target, arguments, replace(fact, dtype=self.dtype))
+        return self._write(target, arguments, replace(info, dtype=self.dtype))
 
-    def _write(self, target: str, arguments: dict[str, Any], fact: ValueInfo) -> str:
-        return write(AtenCall(self.builder, target, arguments, [replace(fact, gradient=False)], self.place))[0]
+    def _write(self, target: str, arguments: dict[str, Any], info: ValueInfo) -> str:
+        return write(AtenCall(self.builder, target, arguments, [replace(info, gradient=False)], self.place))[0]
 
     def _refusal(self, what: str) -> Exception:
         return unsupported(
@@ -338,7 +338,7 @@ def is_selection(op: Any, args: Sequence[Any], builder: GraphBuilder) -> bool:
         return True
     if target_name(op) != "aten.index.Tensor" or len(args[1]) != 1 or not isinstance(args[1][0], TensorHandle):
         return False
-    return builder.analysis[args[1][0].read()].dtype == "bool"
+    return builder.infos[args[1][0].read()].dtype == "bool"
 
 
 def _same(builder: GraphBuilder, one: str, other: str) -> bool:

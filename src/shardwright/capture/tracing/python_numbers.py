@@ -82,14 +82,14 @@ class Numbers:
     def take(self, tensor: TensorHandle) -> Number:
         """`tensor.item()`"""
         name = tensor.read()
-        fact = self.builder.analysis[name]
-        floating = fact.dtype.startswith(("float", "bfloat"))
-        if fact.dtype.startswith("complex"):
+        info = self.builder.infos[name]
+        floating = info.dtype.startswith(("float", "bfloat"))
+        if info.dtype.startswith("complex"):
             raise self._refusal("a complex number")
-        name = self._write("aten.detach.default", {"self": ValueRef(name)}, ValueInfo(fact.shape, fact.dtype))
-        if fact.shape:
-            name = self._write("aten.reshape.default", {"self": ValueRef(name), "shape": ()}, ValueInfo((), fact.dtype))
-        wide = "bool" if fact.dtype == "bool" else "float64" if floating else "int64"
+        name = self._write("aten.detach.default", {"self": ValueRef(name)}, ValueInfo(info.shape, info.dtype))
+        if info.shape:
+            name = self._write("aten.reshape.default", {"self": ValueRef(name), "shape": ()}, ValueInfo((), info.dtype))
+        wide = "bool" if info.dtype == "bool" else "float64" if floating else "int64"
         return Number(self._cast(name, wide), wide)
 
     def count(self, mask: str) -> Number:
@@ -153,7 +153,7 @@ class Numbers:
             name = self._write(
                 "aten.expand.default", {"self": ValueRef(name), "size": size}, ValueInfo(size, _name(value.dtype))
             )
-        return TensorHandle(self._write("aten.clone.default", {"self": ValueRef(name)}, self.builder.analysis[name]))
+        return TensorHandle(self._write("aten.clone.default", {"self": ValueRef(name)}, self.builder.infos[name]))
 
     def _as(self, held: Any, dtype: str) -> str:
         """A number, or a literal, as a value of a dtype."""
@@ -163,14 +163,14 @@ class Numbers:
         return self._write("aten.full.default", arguments, ValueInfo((), dtype))
 
     def _cast(self, name: str, dtype: str) -> str:
-        if self.builder.analysis[name].dtype == dtype:
+        if self.builder.infos[name].dtype == dtype:
             return name
         return self._write(
             "aten._to_copy.default", {"self": ValueRef(name), "dtype": Dtype(dtype)}, ValueInfo((), dtype)
         )
 
-    def _write(self, target: str, arguments: dict[str, Any], fact: ValueInfo) -> str:
-        return write(AtenCall(self.builder, target, arguments, [fact], self.place))[0]
+    def _write(self, target: str, arguments: dict[str, Any], info: ValueInfo) -> str:
+        return write(AtenCall(self.builder, target, arguments, [info], self.place))[0]
 
     def _refusal(self, what: str) -> Exception:
         return unsupported(

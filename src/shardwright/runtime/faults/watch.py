@@ -67,11 +67,8 @@ _SIGNS = (
     "process group",
     "timeout caused pair closure",
 )
-_WAITING_IN = (
-    os.path.dirname(dist.__file__),
-    os.path.dirname(os.path.dirname(__file__)),
-    os.path.join("torch", "autograd"),
-)
+_RUNTIME = os.path.dirname(os.path.dirname(__file__))
+_WAITING_IN = (os.path.dirname(dist.__file__), _RUNTIME, os.path.join("torch", "autograd"))
 
 
 class Watch(AbstractContextManager[None]):
@@ -290,9 +287,8 @@ class Watch(AbstractContextManager[None]):
         frame = self._frame()
         if frame is None or not any(part in frame.f_code.co_filename for part in _WAITING_IN):
             return None
-        at = (
-            0 if frame.f_code.co_filename == shared_memory.__file__ else frame.f_lasti
-        )  # who looks at a board goes in circles
+        is_polling = frame.f_code.co_filename == shared_memory.__file__  # which goes in circles
+        at = 0 if is_polling else frame.f_lasti
         return self.call, self._notes.total, id(frame), at
 
     def _frame(self) -> FrameType | None:

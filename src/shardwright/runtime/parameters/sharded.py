@@ -1,17 +1,14 @@
-"""Parameters that know they are pieces, so that norms in the user's own loop are global.
+"""Parameters that know they are shards, so that norms in the user's own loop are global.
 
-`clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A `ShardParameter` is a plain
-leaf tensor, and reading its `.grad` gives a `ShardGradient`; the norm of either is a `ShardNorm` (`global_norms`),
-which `get_total_norm` stacks and so makes global (`stages`: in a pipeline). A piece on several ranks counts once.
+`clip_grad_norm_(model.parameters(), 1.0)` in an unmodified script sees local tensors. A `ShardedParameter` is a plain
+leaf tensor, and reading its `.grad` gives a `ShardedGradient`; the norm of either is a `PendingNorm` (`norms`), which
+`get_total_norm` makes global. What several ranks hold alike counts once.
 
-ZeRO levels 1 and 2 give a parameter a `shard`, the leaf that the optimizer updates: a view on the rows that this rank
-owns. At level 1 `shard.grad` is a view on the parameter's gradient. At level 2 only the share exists, and both `.grad`s
-read it; its shape is then the shard's, not the parameter's. A float32 master is such a shard too, with memory of its
-own; where ZeRO does not split it, it covers the whole piece, and both have one gradient, in float32.
+ZeRO-1 and ZeRO-2 give a parameter a `shard`, the leaf that the optimizer updates: a view on the rows that this rank
+owns. Under ZeRO-1 `shard.grad` is a view on the parameter's gradient, under ZeRO-2 only the shard's exists and both
+`.grad`s read it. An fp32 master weight is such a shard too, with memory of its own.
 
-Norms over the whole tensor are global, and so is what a `GradScaler` finds (`scaling`). What else may be done to a
-piece is in `pieces`, and a penalty counts once (`outside`). Hooks see true gradients (`hooks`). A forward pass should
-not pay for all this: run it under `torch._C.DisableTorchFunctionSubclass()`.
+What else may be done to a shard is in `local_ops`, and a penalty counts once (`outside`).
 """
 
 from __future__ import annotations
@@ -41,13 +38,12 @@ from .pipeline_norms import PipelineNorms
 from .spec import ParameterSpec, coordinates, sharding_axes, storage_layout, stored_layout, zero_axes
 from .stage_numbers import combined, is_of_stage, numbered
 
-Untouched = torch._C.DisableTorchFunctionSubclass
-"""Inside this guard our subclasses behave as plain tensors."""
+Untouched = torch._C.DisableTorchFunctionSubclass  # inside this guard our subclasses behave as plain tensors
 
 _GRAD: Any = torch.Tensor.grad  # on the class this is the descriptor, not a gradient
 _READ, _WRITE, _DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
-_SET_DATA, _ZERO = cast(Any, torch.Tensor.data).__set__, torch.Tensor.zero_
-_HOOK, _HOOK_AFTER = torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook
+_SET_DATA, _ZERO, _HOOK = cast(Any, torch.Tensor.data).__set__, torch.Tensor.zero_, torch.Tensor.register_hook
+_HOOK_AFTER = torch.Tensor.register_post_accumulate_grad_hook
 
 
 class ShardedParameter(torch.nn.Parameter):
@@ -66,13 +62,9 @@ class ShardedParameter(torch.nn.Parameter):
     knows_stages = True
 
     def __new__(
-        cls,
-        data: Tensor,
-        held: ParameterSpec,
-        groups: Groups | None,
-        layout: Layout | None = None,
-        requires_grad: bool = True,
-    ) -> ShardedParameter:
+        cls, data: Tensor, held: ParameterSpec, groups: Groups | None,
+        layout: Layout | None = None, requires_grad: bool = True,
+    ) -> ShardedParameter:  # fmt: skip
         made = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
         made.held = held
         made.spread = layout if layout is not None else held.layout
@@ -125,7 +117,7 @@ class ShardedParameter(torch.nn.Parameter):
             return _outside(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """A copy of the piece in the same place of the same mesh; groups are shared, never copied."""
+        """A copy of the shard; groups are shared, never copied."""
         if id(self) not in memo:
             with Untouched():
                 data, needs = self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
@@ -151,7 +143,7 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with Untouched():
-            return f"ShardParameter({self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.spread})"
+            return f"ShardedParameter({self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.spread})"
 
 
 def make_parameter(
@@ -196,9 +188,6 @@ def join_pipeline(stages: PipelineNorms, parameters: Iterable[ShardedParameter])
         parameter.stages = stages
         if parameter.shard is not None:
             parameter.shard.stages = stages
-
-
-# -- gradients ---------------------------------------------------------------------------
 
 
 class ShardedGradient(Tensor):
