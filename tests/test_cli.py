@@ -89,7 +89,7 @@ def test_the_cluster_may_be_a_file_or_larger_than_what_is_asked_for(net, tmp_pat
 
 
 def test_rows_of_a_batch_are_split_only_where_inputs_are_rows(net, capsys):
-    assert main(["plan", net, "--cluster", "cpu:2", "--inputs", "rows", "--full"]) == 0
+    assert main(["plan", net, "--cluster", "cpu:2", "--inputs", "per_replica", "--full"]) == 0
     assert "mesh dp=2" in capsys.readouterr().out
 
 

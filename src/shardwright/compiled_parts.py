@@ -3,8 +3,8 @@
     model, optimizer = sw.parallelize(model, optimizer, parts=["backbone"], plan="dp=2,tp=2")
 
 Each part is replaced by its compiled self, in its place in the module. The parameters of the rest
-are whole on every rank. With inputs="same" all ranks compute the rest alike, on the global batch,
-and nothing has to be summed. With inputs="rows" a data-parallel group computes the rest on its own
+are whole on every rank. With inputs="global" all ranks compute the rest alike, on the global batch,
+and nothing has to be summed. With inputs="per_replica" a data-parallel group computes the rest on its own
 rows, and gradients are averaged over the groups, as DDP does.
 """
 
@@ -51,7 +51,7 @@ def replace_parts(
     rest = _rest(model, list(options))
     for tensor in (*rest.values(), *_rest_buffers(model, list(options)).values()):
         _share(tensor, world)
-    if mode == "same":
+    if mode == "global":
         _draw_alike(world)
     made: list[ParallelModel] = []
     for path, wish in options.items():
@@ -64,7 +64,7 @@ def replace_parts(
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent)._modules[name] = held
         made.append(held)
-    if mode == "rows":
+    if mode == "per_replica":
         _average(model, rest, list(options.values()), made, world)
 
 
@@ -73,8 +73,10 @@ def _check(model: nn.Module, paths: Sequence[str], mode: Mode) -> None:
     some = ", ".join(known[:8])
     faults = [f"{path!r} is no submodule; there are {some}" for path in paths if path not in known]
     faults += [f"{one} is inside of {other}" for one in paths for other in paths if one.startswith(f"{other}.")]
-    if mode == "gather":
-        faults.append('inputs="gather" makes no sense for parts: the rest would see other rows than they; use "rows"')
+    if mode == "per_rank":
+        faults.append(
+            'inputs="per_rank" makes no sense for parts: the rest would see other rows than they; use "per_replica"'
+        )
     where: dict[int, str] = {}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for key, tensor in tensors:

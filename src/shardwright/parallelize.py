@@ -50,7 +50,7 @@ def parallelize(
     model: nn.Module, optimizer: Optimizers = None, *, example: Any = None, plan: PlanLike = "auto",
     cluster: str | Path = "auto", memory: str | float | None = None, constraints: ConstraintsLike | None = None,
     microbatches: int | None = None, microbatch_semantics: Semantics = "global", backward: Backward = "inside",
-    precision: PrecisionLike = None, inputs: Mode = "same", outputs: Outputs = "all", accumulate: int = 1,
+    precision: PrecisionLike = None, inputs: Mode = "global", outputs: Outputs = "all", accumulate: int = 1,
     reduction: Kind = "mean", seed: int = 0, directory: str | Path = GENERATED, timeout: float = 600.0,
     parts: Parts | None = None, opaque: How = "marked", unbatched: Sequence[str] | None = None,
 ) -> Any:  # fmt: skip
@@ -71,12 +71,12 @@ def parallelize(
     backward    of a pipeline: "inside" the call of the model, seeded by its loss, which keeps few microbatches
                 alive; "outside": when backward of anything made of its outputs runs.
     precision   "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full, see docs/precision.md; None: as it is.
-    inputs      what a call passes: "same" (the global batch, everywhere), "rows" (each data-parallel
-                group its rows), "gather" (each rank its rows).
+    inputs      what a call passes: "global" (every rank the whole global batch), "per_replica" (each data-parallel
+                replica its own samples), "per_rank" (each rank its own samples).
     outputs     "all": every rank gets all outputs; "scalars": only the loss and the like (logits stay sharded).
     accumulate  sync gradients at every n-th backward only.
-    reduction   with inputs="rows" and a loss outside of the model: "mean" or "sum" over groups, or "token", the mean
-                over all labels that count, see docs/precision.md.
+    reduction   with inputs="per_replica" and a loss outside of the model: "mean" or "sum" over replicas, or "token",
+                the mean over all labels that count, see docs/precision.md.
     directory   where generated code is written.
     parts       compile only these submodules, each at its first call, inside of the model, which stays an ordinary
                 module: a list of paths, or a dict of paths and plans. Returns the same model then.
@@ -91,7 +91,7 @@ def parallelize(
     exact = _exact(precision, model, optimizer)
     model = unwrapped(model)
     world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
-    check_optimizers(model, several(optimizer), rows=inputs == "rows" and world.size > 1)
+    check_optimizers(model, several(optimizer), rows=inputs == "per_replica" and world.size > 1)
     if parts is not None:
         _check_parts(example, constraints, exact.casts, unbatched)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
@@ -115,7 +115,7 @@ def _setting(
     if plan != "auto" and cluster == "auto":
         return None
     known = cluster_here(world) if cluster == "auto" else find_cluster(cluster)
-    return PlanningTask(cluster=known, training=training, options=options, rows=inputs == "rows")
+    return PlanningTask(cluster=known, training=training, options=options, rows=inputs == "per_replica")
 
 
 def _made(
@@ -145,13 +145,13 @@ def _exact(precision: PrecisionLike, model: nn.Module, optimizer: Optimizers) ->
 
 
 def _check(inputs: str, outputs: str, accumulate: int, reduction: str) -> None:
-    if inputs not in ("same", "rows", "gather"):
-        raise InputError(f'inputs={inputs!r} is not a mode; use "same", "rows" or "gather"')
+    if inputs not in ("global", "per_replica", "per_rank"):
+        raise InputError(f'inputs={inputs!r} is not a mode; use "global", "per_replica" or "per_rank"')
     if outputs not in ("all", "scalars"):
         raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
-    if reduction != "mean" and inputs != "rows":
+    if reduction != "mean" and inputs != "per_replica":
         raise InputError(
-            f'reduction={reduction!r} is for inputs="rows", where each data-parallel group computes a loss of its own '
+            f'reduction={reduction!r} is for inputs="per_replica", where each data-parallel replica has a loss of its own '
             f"rows; with inputs={inputs!r} every rank sees the outputs of the whole batch, and its loss is that of all"
         )
     if accumulate < 1:
@@ -199,7 +199,7 @@ def _check_parts(example: Any, constraints: Any, casts: bool, unbatched: Any) ->
 def plan(
     model: nn.Module, *, example: Any, plan: PlanLike = "auto", cluster: str | Path | int = "cpu", entry: str = "train",
     memory: str | float | None = None, constraints: ConstraintsLike | None = None, optimizer: str = "adamw",
-    precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "same", outputs: Outputs = "all",
+    precision: PrecisionLike = None, accumulate: int = 1, inputs: Mode = "global", outputs: Outputs = "all",
     opaque: How = "marked", seconds: float | None = None, microbatches: int | None = None,
     progress: Progress | None = None, unbatched: Sequence[str] | None = None,
 ) -> Plan:  # fmt: skip
@@ -252,7 +252,7 @@ def planned(
             stop=stop,
             seconds=math.inf if seconds is None else seconds,
         ),
-        rows=inputs == "rows",
+        rows=inputs == "per_replica",
         progress=progress,
     )
     asked = Batching(microbatches=microbatches)

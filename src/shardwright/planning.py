@@ -111,7 +111,9 @@ def find_plan(analysis: Analysis, world: int, setting: PlanningTask) -> JointRes
     options = replace(setting.options, data_only=setting.rows)
     strange = [name for name in options.constraints.axes if setting.rows and not is_replica(name)]
     if strange:
-        raise PlanError(f'with inputs="rows" every axis splits the batch and is called dp, not {", ".join(strange)}')
+        raise PlanError(
+            f'with inputs="per_replica" every axis splits the batch and is called dp, not {", ".join(strange)}'
+        )
     with without_collection():
         found = find_joint(analysis, setting.cluster, setting.training, options, size=world, progress=setting.progress)
         return replace(found, plan=_told(found, analysis, setting))

@@ -96,8 +96,8 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Any], rows: bool) ->
         if strange and rows:
             raise InputError(
                 f"{type(optimizer).__name__} has {len(strange)} parameters that are not the model's (shapes "
-                f'{strange[:SHOWN]}), and with inputs="rows" their gradients are those of the rows of one group; put '
-                'what they belong to into the model, or pass inputs="same"'
+                f'{strange[:SHOWN]}), and with inputs="per_replica" their gradients are those of one replica; put '
+                'what they belong to into the model, or pass inputs="global"'
             )
     left = [key for key, held in model.named_parameters() if held.requires_grad and id(held) not in reached]
     if optimizers and left:

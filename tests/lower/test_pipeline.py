@@ -73,7 +73,7 @@ def test_rows_of_a_microbatch_are_split_over_devices():
 
 
 def test_so_are_microbatches_of_each_groups_own_rows():
-    (passage,) = lowered("pp=2,dp=2", mode="rows").passages
+    (passage,) = lowered("pp=2,dp=2", mode="per_replica").passages
 
     assert passage.shape == (6, 12, 32)
     assert local_region(passage.given, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)

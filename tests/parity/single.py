@@ -145,11 +145,11 @@ def compiled(
     keys = [key for key, _ in case.module.named_parameters()]
     world = start()
     compiler = SharingCompiler(
-        case.module, optimizer, world, plan, "same", Path(directory), 0, promote=promoted(name, dtype),
+        case.module, optimizer, world, plan, "global", Path(directory), 0, promote=promoted(name, dtype),
         batching=batching,
     )  # fmt: skip
     compiler.given = given
-    return trained(ParallelModel(compiler.skeleton, world, compiler, "same", 1), case, optimizer, keys)
+    return trained(ParallelModel(compiler.skeleton, world, compiler, "global", 1), case, optimizer, keys)
 
 
 def trained(model: ParallelModel, case: Case, optimizer: torch.optim.Optimizer, keys: list[str]) -> Trace:

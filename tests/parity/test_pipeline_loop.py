@@ -156,14 +156,14 @@ def test_a_scaler_scales_and_steps():
     both("mlp", "pp=2", loop)
 
 
-@pytest.mark.parametrize("mode", ["gather", "rows"])
+@pytest.mark.parametrize("mode", ["per_rank", "per_replica"])
 def test_ranks_may_pass_their_own_rows(mode):
     """Each rank, or each data-parallel group, has its rows, and the loss is that of all of them."""
 
     def loop(model, optimizer, case):
         args = case.args
         if isinstance(model, ParallelModel):
-            rank, size = (model._world.rank, 4) if mode == "gather" else (model._world.rank % 2, 2)
+            rank, size = (model._world.rank, 4) if mode == "per_rank" else (model._world.rank % 2, 2)
             rows = args[0].shape[0] // size
             args = [held[rank * rows : (rank + 1) * rows] for held in args]
         seen = []

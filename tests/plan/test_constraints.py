@@ -412,8 +412,8 @@ def test_constraints_are_for_the_search():
         sw.plan(case.module, example=case.args, plan="tp=2", constraints=[{"axis": "tp"}])
     with pytest.raises(InputError, match="not over parts"):
         sw.parallelize(case.module, parts=["up"], constraints=[{"axis": "tp"}])
-    with pytest.raises(PlanError, match='inputs="rows" every axis splits the batch'):
-        sw.plan(case.module, example=case.args, cluster=2, inputs="rows", constraints=[{"axis": "tp"}])
+    with pytest.raises(PlanError, match='inputs="per_replica" every axis splits the batch'):
+        sw.plan(case.module, example=case.args, cluster=2, inputs="per_replica", constraints=[{"axis": "tp"}])
 
 
 def test_the_command_line_takes_a_file(tmp_path, monkeypatch, capsys):

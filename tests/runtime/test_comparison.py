@@ -15,7 +15,7 @@ from tests.runtime.ranks import run_ranks
 X, MASK = torch.arange(12.0).view(4, 3), torch.ones(3, 3)
 
 
-def signature(mode="same", program="train", **arguments: str) -> CallSignature:
+def signature(mode="global", program="train", **arguments: str) -> CallSignature:
     known = {"x": "[4, 3]", "mask": "[3, 3]", **arguments}
     return CallSignature(program=program, arguments=known, tensors=("x", "mask"), batched=(True, False), mode=mode)
 
@@ -53,7 +53,7 @@ def test_ranks_that_pass_the_same_are_let_through():
         (lambda rank: (signature(n=str(rank)), X, MASK), "rank 1 passes 1 as n, and rank 0 0; pass the same"),
         (lambda rank: (signature(), X + rank, MASK), "rank 1 passes another batch than rank 0: x differs; inputs="),
         (lambda rank: (signature(), X, MASK - rank), "rank 1 passes another mask than rank 0; an input without"),
-        (lambda rank: (signature("gather"), X, MASK - rank), "rank 1 passes another mask than rank 0"),
+        (lambda rank: (signature("per_rank"), X, MASK - rank), "rank 1 passes another mask than rank 0"),
     ],
 )
 def test_what_differs_is_named_on_all_ranks(passed, words, calls):
@@ -62,19 +62,19 @@ def test_what_differs_is_named_on_all_ranks(passed, words, calls):
 
 
 def test_samples_that_are_gathered_may_differ():
-    assert said(2, lambda rank: (signature("gather"), X + rank, MASK)) == {""}
+    assert said(2, lambda rank: (signature("per_rank"), X + rank, MASK)) == {""}
 
 
 def test_ranks_of_a_replica_pass_the_same_samples_and_others_their_own():
-    assert said(4, lambda rank: (signature("rows"), X + rank // 2, MASK), replicas=2) == {""}
-    (error,) = said(4, lambda rank: (signature("rows"), X + rank // 2 + (rank == 3), MASK), replicas=2)
+    assert said(4, lambda rank: (signature("per_replica"), X + rank // 2, MASK), replicas=2) == {""}
+    (error,) = said(4, lambda rank: (signature("per_replica"), X + rank // 2 + (rank == 3), MASK), replicas=2)
     assert "rank 3 passes another x than rank 2; " in error
 
 
 def test_replicas_that_all_pass_the_same_at_first_are_asked_what_they_mean():
-    (error,) = said(2, lambda rank: (signature("rows"), X, MASK), replicas=2)
+    (error,) = said(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2)
     assert "all groups pass the same; use model.data_rank" in error
-    assert said(2, lambda rank: (signature("rows"), X, MASK), replicas=2, calls=2) == {""}, "by chance, later"
+    assert said(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2, calls=2) == {""}, "by chance, later"
 
 
 def test_what_was_posted_is_read_when_backward_comes_to_an_output():

@@ -150,7 +150,7 @@ def drift(trainer):
 
 
 def fit_rows(rank, folder, more):
-    made = trainer(folder, train_data=rows(21), plan="dp=2", inputs="rows", val_data=rows(5), **more)
+    made = trainer(folder, train_data=rows(21), plan="dp=2", inputs="per_replica", val_data=rows(5), **more)
     made.fit()
     return losses(made), losses(made, "val_loss"), parameters(made)
 

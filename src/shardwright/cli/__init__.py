@@ -154,7 +154,10 @@ def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", help="whose state counts: adamw, sgd, momentum, ...")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards before an update")
     parser.add_argument(
-        "--inputs", choices=["same", "rows"], default="same", help="rows: data-parallel groups pass their own rows"
+        "--inputs",
+        choices=["global", "per_replica"],
+        default="global",
+        help="per_replica: each data-parallel replica passes its own samples",
     )
     parser.add_argument(
         "--outputs", choices=["all", "scalars"], help="scalars: only the loss leaves the model; usual for hf: models"

@@ -167,7 +167,7 @@ class Compiler:
     def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         captured = self._capture(model, args, kwargs)
         self.looked = self.looked or any(call.looked for call in captured.opaques.values())
-        graph, mode = captured.graph, "rows" if model.passing == "rows" else "same"
+        graph, mode = captured.graph, "per_replica" if model.passing == "per_replica" else "global"
         with without_collection():
             analysis = analyse(graph, probing(captured.functions))
             model.plan = plan = self._plan(model.plan, graph, analysis)
@@ -215,7 +215,7 @@ class Compiler:
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         entry = "train" if model.training else "eval"
-        scale = count_replicas(self.wish, self.world) if model.passing == "rows" else 1
+        scale = count_replicas(self.wish, self.world) if model.passing == "per_replica" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         batch = self.call_inputs.batch_dim(args, kwargs, model.passing, needed=scale * parts > 1)
@@ -331,7 +331,7 @@ class Compiler:
             stage=self._stage(model, captured, made, groups),
             path=made.path,
             rows=tuple(
-                model.passing == "rows" and name is not None and any(program.layouts[name].shards)
+                model.passing == "per_replica" and name is not None and any(program.layouts[name].shards)
                 for name in program.outputs
             ),
             **ways_of(captured, model.passing),
@@ -354,17 +354,17 @@ class Compiler:
 
         pipeline = assemble(lowered, made, captured, holding, self.world, make)
         joined = {held.value for held in lowered.exits if held.how == "cat"}
-        if self.mode == "rows" and joined and count_replicas(self.wish, self.world) > 1:
+        if self.mode == "per_replica" and joined and count_replicas(self.wish, self.world) > 1:
             raise InputError(
-                f'with inputs="rows" a pipeline of several data-parallel groups gives back numbers only, and the model '
+                f'with inputs="per_replica" a pipeline of several data-parallel replicas returns scalars only, and the model '
                 f"returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
-                'outputs="scalars", or pass inputs="same"'
+                'outputs="scalars", or pass inputs="global"'
             )
         here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
         return Specialization(
             running=RunningPipeline(pipeline, self.loop),
             path=here.path,
-            rows=tuple(model.passing == "rows" and output.value in joined for output in captured.graph.outputs),
+            rows=tuple(model.passing == "per_replica" and output.value in joined for output in captured.graph.outputs),
             **ways_of(captured, model.passing),
         )
 

@@ -56,7 +56,7 @@ def compile_graph(
     wish: Callable[[Analysis], Plan],
     *,
     storage_options: Mapping[str, Layout] | None = None,
-    mode: str = "same",
+    mode: str = "global",
     functions: Mapping[str, ImportedFunction] | None = None,
 ) -> tuple[Plan, LoweredProgram, str]:
     """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""

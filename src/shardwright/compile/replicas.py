@@ -19,7 +19,7 @@ def replicas_of(wish: PlanLike, world: World) -> tuple[Mesh, tuple[str, ...]]:
         return wish.mesh, replica_axes(wish.mesh)
     if not isinstance(wish, str) or wish.endswith(".json"):
         raise InputError(
-            'inputs="rows" needs a plan string or a Plan, so that the global batch is known before planning'
+            'inputs="per_replica" needs a plan string or a Plan, so that the global batch is known before planning'
         )
     text = wish if wish != "auto" else f"dp={world.size}" if world.size > 1 else "single"
     request = parse_plan_string(text, world.size)

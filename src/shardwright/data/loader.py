@@ -158,7 +158,7 @@ class Loader:
     @property
     def _counts(self) -> str:
         if self._rows is not None:
-            return "rows"
+            return "per_replica"
         return "batches" if self._stream is None else "rows of a stream"
 
 
@@ -219,9 +219,9 @@ def _check_stream(shuffle: bool, draw_by_row: bool, sampler: Iterable[int] | Non
 
 def place_of(model: nn.Module | None) -> tuple[int, int]:
     """Which share of a batch this rank passes to a model, of how many."""
-    if not isinstance(model, ParallelModel) or model.input_mode == "same":
+    if not isinstance(model, ParallelModel) or model.input_mode == "global":
         return 0, 1
-    if model.input_mode == "gather":
+    if model.input_mode == "per_rank":
         world = here()
         return world.rank, world.size
     return model.data_rank, model.data_size

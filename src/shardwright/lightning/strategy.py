@@ -51,9 +51,9 @@ class ShardwrightStrategy(ParallelStrategy):
     plan        as in sw.parallelize: "auto", a plan string, a Plan, the path of a plan file, a function
     parts       compile these submodules, each at its first call, and leave the steps as they are. Without it the
                 steps are compiled; under manual optimization, every child that has parameters
-    inputs      "same": a batch of the dataloader is the global batch, on every rank the same, so that a run under any
-                plan is the run of one device; "rows": each data-parallel group loads batches of its own;
-                "gather": each rank does
+    inputs      "global": a batch of the dataloader is the global batch, on every rank the same, so that a run under any
+                plan is the run of one device; "per_replica": each data-parallel group loads batches of its own;
+                "per_rank": each rank does
     example     a batch to compile for; without it the first one of the dataloader is looked at
     weights     where parameters on meta get their values: by the path of a submodule, "" for the whole, a
                 safetensors file or a folder of Hugging Face
@@ -62,7 +62,7 @@ class ShardwrightStrategy(ParallelStrategy):
     """
 
     def __init__(
-        self, plan: PlanLike = "auto", *, parts: Parts | None = None, inputs: Mode = "same", example: Any = None,
+        self, plan: PlanLike = "auto", *, parts: Parts | None = None, inputs: Mode = "global", example: Any = None,
         weights: Mapping[str, str | Path] | None = None, timeout: timedelta | float = 600.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -78,7 +78,7 @@ class ShardwrightStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether ranks load rows of their own: Lightning asks this before it puts its own sampler in a dataloader."""
-        return bool(self._options["inputs"] != "same")
+        return bool(self._options["inputs"] != "global")
 
     @property
     def root_device(self) -> torch.device:
@@ -222,8 +222,8 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def _data_place(self) -> tuple[int, int]:
         inputs = self._options["inputs"]
-        if inputs != "rows":
-            return (0, 1) if inputs == "same" else (self.global_rank, self.world_size)
+        if inputs != "per_replica":
+            return (0, 1) if inputs == "global" else (self.global_rank, self.world_size)
         known = self.compiled.data_place() if self.compiled is not None else None
         if known is None:  # an example is looked at: how many rows it has is what counts
             known = 0, count_replicas(self._options["plan"], here())
@@ -255,7 +255,7 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def _data_groups(self) -> int:
         """How many groups have values of their own rows: what is computed of gathered rows is the same everywhere."""
-        return self._data_place()[1] if self._options["inputs"] == "rows" else 1
+        return self._data_place()[1] if self._options["inputs"] == "per_replica" else 1
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """What all ranks, or any of them, decide."""

@@ -43,7 +43,7 @@ def lower(
     analysis: Analysis | None = None,
     *,
     storage_options: Mapping[str, Layout] | None = None,
-    mode: str = "same",
+    mode: str = "global",
     show: Callable[[str, LoweredProgram], None] | None = None,
 ) -> LoweredProgram:
     """The program for a graph under a plan of one segment. `homes` fixes how parameters are held (later entries)."""

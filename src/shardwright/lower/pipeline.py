@@ -70,7 +70,7 @@ class PipelinePrograms:
 
 
 def lower_pipeline(
-    graph: Graph, plan: Plan, analysis: Analysis, *, storage_options: Sequence[Homes] = (), mode: str = "same"
+    graph: Graph, plan: Plan, analysis: Analysis, *, storage_options: Sequence[Homes] = (), mode: str = "global"
 ) -> PipelinePrograms:
     """The programs of a plan's segments. `homes` fixes how each segment holds its parameters (later entries)."""
     plan.check_against(graph)
@@ -78,7 +78,7 @@ def lower_pipeline(
     shard = split_graph(OpSequence(analysis), [tuple(segment.choices) for segment in segments])
     puts_off = graph.entry.startswith("train") and schedule_of(plan).splits_weights
     count = microbatches_of(plan, graph)
-    meshes = [timed(segment.mesh, 1 if plan.local else count, inside=mode == "rows") for segment in segments]
+    meshes = [timed(segment.mesh, 1 if plan.local else count, inside=mode == "per_replica") for segment in segments]
     taken: dict[tuple[str, int], Layout] = {}
     settled: dict[Mesh, dict[str, Layout]] = {}  # parameters that several segments of a mesh read
     programs: dict[int, LoweredProgram] = {}

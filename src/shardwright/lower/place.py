@@ -32,7 +32,7 @@ class PlacementTask:
 
     mesh        with the axis in time, if there are microbatches
     homes       how parameters are held, where that is decided already
-    mode        "rows" if each data-parallel group passes its own rows
+    mode        "per_replica" if each data-parallel group passes its own rows
     entering    values that come from other segments, as they lie in time
     leaving     values that go to other segments, as those want them; None: as they are made
     title       what it is, for the head of the file: "segment 0 of 2"; `said` are more lines for it
@@ -46,7 +46,7 @@ class PlacementTask:
     recompute: tuple[str, ...] = ()
     storage: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     storage_options: Mapping[str, Layout] = field(default_factory=dict)
-    mode: str = "same"
+    mode: str = "global"
     entering: Mapping[str, Layout] = field(default_factory=dict)
     leaving: Mapping[str, Layout | None] = field(default_factory=dict)
     plan_name: str = ""
@@ -97,7 +97,7 @@ class Placer:
         return signature.layouts(choice, self.mesh)
 
     def _leaving(self, name: str) -> Layout:
-        """Outputs leave whole; in "rows" mode those that have the batch leave as this group's rows.
+        """Outputs leave whole; in "per_replica" mode those that have the batch leave as this group's rows.
 
         In time they stay as they are made, and so do values that go to other segments, which are settled but for that.
         """
@@ -106,7 +106,7 @@ class Placer:
         if name in self.task.leaving:
             wanted = self.task.leaving[name]
             return sendable_layout(made) if wanted is None else wanted
-        if self.mode == "rows" and value.shape and any(output.value == name for output in self.graph.outputs):
+        if self.mode == "per_replica" and value.shape and any(output.value == name for output in self.graph.outputs):
             return in_time(self._rows(name), made, self.sizes)
         return in_time(replicated(len(value.shape)), made, self.sizes)
 
@@ -185,7 +185,7 @@ class Placer:
         layout = self.task.entering.get(name)
         if layout is not None:
             return entering(layout, self.uses[name], self.mesh)
-        layout = self._rows(name) if self.mode == "rows" else replicated(len(self.graph.values[name].shape))
+        layout = self._rows(name) if self.mode == "per_replica" else replicated(len(self.graph.values[name].shape))
         return layout.with_placement(MB, REPLICATE) if MB in self.sizes else layout
 
     def _produce(self, name: str, layout: Layout) -> None:

@@ -93,7 +93,7 @@ class LoweredProgram:
     body: tuple[Op, ...] = ()
     outputs: tuple[str | None, ...] = ()  # the value for each output of the graph, None for a literal
     updates: tuple[tuple[str, str], ...] = ()  # (buffer key, value)
-    mode: str = "same"
+    mode: str = "global"
     choices: Mapping[str, Any] | None = None
     title: str = ""  # what it is of a pipeline,
     said: tuple[str, ...] = ()  # and what else the head of its file says

@@ -90,7 +90,7 @@ class BatchSource:
 def update_batches(batches: Loader, model: ParallelModel) -> Iterator[UpdateBatch]:
     """The batches that are left of this epoch, with what must be known of each when its turn comes."""
     for batch in batches:
-        shares = 1 if batches.whole or model.input_mode == "same" else model.data_size
+        shares = 1 if batches.whole or model.input_mode == "global" else model.data_size
         rows = batches.total or samples_in(batch, model) * shares
         yield UpdateBatch(batch=batch, rows=rows, shares=shares, whole=batches.whole)
 

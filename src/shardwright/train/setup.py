@@ -66,7 +66,9 @@ def compile_model(trainer: Trainer) -> CompiledTraining:
     module, world = module_of(trainer), trainer.world
     optimizer = trainer.make_optimizer(grouped(module, trainer.parameter_groups))
     dtype = arithmetic(module, trainer.precision)
-    shares = count_replicas(trainer.plan, world) if trainer.inputs == "rows" else 1  # groups with rows of their own
+    shares = (
+        count_replicas(trainer.plan, world) if trainer.inputs == "per_replica" else 1
+    )  # groups with rows of their own
     batch = move_to(trainer.source.example(shares), world.device)
     model, optimizer = parallelize(
         module, optimizer, example=arguments(batch), plan=trainer.plan, cluster=trainer.cluster, memory=trainer.memory,
@@ -88,7 +90,7 @@ def needs_ranks(plan: Any, cluster: str | Path) -> int | None:
 
 def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[Path, ...]]:
     """The plan and the code for so many devices, with no process for each."""
-    for name, only_there in (("inputs", "rows"), ("microbatch_semantics", "local")):
+    for name, only_there in (("inputs", "per_replica"), ("microbatch_semantics", "local")):
         if getattr(trainer, name) == only_there:
             raise InputError(
                 f'{name}="{only_there}" is compiled by the ranks that run it; start {devices} processes with torchrun'
@@ -101,7 +103,7 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
         module, example=(args, kwargs), plan=trainer.plan, size=devices,
         cluster=devices if trainer.cluster == "auto" else trainer.cluster, memory=trainer.memory,
         optimizer=kind.optimizer, precision=trainer.precision, accumulate=trainer.accumulate,
-        inputs="same", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
+        inputs="global", outputs=trainer.outputs, opaque=trainer.opaque, seconds=None, progress=None,
         constraints=trainer.constraints, microbatches=trainer.microbatches, unbatched=trainer.unbatched,
     )  # fmt: skip
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)

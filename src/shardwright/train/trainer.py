@@ -89,7 +89,7 @@ class Trainer:
         microbatch_semantics: "global", or "local" for models that can't be cut exactly
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16", "fp16", or in full; see sw.parallelize
         loss_scale: the factor of losses that a run in float16 begins with
-        inputs: "same": every rank loads the global batch; "rows": each data-parallel group its rows
+        inputs: "global": every rank loads the global batch; "per_replica": each data-parallel group its rows
         unbatched: inputs of the model that have no batch dim, by name; see sw.parallelize
         outputs: "scalars": only numbers leave the model; "all": logits too, for callbacks that need them
         opaque: "auto": submodules that can't be captured stay as they are
@@ -127,7 +127,7 @@ class Trainer:
         constraints: list[dict[str, Any]] | str | Path | None = None, microbatches: int | None = None,
         microbatch_semantics: Literal["global", "local"] = "global", precision: Any = None,
         loss_scale: float = 2.0**16,
-        inputs: Literal["same", "rows"] = "same", outputs: Literal["all", "scalars"] = "scalars",
+        inputs: Literal["global", "per_replica"] = "global", outputs: Literal["all", "scalars"] = "scalars",
         unbatched: Sequence[str] | None = None,
         opaque: Literal["marked", "auto"] = "marked", seed: int = 0, directory: str | Path = "run",
         resume: str | Path | None = None, weights: str | Path | None = None,
@@ -186,8 +186,8 @@ class Trainer:
                 faults.append(f"{name}={value} would leave nothing of a gradient; use a positive number")
         if self.resume is not None and self.weights is not None:
             faults.append("resume brings weights of its own; leave out resume or weights")
-        if self.inputs not in ("same", "rows"):
-            faults.append(f'inputs={self.inputs!r} is not for a Trainer; use "same" or "rows"')
+        if self.inputs not in ("global", "per_replica"):
+            faults.append(f'inputs={self.inputs!r} is not for a Trainer; use "global" or "per_replica"')
         raise_all(InputError, "these settings can't be run:", faults)
 
     # -- what a user calls -----------------------------------------------------------------------

@@ -62,11 +62,11 @@ class CompiledSide:
         self.optimizer = task.optimizer(trainable(module.parameters()))
         world = start()
         compiler = SharingCompiler(
-            module, self.optimizer, world, order.plan, "same", order.directory, task.seed,
+            module, self.optimizer, world, order.plan, "global", order.directory, task.seed,
             promote=task.promote, exact_random=True, batching=order.batching, precision=task.precision,
         )  # fmt: skip
         compiler.captures = order.captures
-        self.model = ParallelModel(compiler.skeleton, world, compiler, "same", 1)
+        self.model = ParallelModel(compiler.skeleton, world, compiler, "global", 1)
         if "train" not in task.entries:
             self.model.eval()
         self.model.prepare(task.args, task.kwargs)

@@ -34,11 +34,11 @@ from .tensor_digest import tensor_digest, weights
 from .watch import report_failure
 
 BLAME = {
-    "same": 'inputs="same" means that every rank passes the same global batch; pass the same data everywhere (one seed '
-    'and one order on all ranks), or say inputs="rows" (each data-parallel group its own rows) or inputs="gather" '
+    "global": 'inputs="global" means that every rank passes the whole global batch; pass the same data everywhere (one '
+    'seed and one order on all ranks), or say inputs="per_replica" (each replica its own samples) or inputs="per_rank" '
     "(each rank its own rows); data that a device computed and whose last bits differ is not compared after the first "
     "call with SHARDWRIGHT_COMPARE_INPUTS=0",
-    "rows": 'inputs="rows" means that the ranks that hold parts of one replica pass the same rows; sample by '
+    "per_replica": 'inputs="per_replica" means that the ranks of one replica pass the same samples; sample by '
     "model.data_rank, not by the rank",
     "unbatched": "an input without a batch dim is the same on every rank; pass the same everywhere, or if it has a "
     "batch dim, say which inputs have none: parallelize(..., unbatched=[...])",
@@ -185,7 +185,7 @@ def _digests(signature: CallSignature, tensors: Sequence[Tensor], is_first: bool
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     found = [
         nothing
-        if (signature.mode == "gather" and batched) or (tensor.grad_fn is not None and not is_first)
+        if (signature.mode == "per_rank" and batched) or (tensor.grad_fn is not None and not is_first)
         else tensor_digest(tensor).to(device, non_blocking=True)
         for tensor, batched in zip(tensors, signature.batched, strict=True)
     ]
@@ -196,15 +196,15 @@ def _fault(posted: PostedDigests, rows: list[list[int]]) -> str | None:
     """What does not fit; all ranks find the same, or none."""
     replicas: dict[int, set[int]] = {}  # the digests of batches, by the ranks that must pass the same one
     for _, replica, batched, _ in rows:
-        replicas.setdefault(replica if posted.signature.mode == "rows" else 0, set()).add(batched)
+        replicas.setdefault(replica if posted.signature.mode == "per_replica" else 0, set()).add(batched)
     fits = len({(row[0], row[3]) for row in rows}) == 1 and all(len(found) == 1 for found in replicas.values())
     if not fits:
         return _named(posted, [row[1] for row in rows])
     alike = posted.is_first and any(posted.signature.batched) and len(replicas) > 1
     if alike and len({found.pop() for found in replicas.values()}) == 1:
         return (
-            'inputs="rows" means that each data-parallel group passes its own rows, but all groups pass the same; '
-            'use model.data_rank and model.data_size in the sampler, or say inputs="same"'
+            'inputs="per_replica" means that each data-parallel replica passes its own samples, but all pass the same; '
+            'use model.data_rank and model.data_size in the sampler, or say inputs="global"'
         )
     return None
 
@@ -216,7 +216,7 @@ def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
     mine = posted.call, signature.program, dict(signature.arguments), digests
     every = objects.all_gather_objects(mine, "which input differs")
     for rank, (call, program, arguments, theirs) in enumerate(every):
-        first = next(at for at in range(len(every)) if mode != "rows" or replicas[at] == replicas[rank])
+        first = next(at for at in range(len(every)) if mode != "per_replica" or replicas[at] == replicas[rank])
         lead = f"in call {posted.call} of the model rank {rank}"
         if (call, program) != every[0][:2]:
             return (
@@ -231,7 +231,7 @@ def _named(posted: PostedDigests, replicas: Sequence[int]) -> str:
             at = first if batched else 0
             if theirs[path] != every[at][3][path]:
                 blame = BLAME[mode if batched else "unbatched"]
-                what = "batch" if batched and mode == "same" else path
+                what = "batch" if batched and mode == "global" else path
                 named = f": {path} differs" if what == "batch" else ""
                 return f"{lead} passes another {what} than rank {at}{named}; {blame}. No parameter has changed by it"
     return f"in call {posted.call} of the model the ranks pass different inputs; pass the same everywhere"

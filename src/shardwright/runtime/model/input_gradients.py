@@ -1,6 +1,7 @@
 """Gradients of what a model is called with, where a rank passes only some of the samples.
 
-With inputs="same" every rank passes the whole batch, and the gradient of an input is whole. With inputs="rows" a
+With inputs="global" every rank passes the whole batch, and the gradient of an input is whole. With
+inputs="per_replica" a
 group's loss is about its own samples. Its outputs are weighed, so that parameters get the mean over groups
 (`reduction`); the gradient of the group's own input is that of its own loss, as DDP has it: the weight is taken off.
 """
@@ -20,11 +21,11 @@ from ..collectives import comm
 
 
 def expect_none(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """With inputs="gather" samples of all ranks are gathered by a collective that has no gradient."""
+    """With inputs="per_rank" samples of all ranks are gathered by a collective that has no gradient."""
     if _wanting([leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
         raise InputError(
-            'an input needs a gradient, and with inputs="gather" it is gathered from all ranks, which gives it none; '
-            'use inputs="rows" (each data-parallel group its own samples) or inputs="same" (the whole batch everywhere)'
+            'an input needs a gradient, and with inputs="per_rank" it is gathered from all ranks, which gives it none; '
+            'use inputs="per_replica" (each replica its own samples) or inputs="global" (the whole batch)'
         )
 
 
@@ -56,8 +57,8 @@ def unweighed(tensors: list[Tensor], own: Sequence[bool], kind: str, groups: int
     for fault, holds in faults.items():
         if holds:
             raise InputError(
-                f'an input needs a gradient, and with inputs="rows" {fault}, so that it would not be that of the own '
-                'loss; use inputs="same"'
+                f'an input needs a gradient, and with inputs="per_replica" {fault}, so that it would not be of the own '
+                'loss; use inputs="global"'
             )
     return [comm.scale_gradient(tensor, float(groups)) for tensor in tensors] if kind == "mean" else tensors
 

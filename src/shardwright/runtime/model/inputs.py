@@ -30,7 +30,7 @@ from ..collectives import objects, process_group
 from ..faults import flight_recorder
 from ..faults.watch import watch
 
-Mode = Literal["same", "rows", "gather"]
+Mode = Literal["global", "per_replica", "per_rank"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, slice, range, type(None))
@@ -67,7 +67,7 @@ class CallInputs:
         found = find_batch_dim(inputs, declared_by(self.unbatched, [path for path, _ in inputs]) | self._known)
         if needed and found.size is None and any(shape for _, shape in inputs):
             raise InputError(f'inputs="{mode}": {found.why}')
-        if mode != "same":
+        if mode != "global":
             own = zip(inputs, found.batched, strict=True)
             self._known |= {path: batched for (path, shape), batched in own if shape}
         return found
@@ -84,15 +84,15 @@ class CallInputs:
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples a call passes, if that is known."""
-        return self.batch_dim(args, kwargs, "same", needed=False).size
+        return self.batch_dim(args, kwargs, "global", needed=False).size
 
     def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with the samples of all ranks, in the order of ranks. All ranks must call it."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = str(spec), tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
         if key not in self._gathered:
-            self.check(args, kwargs, "rows")  # before the gather: unequal samples would not meet
-            self._gathered[key] = self.batch_dim(args, kwargs, "gather", needed=True)
+            self.check(args, kwargs, "per_replica")  # before the gather: unequal samples would not meet
+            self._gathered[key] = self.batch_dim(args, kwargs, "per_rank", needed=True)
         batched = self._gathered[key].batched
         whole = [_gather_rows(leaf) if has else leaf for leaf, has in zip(leaves, batched, strict=True)]
         found: Arguments = pytree.tree_unflatten(whole, spec)

@@ -92,13 +92,13 @@ class ParallelModel(ModelView):
 
     @property
     def input_mode(self) -> Mode:
-        """What `inputs` was said to be: "same", "rows" or "gather"."""
+        """What `inputs` was said to be: "global", "per_replica" or "per_rank"."""
         return self._mode
 
     @property
     def passing(self) -> Mode:
         """What the next call passes: `input_mode`, unless `pass_whole` says otherwise."""
-        return "same" if self._whole else self._mode
+        return "global" if self._whole else self._mode
 
     def pass_whole(self, whole: bool) -> None:
         """Whether the next calls pass the whole batch on every rank: a last one that groups can't share evenly."""
@@ -231,7 +231,7 @@ class ParallelModel(ModelView):
         self.call_inputs.check_plain(args, kwargs)
         self._know((args, kwargs))
         with watch.calling():
-            self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "gather" else (args, kwargs)))
+            self._entry(*(self.call_inputs.gather(args, kwargs) if self._mode == "per_rank" else (args, kwargs)))
 
     def show(self, module: nn.Module) -> None:
         """Have the parts of a module: of the original until the first call, of its pieces then."""
@@ -262,7 +262,7 @@ class ParallelModel(ModelView):
         self.call_inputs.check_plain(args, kwargs)
         input_gradients.expect_no_transform((args, kwargs))
         self._know((args, kwargs))
-        if self.passing == "gather":
+        if self.passing == "per_rank":
             input_gradients.expect_none(args, kwargs)
             args, kwargs = self.call_inputs.gather(args, kwargs)
         (args, kwargs), entry = self._find(args, kwargs, method)
@@ -273,11 +273,11 @@ class ParallelModel(ModelView):
             stage.renew()
         tensors = entry.flatten(args, kwargs)
         signature = entry.signature if entry.stage is None else entry.signature.with_frozen(_frozen(holding))
-        place = (self.data_rank, self.data_size) if self.passing == "rows" else (0, 1)
+        place = (self.data_rank, self.data_size) if self.passing == "per_replica" else (0, 1)
         self._comparison.begin(signature, tensors, place, at_once=self._whole)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
             tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
-        elif self.passing == "rows":
+        elif self.passing == "per_replica":
             own = [rows for rows, literal in zip(entry.rows, entry.literals, strict=True) if not literal]
             tensors = input_gradients.unweighed(tensors, own, self._reduction.kind, self.data_size, entry.stage is None)
         if self.training and torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 """How the losses of data-parallel groups become one, where each group computes its own outside of the model.
 
-With inputs="rows" a group sees the outputs of its rows, and its loss is about those. The gradient of the step is
+With inputs="per_replica" a group sees the outputs of its rows, and its loss is about those. The gradient of the step is
 
     mean     the mean of the groups' gradients, as DDP has it
     sum      their sum

@@ -260,7 +260,7 @@ def check_alone(parameter: Tensor, own: int) -> None:
     if _count_hooks(parameter) > own:
         raise InputError(
             f"parameter {getattr(parameter, 'key', '')} is outside of the compiled parts and has hooks, which would "
-            'see the gradient of one data-parallel group; with inputs="same" all ranks see the same, or compile all '
+            'see the gradient of one data-parallel group; with inputs="global" all ranks see the same, or compile all '
             "of the model"
         )
 
