@@ -201,7 +201,7 @@ def test_verify_prints_a_table_and_says_yes(net, capsys):
 
 
 def test_verify_says_no_and_where(net, capsys, monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert main(["verify", net, "--plan", "tp=2", "--steps", "1", "--trace"]) == 1
 
@@ -218,7 +218,7 @@ def test_verify_without_a_plan_tries_one_of_each_kind(net, capsys):
 
 
 def test_verify_without_a_plan_says_which_kind_is_wrong_and_where(net, capsys, monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert main(["verify", net, "--steps", "1", "--trace"]) == 1
 
@@ -248,7 +248,7 @@ def test_a_plan_file_is_rehearsed(net, capsys):
 
 
 def test_a_rehearsal_of_a_wrong_program_says_no(net, capsys, monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert main(["rehearse", "tp=4", "--model", net, "--steps", "1"]) == 1
 

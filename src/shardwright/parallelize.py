@@ -151,7 +151,7 @@ def _check(inputs: str, outputs: str, accumulate: int, reduction: str) -> None:
         raise InputError(f'outputs={outputs!r} is not known; use "all" or "scalars"')
     if reduction != "mean" and inputs != "per_replica":
         raise InputError(
-            f'reduction={reduction!r} is for inputs="per_replica", where each data-parallel replica has a loss of its own '
+            f'reduction={reduction!r} is for inputs="per_replica", where each replica has a loss of its own '
             f"rows; with inputs={inputs!r} every rank sees the outputs of the whole batch, and its loss is that of all"
         )
     if accumulate < 1:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwright.runtime.faults import flight_recorder as journal_room
+from shardwright.runtime.faults import flight_recorder as flight_recorder
 from shardwright.runtime.faults.flight_recorder import FlightRecorder
 from shardwright.runtime.faults.hang_report import Inquiry, explain
 
@@ -80,7 +80,7 @@ def test_a_rank_that_has_run_ahead_of_its_device_asks_too():
         journal.counts = {Group(): count}
         journal.entered = deque(held._replace(group=Group(), kind="all_reduce") for held in journal.entered)
     first, second = (Inquiry(store, rank, 2, journal) for rank, journal in enumerate(notes))
-    with mock.patch.object(journal_room, "name_of", return_value=["g", [0, 1]]):
+    with mock.patch.object(flight_recorder, "name_of", return_value=["g", [0, 1]]):
         assert first.idle((1, 3), sys._getframe(), 0.05, 5.0) is None
         time.sleep(0.1)
         store.set("ask/0", "0")

@@ -40,7 +40,7 @@ def test_without_a_plan_one_of_each_kind_is_tried():
 
 
 def test_without_a_plan_a_fault_of_one_kind_is_a_fault(monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
     module, args, kwargs = ZOO["mlp"]()
     report = verify(module, example=(args, kwargs), steps=1)
 
@@ -185,7 +185,7 @@ def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
 
 
 def test_a_sum_that_is_forgotten_shows_in_the_output(monkeypatch):
-    monkeypatch.setattr(comm, "fan_in_", lambda x, group: x)
+    monkeypatch.setattr(comm, "all_reduce_", lambda x, group: x)
 
     assert "output" in {row.kind for row in check("mlp", "tp=2", steps=1).failures}
 

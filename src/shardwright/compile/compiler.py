@@ -356,8 +356,8 @@ class Compiler:
         joined = {held.value for held in lowered.exits if held.how == "cat"}
         if self.mode == "per_replica" and joined and count_replicas(self.wish, self.world) > 1:
             raise InputError(
-                f'with inputs="per_replica" a pipeline of several data-parallel replicas returns scalars only, and the model '
-                f"returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
+                f'with inputs="per_replica" a pipeline of several data-parallel replicas returns scalars only, and the '
+                f"model returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
                 'outputs="scalars", or pass inputs="global"'
             )
         here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
