@@ -301,7 +301,7 @@ def _linears(op: Op, node: ast.expr) -> Arguments:
     """One layer by its weight and bias, several by lists of them."""
     if not isinstance(node, ast.Call):
         raise UnreadableLineError("it is no call")
-    lead = "input, dim, axes" if op.target == "runtime.gather_linears" else "input, axes"
+    lead = "input, dim, axes" if op.target == "runtime.all_gather_linears" else "input, axes"
     if len(op.argument("weights")) > 1:
         return _by_form(op, node, f"{op.target}({lead}, weights, biases)")
     read = _by_form(op, node, f"{op.target.removesuffix('s')}({lead}, weights, biases)")
