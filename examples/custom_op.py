@@ -30,7 +30,7 @@ def softened(x: Tensor) -> Tensor:
 
 def centred_over_ranks(x: Tensor, part: SplitDim) -> Tensor:
     """The mean over the rows of all ranks: a sum forward, and another one backward."""
-    total = comm.fan_out(comm.fan_in(x.sum(0), part.group), part.group)
+    total = comm.all_reduce(x.sum(0), part.group, dst=comm.R)
     return x - total / part.size
 
 
