@@ -238,7 +238,7 @@ def no_room(rank, folder):
         if left[0] < 0:
             raise OSError(28, "No space left on device", str(self.path))
 
-    with mock.patch.object(disk.Writing, "write", full), pytest.raises(CheckpointError, match="No space left"):
+    with mock.patch.object(disk.AtomicFile, "write", full), pytest.raises(CheckpointError, match="No space left"):
         save_weights(f"{folder}/x.safetensors", model)
     save_weights(f"{folder}/y.safetensors", model)
 

@@ -20,6 +20,7 @@ from shardwright.errors import LoweringError
 from shardwright.lower import LoweredProgram, lower, lower_pipeline
 from shardwright.plan import build_plan, parse_plan_string
 from shardwright.plan.pipeline import build_pipeline
+from shardwright.runtime.algorithms.random import Randomness
 from shardwright.runtime.collectives import comm
 from tests.emit.mutants import survivors
 from tests.lower.test_local import Losses, program_of
@@ -265,7 +266,7 @@ def _parameters(callee: str) -> list[str]:
     home = {"F": F, "torch": torch, "x": Tensor, "runtime": runtime, "comm": comm, "self": runtime.Program}
     where, _, name = callee.partition(".")
     if where == "self":  # self.random.dropout
-        return [*inspect.signature(runtime.random.Randomness.dropout).parameters][1:]
+        return [*inspect.signature(Randomness.dropout).parameters][1:]
     if callee == "x.to":
         return ["dtype"]  # by its type
     function = getattr(home[where], name)
