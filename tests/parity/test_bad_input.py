@@ -154,7 +154,7 @@ def test_groups_that_pass_the_same_rows(tmp_path):
     def call(rank, model, args):
         model(*args)
 
-    words = ('inputs="per_replica"', "all groups pass the same", "model.data_rank", 'inputs="global"')
+    words = ('inputs="per_replica"', "but all pass the same", "model.data_rank", 'inputs="global"')
     refused(InputError, 2, "dp=2", tmp_path, *words, call=call, inputs="per_replica")
 
 
@@ -162,7 +162,7 @@ def test_ranks_of_one_group_that_pass_different_rows(tmp_path):
     def call(rank, model, args):
         model(args[0] + rank, args[1])
 
-    words = ('inputs="per_replica"', "rank 1 passes another x than rank 0", "parts of one replica", "model.data_rank")
+    words = ('inputs="per_replica"', "rank 1 passes another x than rank 0", "ranks of one replica", "model.data_rank")
     refused(InputError, 4, "dp=2,tp=2", tmp_path, *words, call=call, inputs="per_replica")
 
 

@@ -125,7 +125,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(InputError, match=words):
             parallelize(Tagger(), plan="single", inputs=mode, reduction=reduction, example=(X,))
-    with pytest.raises(InputError, match="numbers only"):
+    with pytest.raises(InputError, match="scalars only"):
         on_groups(plain, "pp=2,dp=2")
     with pytest.raises(InputError, match=r"model\.counted"):
         on_groups(plain, reduction="token")

@@ -73,7 +73,7 @@ def test_ranks_of_a_replica_pass_the_same_samples_and_others_their_own():
 
 def test_replicas_that_all_pass_the_same_at_first_are_asked_what_they_mean():
     (error,) = said(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2)
-    assert "all groups pass the same; use model.data_rank" in error
+    assert "but all pass the same; use model.data_rank" in error
     assert said(2, lambda rank: (signature("per_replica"), X, MASK), replicas=2, calls=2) == {""}, "by chance, later"
 
 

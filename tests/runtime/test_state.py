@@ -73,7 +73,7 @@ def test_values_have_whole_shapes_and_full_tensors(dp, tp, level):
         assert_same(full, whole_by_key(), atol=0)
         assert shapes == {key: tuple(value.shape) for key, value in whole_by_key().items()}
         if tp > 1:  # the rows of w1 are fused, those of idle are not
-            assert kinds["w1"] == "PieceTensor"
+            assert kinds["w1"] == "ShardTensor"
             assert kinds["idle"] == "ShardedState"
 
 

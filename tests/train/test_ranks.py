@@ -42,7 +42,7 @@ def test_two_ranks_train_as_one_device_does(plan, inputs, tmp_path, pools):
     close(held, values)
     assert other == {}  # the first rank logs
     assert progress == same
-    assert progress["per_replica"] == 44
+    assert progress["rows"] == 44
 
 
 def test_a_last_batch_that_groups_cannot_share_evenly_is_exact_too(tmp_path, pools):
@@ -52,7 +52,7 @@ def test_a_last_batch_that_groups_cannot_share_evenly_is_exact_too(tmp_path, poo
     found, held, progress = pools[2].run(run, tmp_path / "two", more)[0]
     close(found, losses(alone))
     close(held, parameters(alone))
-    assert progress["per_replica"] == 38
+    assert progress["rows"] == 38
     assert progress["best"] == pytest.approx(alone.progress.best, abs=1e-12)
 
 

@@ -94,7 +94,7 @@ def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
 
     assert found is not None
     assert found.phase == "backward"
-    assert " < fan_out " in found.op
+    assert " < replicate " in found.op
 
 
 def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monkeypatch):
@@ -110,6 +110,7 @@ def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monk
 
 def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
     """The rule says that the weight's gradient is whole, where each rank has a part of it."""
+    from shardwright.layout import INVARIANT
     from shardwright.rules.signature import Signature
 
     module, example = gated
@@ -117,7 +118,7 @@ def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
 
     def wrong(self, bound, role, is_input):
         found = right(self, bound, role, is_input)
-        return type(found)() if bound.value == "last_weight" else found
+        return INVARIANT if bound.value == "last_weight" else found
 
     monkeypatch.setattr(Signature, "_absent", wrong)
     found = first_difference(module, "dp=2", example=example)
@@ -137,7 +138,7 @@ def test_a_trace_lists_every_value_with_its_layout_and_hashes(gated):
     (weights,) = [row for row in found.rows if row.phase == "forward" and row.op == "/ softmax"]
     assert weights.hashes[0] != weights.hashes[1]  # each rank has other rows
     assert all(digits in text for digits in weights.hashes)
-    loss = [row for row in found.rows if row.phase == "forward" and " < fan_in " in row.op][-1]
+    loss = [row for row in found.rows if row.phase == "forward" and " < all_reduce " in row.op][-1]
     assert loss.hashes[0] == loss.hashes[1]  # the loss is whole
 
 

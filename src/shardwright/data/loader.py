@@ -158,7 +158,7 @@ class Loader:
     @property
     def _counts(self) -> str:
         if self._rows is not None:
-            return "per_replica"
+            return "rows"
         return "batches" if self._stream is None else "rows of a stream"
 
 
