@@ -14,7 +14,7 @@ from shardwright.parallelize import parallelize
 from tests.models.zoo import ZOO
 from tests.runtime.ranks import run_ranks
 
-from .looped import parameters
+from .looped import both, parameters
 from .threaded import world_of
 
 KINDS = {
@@ -103,3 +103,19 @@ def test_what_can_not_be_right_is_refused(make, plan, words):
             parallelize(case.module, make(case.module.parameters()), plan=plan, example=case.args, directory=folder)
 
     run_ranks(world_of(plan), rank)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "zero2=2"])
+def test_rprop_with_a_closure_fills_by_masks_of_pieces(plan):
+    def loop(model, optimizer, case):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(*case.args)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return list(parameters(model))
+
+    both("mlp", plan, loop, partial(optim.Rprop, lr=1e-2), example=True)

@@ -90,9 +90,14 @@ def _judge(sample: Sample, choice: str) -> str:
     role = next((role for role in analysis.signatures[op.name].roles if role.label == choice), None)
     if role is None and ROWS not in choice:
         return ""
+    inputs = sample.draw(3)
+    try:
+        run_known(op, inputs)
+    except (RuntimeError, IndexError, ValueError) as error:  # whole numbers may be divided by zero, and the like
+        raise NotProbed(str(error)) from error
     for parts in parts_of(3 if role is None else role.size)[:1]:
         try:
-            check_role(analysis, op, choice if role is None else role.name, parts, sample.draw(3), run_known)
+            check_role(analysis, op, choice if role is None else role.name, parts, inputs, run_known)
         except WrongSplit as error:
             return error.said
     return ""

@@ -112,6 +112,8 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     if base in ("equal", "allclose") and all(place.covers(other) for other in places):
         same = func(*_cut_operands(args, place, local, find), **kwargs)
         return bool(_all(torch.tensor([same], device=args[0].device), place))
+    if name == "__setitem__" and all(map(place.covers, places)) and _is_masked_fill(args, local, find):
+        return func(*args)
     if base not in _ELEMENTWISE:
         raise refusal(name, place, local)
     for other in places:
@@ -134,6 +136,13 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     if not isinstance(made, Tensor) or made.shape != local:
         raise refusal(name, place, local)
     return dress(made, place)
+
+
+def _is_masked_fill(args: Sequence[Any], local: Sequence[int], find: Find) -> bool:
+    """`x[x > 0] = 1.0`: each element by itself, as Rprop does it."""
+    target, mask, value = args
+    is_mask = isinstance(mask, Tensor) and mask.dtype is torch.bool and find(mask) is not None
+    return is_mask and target.shape == mask.shape == local and isinstance(value, int | float)
 
 
 def writes(name: str) -> bool:
