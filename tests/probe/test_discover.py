@@ -366,3 +366,10 @@ def test_every_regrouping_of_dims_is_found(data):
 def _groups(data, factors):
     ends = [*sorted(data.draw(st.sets(st.integers(1, len(factors) - 1)))), len(factors)]
     return [factors[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_a_result_that_does_not_depend_on_its_inputs_proves_no_split():
+    """A cosine of random vectors is below the margin: the loss is clamped to zero, split or not."""
+    call = make_call("cosine_embedding_loss", randn(6), randn(6), torch.tensor(-1.0), 0.99)
+    rule, why = discover(call, run_plain)
+    assert rule is None and "proves nothing" in why

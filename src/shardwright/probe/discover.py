@@ -113,6 +113,7 @@ def _checked(found: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
     (op,) = analysis.graph.ops
     roles = {role.label for role in analysis.signatures[op.name].roles}
     draws = [sample.draw(3), sample.draw(4)]
+    _check_dependence(sample, run, draws)
     _check_backward(sample, run)
 
     def holds(choice: str, units: int) -> bool:
@@ -127,6 +128,14 @@ def _checked(found: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
         tuple(split for split, label in wording.names.items() if label in roles and holds(label, split.units)),
         tuple(group for number, group in enumerate(found.linear, 1) if holds(f"{ROWS}{number}", 3)),
     )
+
+
+def _check_dependence(sample: Sample, run: Run, draws: Sequence[Sequence[Tensor]]) -> None:
+    """Every result must depend on the inputs: a loss that is clamped to zero recombines under any split."""
+    first, second = (run(sample.call.op, draw) for draw in draws)
+    for a, b in zip(first, second, strict=True):
+        if a.is_floating_point() and a.shape == b.shape and torch.equal(a, b):
+            raise NotProbed("its result is the same for different random inputs, which proves nothing")
 
 
 def _check_backward(sample: Sample, run: Run) -> None:
