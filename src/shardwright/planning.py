@@ -238,8 +238,8 @@ def only_scalars(graph: Graph) -> Graph:
         large = output.value is not None and graph.values[output.value].shape
         return replace(output, value=None, literal=None) if large else output
 
-    given = graph.outputs if graph.given is None else graph.given
-    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), given=given)
+    returned = graph.outputs if graph.returned is None else graph.returned
+    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), returned=returned)
 
 
 __all__ = ["PlanLike", "PlanningTask", "SearchResult", "continue_plan", "find_plan", "make_plan", "only_scalars"]

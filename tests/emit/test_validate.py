@@ -254,7 +254,7 @@ def test_a_custom_algorithm_is_called_with_its_label_axes_and_size() -> None:
     program = lower(graph, split_on("centred", "n")(graph, 2))
     text = emit(program).text
     validate(program, text)
-    (call,) = re.findall(r'runtime\.own\("call\.[\w.]+\.centred", "n", self\.tp, \w+\)', text)
+    (call,) = re.findall(r'runtime\.custom_algorithm\("call\.[\w.]+\.centred", "n", self\.tp, \w+\)', text)
     with pytest.raises(LoweringError):
         validate(program, text.replace(call, call.replace('"n"', '"d"')))
 

@@ -84,7 +84,7 @@ def test_data_parallel_talks_about_the_loss_only():
     program = program_of("dp=2")
     (loss,) = (op for op in program.body if op.target == "runtime.cross_entropy")
 
-    assert converters(program) == {"take": 2, "all_reduce": 1}
+    assert converters(program) == {"shard": 2, "all_reduce": 1}
     (count,) = (op for op in program.body if op.target == "runtime.begin_count")
     (total,) = (op for op in program.body if op.target == "comm.all_reduce")
     assert (count.argument("per_replica"), loss.inputs[-1]) == (("dp",), count.outputs[0])
@@ -160,7 +160,7 @@ def test_a_parameter_gradient_is_not_converted_per_use_but_summed_once_a_step():
 
     held = {holding.value for holding in program.parameters}
     assert not [op for op in program.body if op.target.startswith("comm.") and op.inputs[0] in held]
-    assert all(str(holding.layout.placement("dp")) == "fanned" for holding in program.parameters)
+    assert all(str(holding.layout.placement("dp")) == "replicate" for holding in program.parameters)
 
 
 def test_a_regularizer_on_the_weights_becomes_a_gradient_on_one_rank():
