@@ -1,4 +1,4 @@
-"""What stands behind a line of generated code: the shape of what it makes, or what a converter sends."""
+"""What stands behind a line of generated code: the shape of what it makes, or what a reshard sends."""
 
 from __future__ import annotations
 

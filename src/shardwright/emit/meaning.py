@@ -15,7 +15,7 @@ from .parse import UnreadableLineError, base_name, dotted, parse_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 GROUPS = ("axes", "rows", "classes", "home")
-"""Arguments of converters and of the runtime's ops that name axes; a line has their group."""
+"""Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
 
 _LABELS = {"ignore_index": -100, "reduction": 1}
 UNSAID: dict[str, dict[str, Any]] = {

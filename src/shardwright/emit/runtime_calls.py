@@ -1,4 +1,4 @@
-"""How the runtime's own ops print: converters, algorithms of a split op, random ops, custom ops, control flow."""
+"""How the runtime's own ops print: reshards, algorithms of a split op, random ops, custom ops, control flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes for speed: sums in place, sums beside other work, sums that nobody waits for."""
+"""Passes for speed: all_reduce in place, overlapped with compute, or awaited only when read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONVERTERS = {target: kind for kind, target in LINEARS.items()}
 
 
 def reshard_kind(op: Op) -> str | None:
-    """The kind of converter that an op is or contains; None if it sends nothing of its own."""
+    """The kind of reshard that an op is or contains; None if it sends nothing of its own."""
     return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _CONVERTERS.get(op.target)
 
 
@@ -67,7 +67,7 @@ def awaited_later(program: LoweredProgram) -> LoweredProgram:
 
 
 def in_place(program: LoweredProgram) -> LoweredProgram:
-    """A partial sum that only the converter reads is summed where it stands."""
+    """A partial sum that only the reshard reads is summed where it stands."""
     makers = {name: op for op in program.body for name in op.outputs}
     users, needed = program.users(), program.needed()
 
@@ -84,11 +84,11 @@ def in_place(program: LoweredProgram) -> LoweredProgram:
 
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.convolution.default", "aten.conv1d.default",
             "aten.conv2d.default", "aten.conv3d.default")  # fmt: skip
-"""Ops that a queue of weights' gradients knows."""
+"""Ops whose weight gradients can be computed later."""
 
 
 def put_off(program: LoweredProgram) -> LoweredProgram:
-    """Where backward is in two steps, products with parameters give their weights' gradients in the second."""
+    """Where backward is in two steps, matmuls with parameters compute their weight gradients in the second."""
     if not program.puts_off:
         return program
     trainable = {holding.value for holding in program.parameters if holding.trainable}
@@ -102,7 +102,7 @@ def put_off(program: LoweredProgram) -> LoweredProgram:
 
 
 def overlap(program: LoweredProgram) -> LoweredProgram:
-    """A value whose gradient is to be summed, and the products that alone read it, become one op."""
+    """A value whose gradient is a pending sum, and the linears that alone read it, become one op."""
     users, needed = program.users(), program.needed()
     parameters = {holding.value for holding in program.parameters}
     joined: dict[str, Op] = {}
@@ -118,21 +118,21 @@ def overlap(program: LoweredProgram) -> LoweredProgram:
 
 
 def _is_layer(op: Op, x: str, parameters: set[str]) -> bool:
-    """Whether an op is a product of a value with parameters, which are there from the start."""
+    """Whether an op is a linear of a value with parameters, which are there from the start."""
     return (
         op.target == "aten.linear.default" and op.inputs[0] == x and all(name in parameters for name in op.inputs[1:])
     )
 
 
-def _alike(converter: Op, readers: list[Op]) -> bool:
+def _alike(reshard: Op, readers: list[Op]) -> bool:
     """Whether all run in one mode. What is gathered before a recompute region is not gathered again in it."""
-    if converter.region != readers[0].region:
+    if reshard.region != readers[0].region:
         return False
     return len({(op.region, op.autocast, op.no_grad) for op in readers}) == 1 and not readers[0].no_grad
 
 
-def _joined(converter: Op, layers: list[Op]) -> Op:
-    inputs: list[str] = [*converter.inputs]
+def _joined(reshard: Op, layers: list[Op]) -> Op:
+    inputs: list[str] = [*reshard.inputs]
     columns: dict[str, list[Slot | None]] = {"weight": [], "bias": []}
     for op in layers:
         for key, column in columns.items():
@@ -141,10 +141,10 @@ def _joined(converter: Op, layers: list[Op]) -> Op:
             if isinstance(slot, Slot):
                 inputs.append(op.inputs[slot.index])
     biases = tuple(columns["bias"]) if any(columns["bias"]) else None
-    arguments = (("input", Slot(0)), *converter.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
+    arguments = (("input", Slot(0)), *reshard.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
     return replace(
         layers[0],
-        target=LINEARS[converter.target.removeprefix("comm.")],
+        target=LINEARS[reshard.target.removeprefix("comm.")],
         inputs=tuple(inputs),
         outputs=tuple(name for op in layers for name in op.outputs),
         arguments=arguments,

@@ -1,7 +1,7 @@
 """Lowering of a plan with a schedule: a program for each segment, and how values go between them and out.
 
-Where a value goes to another segment both sides have it settled (cut or whole on each axis of their mesh), so that it
-can be sent in pieces, and its gradient back. If the meshes are alike, it is given as it is taken.
+A value that crosses has no pending sum on either side (it is sharded or replicated on each axis of their meshes), so
+that it can be sent in shards, and its gradient back. If the meshes are equal, it is sent as it is received.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def lower_pipeline(
     storage_options: Sequence[ParameterLayouts] = (),
     mode: str = "global",
 ) -> PipelinePrograms:
-    """The programs of a plan's segments. `homes` fixes how each segment holds its parameters (later entries)."""
+    """The programs of a plan's segments. `storage_options` fixes the layouts of parameters (later entries)."""
     plan.check_against(graph)
     segments = plan.entries[graph.entry]
     shard = split_graph(OpSequence(analysis), [tuple(segment.choices) for segment in segments])
@@ -126,7 +126,7 @@ def lower_pipeline(
 
 
 def _header(plan: Plan, number: int, crossings: Sequence[StageValue]) -> Iterator[str]:
-    """Lines for the head of a file: the schedule, and what comes and goes."""
+    """Lines for the head of a file: the schedule, and the values received and sent."""
     yield f"schedule   {plan.schedule}"
     for crossing in crossings:
         if crossing.taker == number:
@@ -155,7 +155,7 @@ def _produced(
 
 
 def _time_of(analysis: Analysis, segments: Sequence[PlanStage], crossing: StageValue, meshes: Sequence[Mesh]) -> Layout:
-    """How a value that crosses lies in time."""
+    """The layout of a value that crosses, over microbatches."""
     produced = _produced(analysis, segments, crossing.value, crossing.giver, meshes)
     shards = [tuple(shard for shard in shards if shard.axis == MB) for shards in produced.shards]
     return make_layout(shards, {name: placement for name, placement in produced.rest if name == MB})
@@ -176,7 +176,7 @@ def _wanted(
     for crossing in crossings:
         if crossing.giver != number or crossing.value in wanted:
             continue
-        if crossing.value in outputs:  # the model gives it whole
+        if crossing.value in outputs:  # the model returns it replicated
             produced = _produced(analysis, segments, crossing.value, number, meshes)
             wanted[crossing.value] = in_time(replicated(len(produced.shards)), produced, meshes[number].sizes)
         else:

@@ -1,10 +1,10 @@
-"""The first pass: give every use its layout and put converters between producers and uses.
+"""The first pass: give every use its layout and put reshards between producers and uses.
 
-For each value the converters form the cheapest tree over all its uses, so that a sum that
+For each value the reshards form the cheapest tree over all its uses, so that a sum that
 two uses need is done once, and gradients join before they are reduced.
 
 In a recompute region what is placed runs again in backward. So what enters a region from outside
-is sent before its first op; converters that send nothing forward stay where they are used, unless others
+is sent before its first op; reshards that send nothing forward stay where they are used, unless others
 use their result too.
 """
 
@@ -31,11 +31,11 @@ class PlacementTask:
     """What is to be placed: a graph, or the graph of a segment, on a mesh.
 
     mesh        with the axis in time, if there are microbatches
-    homes       how parameters are held, where that is decided already
-    mode        "per_replica" if each data-parallel group passes its own rows
-    entering    values that come from other segments, as they lie in time
-    leaving     values that go to other segments, as those want them; None: as they are made
-    title       what it is, for the head of the file: "segment 0 of 2"; `said` are more lines for it
+    storage_options    layouts of parameters, where that is decided already
+    mode        "per_replica" if each data-parallel replica passes its own samples
+    entering    values received from other segments, with their layout over microbatches
+    leaving     values sent to other segments, in the layouts those want; None: as they are produced
+    title       what it is, for the head of the file: "segment 0 of 2"; `header` has more lines for it
     stepped     whether it runs by a schedule; `puts_off` if that has backward in two steps
     """
 
@@ -97,7 +97,7 @@ class Placer:
         return signature.layouts(choice, self.mesh)
 
     def _leaving(self, name: str) -> Layout:
-        """Outputs leave whole; in "per_replica" mode those that have the batch leave as this group's rows.
+        """Outputs leave replicated; in "per_replica" mode those with a batch dim leave as this replica's samples.
 
         In time they stay as they are made, and so do values that go to other segments, which are settled but for that.
         """
@@ -132,14 +132,14 @@ class Placer:
         return self._leaving(name)
 
     def _produced(self, name: str) -> Layout:
-        """How a value lies where it is made."""
+        """The layout in which a value is produced."""
         maker = self.graph.producer.get(name)
         if maker is None:
             return self.task.entering.get(name, replicated(len(self.graph.values[name].shape)))
         return self.placed[maker.name][1][maker.outputs.index(name)]
 
     def _per_replica(self, name: str) -> Layout:
-        """The layout in which each data-parallel group has its own rows."""
+        """The layout in which each data-parallel replica has its own samples."""
         return batch_layout(self.analysis, self.mesh, replica_axes(self.mesh), name)
 
     def run(self) -> LoweredProgram:
@@ -181,7 +181,7 @@ class Placer:
         )
 
     def _entering(self, name: str) -> Layout:
-        """Inputs of the model are there whole, or as rows, and so is their gradient: it adds up over time."""
+        """Inputs are replicated, or split by samples, and so is their gradient: it sums over microbatches."""
         layout = self.task.entering.get(name)
         if layout is not None:
             return entering(layout, self.uses[name], self.mesh)
@@ -221,13 +221,13 @@ class Placer:
             self.inside.update(op.outputs)
 
     def _use(self, name: str, layout: Layout, op: Op | None) -> str:
-        """The program's name for a value in the layout that a use wants, converters placed before it."""
+        """The program's name for a value in the layout that a use wants, reshards placed before it."""
         if not self.graph.values[name].gradient:
             layout = forget_gradient(layout)
         return self._materialise(name, self.forms[name][layout], op)
 
     def _materialise(self, name: str, node: LayoutForm, op: Op | None, before: bool = False) -> str:
-        """Place the converters that lead to a node. `before` the region goes what a sending converter needs."""
+        """Place the reshards that lead to a node. `before` the region goes what a sending reshard needs."""
         if node.name is not None:
             return node.name
         assert node.parent is not None and node.step is not None
@@ -243,8 +243,8 @@ class Placer:
             gradient=self.values[name].gradient,
         )
         self.layouts[node.name] = node.layout
-        converter = reshard_op(node.step, source, node.name, op, self.graph.producer.get(name))
-        self._add(replace(converter, region=self.region), before=before and source not in self.inside)
+        reshard = reshard_op(node.step, source, node.name, op, self.graph.producer.get(name))
+        self._add(replace(reshard, region=self.region), before=before and source not in self.inside)
         return node.name
 
     def _used_elsewhere(self, name: str, node: LayoutForm) -> bool:
@@ -293,7 +293,7 @@ class Placer:
 
 
 def sendable_layout(layout: Layout) -> Layout:
-    """The layout in which a value goes to another segment: cut or whole on every axis; in time as it is."""
+    """The layout in which a value is sent: sharded or replicated on every axis; over microbatches as it is."""
     return make_layout(layout.shards, {name: placement for name, placement in layout.rest if name == MB})
 
 
@@ -311,7 +311,8 @@ def in_time(layout: Layout, produced: Layout, sizes: Mapping[str, int]) -> Layou
 
 
 def entering(sent: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
-    """How a value from another segment is taken: as its most split use has it, settled; in time as it was given."""
+    """How a value from another segment is received: as its most sharded use, without pending sums; over microbatches
+    as it was sent."""
     best = sendable_layout(parameter_layout(uses, mesh, len(sent.shards)))
     if best.shard_of(MB) == sent.shard_of(MB):
         return make_layout(best.shards, {MB: sent.placement(MB) or INVARIANT})
@@ -320,7 +321,7 @@ def entering(sent: Layout, uses: Sequence[Layout], mesh: Mesh) -> Layout:
 
 
 def reshard_op(step: Reshard, source: str, result: str, op: Op | None, producer: Op | None) -> Op:
-    """A converter as an op. It belongs to the module of the op that it stands before."""
+    """A reshard as an op. It belongs to the module of the op that it stands before."""
     near = op or producer
     arguments: list[tuple[str, object]] = [("axes", step.axes)]
     for key in ("dim", "sharding", "to_dim", "to_sharding"):

@@ -1,4 +1,4 @@
-"""The program of a rank: local ops with converters between them, and how parameters are held.
+"""The program of a rank: local ops with reshards between them, and how parameters are held.
 
 All ranks of a mesh run the same program and differ only by their coordinates. Shapes in
 `values` stay global; what a rank really has follows from `layouts`.
@@ -52,7 +52,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlacement:
-    """How a parameter is held: cut for computing, summed over axes after backward, split for storage."""
+    """How a parameter is placed: sharded for compute, its gradient reduced over axes, stored as ZeRO says."""
 
     value: str
     keys: tuple[str, ...]
@@ -142,7 +142,7 @@ def sizes_of(program: LoweredProgram, value: str) -> tuple[Size, ...]:
 
 
 def graph_value(value: str) -> str:
-    """The graph's name for a program value: converters add "@n" to it."""
+    """The graph's name for a program value: reshards add "@n" to it."""
     return value.split("@", 1)[0]
 
 

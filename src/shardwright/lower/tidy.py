@@ -1,4 +1,4 @@
-"""Passes that make the program shorter: fused converters, constants out of the way, biases back in."""
+"""Passes that make the program shorter: fused reshards, constants out of the way, biases back in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUTS = ("comm.shard", "comm.shard_from_r", "comm.reduce_scatter")
 
 
 def fuse(program: LoweredProgram) -> LoweredProgram:
-    """Converters of one kind in a row, over several axes, become one over their product."""
+    """Reshards of one kind in a row, over several axes, become one over their product."""
     users, needed = program.users(), program.needed()
     producers: dict[str, Op] = {}
     gone: set[str] = set()
@@ -39,7 +39,7 @@ def fuse(program: LoweredProgram) -> LoweredProgram:
 
 
 def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
-    """Converters of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
+    """Reshards of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
     first, last = row[0], row[-1]
     if any(op.argument(key) != last.argument(key) for op in row for key in ("op", "dim")):
         return None
@@ -132,7 +132,7 @@ def prune(program: LoweredProgram) -> LoweredProgram:
 
 
 def fold_bias(program: LoweredProgram) -> LoweredProgram:
-    """A product and the bias added right after it become one call again, if nothing stands between."""
+    """A matmul or convolution and the bias added right after it become one call again, if nothing stands between."""
     users, needed = program.users(), program.needed()
     producers = {name: op for op in program.body for name in op.outputs}
     parameters = {holding.value for holding in program.parameters}
