@@ -45,7 +45,7 @@ def register_op(
     check: bool = True,
     shapes: Callable[..., Any] | None = None,
 ) -> Any:
-    """Say how an own op may be split: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
+    """How a custom op may be sharded: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
 
     rule        in the notation, one term for each tensor among the parameters; or a function of the op's
                 arguments (those that it names) that returns one. A label with the name of a parameter has its
@@ -92,7 +92,7 @@ def register_op(
 
 @dataclass(frozen=True)
 class _Registration:
-    """An own op, what the user calls afterwards, and how captures and generated code come to know it."""
+    """A custom op, what the user calls afterwards, and how captures and generated code come to know it."""
 
     own: CustomOp
     result: Any

@@ -87,7 +87,7 @@ def test_data_parallel_talks_about_the_loss_only():
     assert converters(program) == {"shard": 2, "all_reduce": 1}
     (count,) = (op for op in program.body if op.target == "runtime.begin_count")
     (total,) = (op for op in program.body if op.target == "comm.all_reduce")
-    assert (count.argument("per_replica"), loss.inputs[-1]) == (("dp",), count.outputs[0])
+    assert (count.argument("rows"), loss.inputs[-1]) == (("dp",), count.outputs[0])
     assert total.argument("later")
     assert program.values[total.outputs[0]].shape == ()
 

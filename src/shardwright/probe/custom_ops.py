@@ -39,7 +39,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpParameter:
-    """A parameter of an own op. `kind` is its annotation, if it has one."""
+    """A parameter of a custom op. `kind` is its annotation, if it has one."""
 
     name: str
     kind: str = ""
@@ -209,7 +209,7 @@ def _runs(own: CustomOp, values: Values) -> bool:
 
 
 def call_of(own: CustomOp, values: Values) -> tuple[OpCall, list[Tensor]]:
-    """The call of an own op with some values, with a gradient for floats if it has a backward."""
+    """The call of a custom op with some values, with a gradient for floats if it has a backward."""
     tensors = [x.detach().clone() for x in flat(list(values.values()))]
     slots = iter(range(len(tensors)))
 
