@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 
-def tie_to_operands(made: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def tie_to_operands(results: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The same values; those that float depend on every operand that needs a gradient."""
-    wanting = [held for held in operands if held.requires_grad]
-    floats = [at for at, held in enumerate(made) if held.is_floating_point()]
+    wanting = [tensor for tensor in operands if tensor.requires_grad]
+    floats = [at for at, tensor in enumerate(results) if tensor.is_floating_point()]
     if not wanting or not floats or not torch.is_grad_enabled():
-        return tuple(made)
-    found = _Tie.apply(len(floats), *(made[at] for at in floats), *wanting)  # type: ignore[no-untyped-call]
-    known = dict(zip(floats, found, strict=True))
-    return tuple(known.get(at, held) for at, held in enumerate(made))
+        return tuple(results)
+    tied = _Tie.apply(len(floats), *(results[at] for at in floats), *wanting)  # type: ignore[no-untyped-call]
+    known = dict(zip(floats, tied, strict=True))
+    return tuple(known.get(at, tensor) for at, tensor in enumerate(results))
 
 
 class _Tie(torch.autograd.Function):
@@ -43,34 +43,34 @@ class _Tie(torch.autograd.Function):
 Body = Callable[..., Any]
 
 
-def cond(predicate: Tensor, then: Body, given: Sequence[Tensor], other: Body, others: Sequence[Tensor]) -> Any:
-    """What `then` makes of what it is given if the predicate is true, else what `other` makes of its own."""
-    taken, operands, rest = (then, given, others) if bool(predicate) else (other, others, given)
-    return _joined(_many(taken(*operands)), [*operands, *rest])
+def cond(predicate: Tensor, then: Body, inputs: Sequence[Tensor], other: Body, others: Sequence[Tensor]) -> Any:
+    """`then(*inputs)` if the predicate is true, else `other(*others)`; unused inputs get a gradient of zero."""
+    branch, operands, rest = (then, inputs, others) if bool(predicate) else (other, others, inputs)
+    return _joined(_many(branch(*operands)), [*operands, *rest])
 
 
-def scan(step: Body, init: Sequence[Tensor], xs: Sequence[Tensor], held: Sequence[Tensor]) -> Any:
-    """Take a step for every row of `xs`, carrying on from `init`; what is carried at the end, then the rows made."""
-    carry, found = tuple(init), []
-    for rows in zip(*(x.unbind(0) for x in xs), strict=True):
-        made = _many(step(*carry, *rows, *held))
-        carry = made[: len(carry)]
-        found.append(made[len(carry) :])
-    return _joined((*carry, *(torch.stack(column) for column in zip(*found, strict=True))), [*init, *xs, *held])
+def scan(step: Body, init: Sequence[Tensor], xs: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
+    """Run a step for every slice of `xs`, starting from `init`; the final carry, then the stacked results."""
+    carry, stacked = tuple(init), []
+    for slices in zip(*(x.unbind(0) for x in xs), strict=True):
+        results = _many(step(*carry, *slices, *constants))
+        carry = results[: len(carry)]
+        stacked.append(results[len(carry) :])
+    return _joined((*carry, *(torch.stack(column) for column in zip(*stacked, strict=True))), [*init, *xs, *constants])
 
 
-def while_loop(test: Body, body: Body, carried: Sequence[Tensor], held: Sequence[Tensor]) -> Any:
-    """Go on with the body as long as the test says so; what is carried at the end."""
+def while_loop(test: Body, body: Body, carried: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
+    """Run the body while the test is true; the final carry."""
     state = tuple(carried)
-    while bool(test(*state, *held)):
-        state = _many(body(*state, *held))
-    return _joined(state, [*carried, *held])
+    while bool(test(*state, *constants)):
+        state = _many(body(*state, *constants))
+    return _joined(state, [*carried, *constants])
 
 
-def _many(made: Any) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
+def _many(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
-def _joined(made: tuple[Tensor, ...], operands: Sequence[Tensor]) -> Any:
-    found = tie_to_operands(made, operands)
-    return found[0] if len(found) == 1 else found
+def _joined(results: tuple[Tensor, ...], operands: Sequence[Tensor]) -> Any:
+    tied = tie_to_operands(results, operands)
+    return tied[0] if len(tied) == 1 else tied

@@ -88,25 +88,25 @@ class Mesh:
     def coordinates(self, device: int) -> dict[str, int]:
         """Where a device stands on each axis."""
         place = self.devices.index(device)
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axis in reversed(self.axes):
-            place, found[axis.name] = divmod(place, axis.size)
-        return {name: found[name] for name in self.names}
+            place, coordinates[axis.name] = divmod(place, axis.size)
+        return {name: coordinates[name] for name in self.names}
 
     def groups(self, names: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The sets of devices that differ only in the named axes, in a fixed order."""
         chosen = tuple(axis for axis in self.axes if axis.name in set(names))
         others = tuple(axis for axis in self.axes if axis not in chosen)
         grid = {tuple(self.coordinates(device).values()): device for device in self.devices}
-        found = []
+        groups = []
         for fixed in product(*(range(axis.size) for axis in others)):
             at = dict(zip((axis.name for axis in others), fixed, strict=True))
             group = []
             for moving in product(*(range(axis.size) for axis in chosen)):
                 at.update(zip((axis.name for axis in chosen), moving, strict=True))
                 group.append(grid[tuple(at[name] for name in self.names)])
-            found.append(tuple(group))
-        return tuple(found)
+            groups.append(tuple(group))
+        return tuple(groups)
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -158,16 +158,16 @@ class Shard:
 
     def spans(self, parts: int, index: int) -> list[tuple[int, int]]:
         """The (start, length) runs that the device at `index` keeps, neighbours joined."""
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         at = 0
         for _ in range(self.repeat):
             for block in self.blocks:
                 start, length = chunk_bounds(block.size, parts, index)
                 for _ in range(block.outer):
                     if length:
-                        _append_span(found, at + start * block.inner, length * block.inner)
+                        _append_span(spans, at + start * block.inner, length * block.inner)
                     at += block.size * block.inner
-        return found
+        return spans
 
     def simple(self, parts: int) -> bool:
         """Whether each device keeps one run (a plain contiguous cut)."""
@@ -255,7 +255,7 @@ class Layout:
         """The placement on an axis, or None where the axis cuts a dim."""
         if self.shard_of(axis) is not None:
             return None
-        return next((held for name, held in self.rest if name == axis), INVARIANT)
+        return next((placement for name, placement in self.rest if name == axis), INVARIANT)
 
     def shard_of(self, axis: str) -> tuple[int, Shard] | None:
         """The dim that an axis cuts, with the cut."""
@@ -276,16 +276,16 @@ class Layout:
         return Layout(shards=self.shards, rest=flipped)
 
     def with_placement(self, axis: str, placement: Placement) -> Layout:
-        rest = {name: held for name, held in self.rest if name != axis}
+        rest = {name: old for name, old in self.rest if name != axis}
         return make_layout(self.shards, {**rest, axis: placement})
 
     def with_shard(self, dim: int, shard: Shard) -> Layout:
         """This layout with one more cut, minor to those that are there."""
-        shards = tuple((*held, shard) if at == dim else held for at, held in enumerate(self.shards))
-        return make_layout(shards, {name: held for name, held in self.rest if name != shard.axis})
+        shards = tuple((*old, shard) if at == dim else old for at, old in enumerate(self.shards))
+        return make_layout(shards, {name: placement for name, placement in self.rest if name != shard.axis})
 
     def without_shard(self, axis: str) -> Layout:
-        shards = tuple(tuple(shard for shard in held if shard.axis != axis) for held in self.shards)
+        shards = tuple(tuple(shard for shard in shards if shard.axis != axis) for shards in self.shards)
         return Layout(shards=shards, rest=self.rest)
 
     def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
@@ -326,8 +326,8 @@ def join_shards(shards: Sequence[Shard], sizes: Mapping[str, int]) -> Shard | No
 
 def make_layout(shards: Iterable[Iterable[Shard]], rest: Mapping[str, Placement] | None = None) -> Layout:
     """A layout from loose parts."""
-    kept = sorted((name, held) for name, held in (rest or {}).items() if held != INVARIANT)
-    return Layout(shards=tuple(tuple(held) for held in shards), rest=tuple(kept))
+    ordered = sorted((name, placement) for name, placement in (rest or {}).items() if placement != INVARIANT)
+    return Layout(shards=tuple(tuple(dim_shards) for dim_shards in shards), rest=tuple(ordered))
 
 
 def replicated(rank: int) -> Layout:
@@ -375,14 +375,14 @@ def local_region(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int],
     return LocalRegion(shape=tuple(shape), spans=tuple(spans))
 
 
-def _restrict(runs: Sequence[Span], kept: Sequence[Span]) -> list[Span]:
+def _restrict(runs: Sequence[Span], inside: Sequence[Span]) -> list[Span]:
     """`kept` counts along the concatenation of `runs`; say it in the coordinates that `runs` is in."""
-    found: list[Span] = []
-    for start, length in kept:
+    common: list[Span] = []
+    for start, length in inside:
         base = 0
         for run_start, run_length in runs:
             low, high = max(start, base), min(start + length, base + run_length)
             if low < high:
-                _append_span(found, run_start + low - base, high - low)
+                _append_span(common, run_start + low - base, high - low)
             base += run_length
-    return found
+    return common

@@ -21,7 +21,7 @@ from .ir import Graph, Output
 from .plan import Plan, PolicyRequest, build_plan, parse_plan_string
 from .plan.auto import Progress, SearchOptions, SearchResult, extend
 from .plan.file import load as load_plan
-from .plan.joint import JointResult, beside, note_of, predicted
+from .plan.joint import JointResult, note_of, pipeline_summary, predicted
 from .plan.joint import find_plan as find_joint
 from .plan.pipeline import build_pipeline, continue_pipeline
 from .plan.price import price
@@ -127,7 +127,7 @@ def _told(found: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan
         plan = replace(found.plan, predicted={**found.plan.predicted, entry: said})
     else:
         plan = priced(found.plan, analysis, setting, found.flat)
-        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **beside(found)}})
+        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **pipeline_summary(found)}})
     return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 
@@ -238,8 +238,8 @@ def only_scalars(graph: Graph) -> Graph:
         large = output.value is not None and graph.values[output.value].shape
         return replace(output, value=None, literal=None) if large else output
 
-    given = graph.outputs if graph.given is None else graph.given
-    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), given=given)
+    returned = graph.outputs if graph.returned is None else graph.returned
+    return replace(graph, outputs=tuple(kept(output) for output in graph.outputs), returned=returned)
 
 
 __all__ = ["PlanLike", "PlanningTask", "SearchResult", "continue_plan", "find_plan", "make_plan", "only_scalars"]

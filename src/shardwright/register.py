@@ -45,7 +45,7 @@ def register_op(
     check: bool = True,
     shapes: Callable[..., Any] | None = None,
 ) -> Any:
-    """Say how an own op may be split: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
+    """How a custom op may be sharded: `@sw.register_op("b m k+, n k+ -> b m n")`, or `f = sw.register_op("...", f)`.
 
     rule        in the notation, one term for each tensor among the parameters; or a function of the op's
                 arguments (those that it names) that returns one. A label with the name of a parameter has its
@@ -67,16 +67,16 @@ def register_op(
     if isinstance(rule, str) and function is None and is_path(rule):
         rule, function = None, rule
     if isinstance(function, str):
-        return replace_at(function, lambda found: register_op(
-            rule, found, probe=probe, algorithms=algorithms, check=check, shapes=shapes
+        return replace_at(function, lambda op: register_op(
+                    rule, op, probe=probe, algorithms=algorithms, check=check, shapes=shapes
         ))  # fmt: skip
 
     def decorate(op: Any) -> Any:
         kind = _kind(op, shapes)
-        given = dict(algorithms or {})
+        checked = dict(algorithms or {})
         if isinstance(rule, str):
-            _check_algorithms(kind.own.name, rule, given)
-        for label, algorithm in given.items():
+            _check_algorithms(kind.own.name, rule, checked)
+        for label, algorithm in checked.items():
             provide_algorithm(kind.own.target, label, algorithm)
         if probe is not None:
             PROVIDED[kind.own.target] = lambda seed: _drawn(kind, probe, seed)
@@ -92,7 +92,7 @@ def register_op(
 
 @dataclass(frozen=True)
 class _Registration:
-    """An own op, what the user calls afterwards, and how captures and generated code come to know it."""
+    """A custom op, what the user calls afterwards, and how captures and generated code come to know it."""
 
     own: CustomOp
     result: Any
@@ -128,11 +128,11 @@ def _kind(op: Any, shapes: Callable[..., Any] | None = None) -> _Registration:
 
 def _path(path: str) -> str:
     """Functions made inside of others share a name: they are numbered."""
-    number, found = 1, path
-    while "<locals>" in path and provided(found):
+    number, free = 1, path
+    while "<locals>" in path and provided(free):
         number += 1
-        found = f"{path}_{number}"
-    return found
+        free = f"{path}_{number}"
+    return free
 
 
 def _callable(result: Any, callee: Callee) -> _Registration:
@@ -155,15 +155,15 @@ def _kind_of(parameter: inspect.Parameter) -> str:
 def _library(result: Any, op: torch._ops.OpOverload[..., Any]) -> _Registration:
     if op._schema.is_mutable:
         raise RuleError(f"{op} changes its arguments; register a function around it, which may do so")
-    held = op._schema.arguments
+    arguments = op._schema.arguments
     parameters = tuple(
         OpParameter(
             name=a.name, kind=str(a.type),
             default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
         )
-        for a in held
+        for a in arguments
     )  # fmt: skip
-    names = [a.name for a in held]
+    names = [a.name for a in arguments]
 
     def run(*values: Any) -> Any:
         return op(**dict(zip(names, values, strict=True)))
@@ -175,9 +175,9 @@ def _library(result: Any, op: torch._ops.OpOverload[..., Any]) -> _Registration:
     return _Registration(CustomOp(name=str(op), target=target_name(op), parameters=parameters, run=run), result, bind)
 
 
-def _check_algorithms(name: str, rule: str, given: Mapping[str, Any]) -> None:
+def _check_algorithms(name: str, rule: str, algorithms: Mapping[str, Any]) -> None:
     named = set(parse(rule).algorithms)
-    for label in sorted(named ^ set(given)):
+    for label in sorted(named ^ set(algorithms)):
         if label in named:
             remedy = f"pass algorithms={{{label!r}: ...}}"
             raise RuleError(f"the rule {rule!r} of {name} splits {label} by an algorithm; {remedy}")
@@ -192,13 +192,13 @@ def _check(kind: _Registration, rule: RuleLike, probe: Callable[[], Any] | None)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
-            found = _probes(kind, probe) if probe is not None else list(custom_inputs(own, parse(str(rule))))
-            for values in found:
+            samples = _probes(kind, probe) if probe is not None else list(custom_inputs(own, parse(str(rule))))
+            for values in samples:
                 _see_changes(kind, values)
         except NotProbed as why:
             warnings.warn(f"the rule of {own.name} is not checked: {why}; pass probe=", stacklevel=4)
             return
-        for values in found:
+        for values in samples:
             check_rule(own, rule, values, _talk)
 
 
@@ -221,16 +221,16 @@ def _see_changes(kind: _Registration, values: Values) -> None:
 
 def _probes(kind: _Registration, probe: Callable[[], Any]) -> list[Values]:
     """The user's inputs, with a value for every parameter."""
-    made = probe()
+    probed = probe()
     names = [p.name for p in kind.own.parameters]
-    found = []
-    for one in made if isinstance(made, list | Iterator) else [made]:
-        args: Sequence[Any] = one if isinstance(one, tuple) else (one,)
+    samples = []
+    for sample in probed if isinstance(probed, list | Iterator) else [probed]:
+        args: Sequence[Any] = sample if isinstance(sample, tuple) else (sample,)
         kwargs: dict[str, Any] = {}
         if len(args) == 2 and isinstance(args[0], tuple | list) and isinstance(args[1], dict):
             args, kwargs = args
-        found.append(dict(zip(names, kind.bind(args, kwargs), strict=True)))
-    return found
+        samples.append(dict(zip(names, kind.bind(args, kwargs), strict=True)))
+    return samples
 
 
 def _drawn(kind: _Registration, probe: Callable[[], Any], seed: int) -> Any:
@@ -241,18 +241,18 @@ def _drawn(kind: _Registration, probe: Callable[[], Any], seed: int) -> Any:
 def _talk(trial: SplitTrial) -> None:
     """Judge an algorithm: its ranks are threads that talk to each other."""
     if dist.is_initialized():
-        said = f"{trial.op}: its algorithms are not checked here, where processes talk already; register it before"
-        warnings.warn(said, stacklevel=2)
+        message = f"{trial.op}: its algorithms are not checked here, where processes talk already; register it before"
+        warnings.warn(message, stacklevel=2)
         return
 
     def work(rank: int) -> Any:
         start()
         groups = Groups(trial.mesh)
 
-        def run(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        def run(op: Op, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             group = groups[op.argument("axes")]
             call = runtime.custom_algorithm(op.argument("path"), op.argument("label"), group, op.argument("size"))
-            return flat(custom_call(call, op, given))
+            return flat(custom_call(call, op, tensors))
 
         return trial.rank(rank, run)
 

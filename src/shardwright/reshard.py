@@ -82,11 +82,11 @@ class Reshard:
 
 
 def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | None:
-    """The same layout said with the cut of `axis` minor-most on its dim, if that can be said."""
-    found = layout.shard_of(axis)
-    if found is None:
+    """The same layout written with the shard of `axis` minor-most on its dim, if that is possible."""
+    split = layout.shard_of(axis)
+    if split is None:
         return None
-    dim, _ = found
+    dim, _ = split
     shards = list(layout.shards[dim])
     at = next(index for index, shard in enumerate(shards) if shard.axis == axis)
     while at + 1 < len(shards):
@@ -95,8 +95,8 @@ def reordered(layout: Layout, axis: str, sizes: Mapping[str, int]) -> Layout | N
             return None
         shards[at], shards[at + 1] = swapped
         at += 1
-    held = [tuple(shards) if index == dim else old for index, old in enumerate(layout.shards)]
-    return Layout(shards=tuple(held), rest=layout.rest)
+    every = [tuple(shards) if index == dim else old for index, old in enumerate(layout.shards)]
+    return Layout(shards=tuple(every), rest=layout.rest)
 
 
 def _swap(major: Shard, minor: Shard, sizes: Mapping[str, int]) -> tuple[Shard, Shard] | None:
@@ -107,11 +107,11 @@ def _swap(major: Shard, minor: Shard, sizes: Mapping[str, int]) -> tuple[Shard, 
     if not (major.even(parts) and minor.even(other)):
         return None
     (a,), (b,) = major.blocks, minor.blocks
-    kept = a.size // parts
-    if b.outer % (a.outer * kept) == 0 and a.inner % (b.size * b.inner) == 0:  # minor lies inside
+    inner = a.size // parts
+    if b.outer % (a.outer * inner) == 0 and a.inner % (b.size * b.inner) == 0:  # minor lies inside
         first = Shard(axis=minor.axis, blocks=(Block(b.outer * parts, b.size, b.inner),))
         return first, Shard(axis=major.axis, blocks=(Block(a.outer, a.size, a.inner // other),))
-    if a.outer % (b.outer * b.size) == 0 and b.inner % (kept * a.inner) == 0:  # minor lies outside
+    if a.outer % (b.outer * b.size) == 0 and b.inner % (inner * a.inner) == 0:  # minor lies outside
         first = Shard(axis=minor.axis, blocks=(Block(b.outer, b.size, b.inner * parts),))
         return first, Shard(axis=major.axis, blocks=(Block(a.outer // other, a.size, a.inner),))
     return None
@@ -157,9 +157,9 @@ def reshard_cost(step: Reshard, before: Layout, whole_bytes: float, sizes: Mappi
 def reshards_from(layout: Layout, goal: Layout, sizes: Mapping[str, int], gradient: bool) -> Iterator[Reshard]:
     """Every useful step on one axis: towards what the goal has there, or to WHOLE on the way."""
     for axis in sorted(layout.axes | goal.axes):
-        wanted, held = goal.shard_of(axis), layout.shard_of(axis)
-        if held is not None:
-            yield from _steps_from_split(layout, axis, held, wanted, goal.placement(axis), sizes, gradient)
+        wanted, current = goal.shard_of(axis), layout.shard_of(axis)
+        if current is not None:
+            yield from _steps_from_split(layout, axis, current, wanted, goal.placement(axis), sizes, gradient)
         else:
             placement = layout.placement(axis)
             assert placement is not None
@@ -169,7 +169,7 @@ def reshards_from(layout: Layout, goal: Layout, sizes: Mapping[str, int], gradie
 def _steps_from_split(
     layout: Layout,
     axis: str,
-    held: tuple[int, Shard],
+    current: tuple[int, Shard],
     wanted: tuple[int, Shard] | None,
     placement: Placement | None,
     sizes: Mapping[str, int],
@@ -200,7 +200,7 @@ def _steps_from_split(
 def _steps_from_rest(
     layout: Layout,
     axis: str,
-    held: Placement,
+    current: Placement,
     wanted: tuple[int, Shard] | None,
     placement: Placement | None,
     gradient: bool,
@@ -208,14 +208,14 @@ def _steps_from_rest(
     def step(kind: str, to: Placement, reduction: str = "sum") -> Reshard:
         return Reshard(kind=kind, axes=(axis,), after=layout.with_placement(axis, to), reduction=reduction)
 
-    if isinstance(held, Partial) and held.op != "sum":
-        yield step("reduce", INVARIANT, held.op)
+    if isinstance(current, Partial) and current.op != "sum":
+        yield step("reduce", INVARIANT, current.op)
         return
-    if isinstance(held, Partial):
+    if isinstance(current, Partial):
         yield step("all_reduce", INVARIANT)
         if placement == REPLICATE and gradient:
             yield step("all_reduce_to_r", REPLICATE)
-    elif held == INVARIANT:
+    elif current == INVARIANT:
         if placement == REPLICATE:
             yield step("replicate", REPLICATE)
         if isinstance(placement, Partial):
@@ -223,14 +223,14 @@ def _steps_from_rest(
     else:
         yield step("invariant", INVARIANT)
     if wanted is not None and (to := _fits(layout, wanted)) is not None:
-        kind = "reduce_scatter" if isinstance(held, Partial) else "shard" if held == INVARIANT else "shard_from_r"
+        kind = "reduce_scatter" if isinstance(current, Partial) else "shard" if current == INVARIANT else "shard_from_r"
         yield Reshard(kind=kind, axes=(axis,), dim=wanted[0], sharding=to, after=layout.with_shard(wanted[0], to))
 
 
 def _fits(layout: Layout, wanted: tuple[int, Shard]) -> Shard | None:
     """The goal's cut, if it can be the next one on its dim as the layout is now."""
     dim, shard = wanted
-    return shard if all(held.axis != shard.axis for held in layout.shards[dim]) else None
+    return shard if all(other.axis != shard.axis for other in layout.shards[dim]) else None
 
 
 @lru_cache(maxsize=65536)
@@ -296,7 +296,7 @@ def find_reshards(
 
 def forget_gradient(layout: Layout) -> Layout:
     """The layout of a value that has no gradient: FANNED means nothing there."""
-    return make_layout(layout.shards, {name: held for name, held in layout.rest if held != REPLICATE})
+    return make_layout(layout.shards, {name: placement for name, placement in layout.rest if placement != REPLICATE})
 
 
 @dataclass
@@ -332,7 +332,7 @@ def forms_of(
         index, path, _ = steps([form.layout for form in known], goal)
         form = known[index]
         for step in path:
-            there = next((held for held in known if held.layout == step.after), None)
+            there = next((other for other in known if other.layout == step.after), None)
             form = there or LayoutForm(layout=step.after, parent=form, step=step)
             if there is None:
                 known.append(form)
@@ -341,15 +341,15 @@ def forms_of(
 
 
 def parameter_layout(uses: Sequence[Layout], mesh: Mesh, rank: int) -> Layout:
-    """Where a parameter lives: cut as its most split use, with gradients that are summed once a step."""
+    """How a parameter is sharded: as its most sharded use, with gradients that are reduced once a step."""
     if not uses:
         return replicated(rank)
-    best = max(uses, key=lambda held: sum(mesh.axis(shard.axis).size for shards in held.shards for shard in shards))
+    best = max(uses, key=lambda use: sum(mesh.axis(shard.axis).size for shards in use.shards for shard in shards))
     cut_axes = {shard.axis for shards in best.shards for shard in shards}
     rest: dict[str, Placement] = {}
     for axis in mesh.axes:
         if axis.name in cut_axes:
             continue
-        split = any(held.shard_of(axis.name) is not None or held.placement(axis.name) == REPLICATE for held in uses)
+        split = any(use.shard_of(axis.name) is not None or use.placement(axis.name) == REPLICATE for use in uses)
         rest[axis.name] = REPLICATE if split else INVARIANT
     return make_layout(best.shards, rest)

@@ -108,7 +108,7 @@ EMITTER = (
         "embedding_rows({p['weight']}, {p['indices']}",
     ),
     Fault(
-        "a share has the size of the whole", "emit/sizes.py", "held //= self.program.mesh.axis(axis).size", "held //= 1"
+        "a share has the size of the whole", "emit/sizes.py", "rest //= self.program.mesh.axis(axis).size", "rest //= 1"
     ),
     Fault("a loop carries nothing on", LAYERS, "carried.append((at, place))", "pass"),
     Fault(
@@ -146,8 +146,8 @@ EMITTER = (
     Fault(
         "a word is bound again while its value is read",
         "emit/names.py",
-        "self.last.get(self.held[word], -1) > at",
-        "self.last.get(self.held[word], -1) > at + 9",
+        "self.last.get(self.bound[word], -1) > at",
+        "self.last.get(self.bound[word], -1) > at + 9",
     ),
     Fault("a count is not summed over ranks", "emit/prologue.py", "if early.axes else []", "if not early.axes else []"),
     Fault(

@@ -77,15 +77,15 @@ LOWER = (
     Fault(
         "outputs leave as they are made",
         PLACE,
-        "return in_time(replicated(len(value.shape)), made, self.sizes)",
-        "return made",
+        "return in_time(replicated(len(value.shape)), produced, self.sizes)",
+        "return produced",
         f"{SECTION4}::test_a_bias_after_a_split_product_is_added_once_and_not_tp_times",
     ),
     Fault(
         "gradients of microbatches are not summed",
         PLACE,
-        "home.with_placement(MB, REPLICATE) if added_up else home",
-        "home",
+        "layout.with_placement(MB, REPLICATE) if added_up else layout",
+        "layout",
         f"{TIME}::test_a_sum_stays_a_sum_and_a_mean_a_mean",
     ),
     Fault(
@@ -140,8 +140,8 @@ LOWER = (
     Fault(
         "a crossing value is not settled",
         PLACE,
-        "return sendable_layout(made) if wanted is None else wanted",
-        "return made if wanted is None else wanted",
+        "return sendable_layout(produced) if wanted is None else wanted",
+        "return produced if wanted is None else wanted",
         "lower/test_pipeline.py::test_partial_sums_are_summed_before_they_go_to_another_mesh",
     ),
 )

@@ -131,8 +131,8 @@ RULES = (
     Fault(
         "the index of a gather reads a split dim",
         LOOKUPS,
-        "name if at != dim and held == size else str(size)",
-        "name if held == size else str(size)",
+        "name if at != dim and own == size else str(size)",
+        "name if own == size else str(size)",
         WRITTEN,
     ),
     Fault(

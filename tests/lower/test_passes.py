@@ -99,7 +99,7 @@ def test_an_input_in_another_layout_than_its_op_asks_for_is_found():
         analysis,
         show=lambda name, program: shown.setdefault(name, program),
     )
-    placed = shown["place: layouts and converters"]
+    placed = shown["place: layouts and reshards"]
     at, op = next((i, op) for i, op in enumerate(placed.body) if op.target == "comm.all_reduce")
     body = [
         dataclasses.replace(held, inputs=tuple(op.inputs[0] if n == op.outputs[0] else n for n in held.inputs))

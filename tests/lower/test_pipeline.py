@@ -56,39 +56,39 @@ def test_what_crosses_has_the_shape_of_a_microbatch():
 
     assert passage.shape == (4, 12, 32)
     assert (passage.giver, passage.taker, passage.gradient) == (0, 1, True)
-    assert passage.given == passage.taken == replicated(3), "time is not in the layouts between devices"
+    assert passage.sent == passage.received == replicated(3), "time is not in the layouts between devices"
 
 
 @pytest.mark.parametrize("text", ["pp=2,dp=2", "pp=2,tp=2", "pp=2,sp=2"])
 def test_meshes_that_are_alike_give_as_the_other_takes(text):
     for passage in lowered(text).passages:
-        assert passage.given == passage.taken
+        assert passage.sent == passage.received
 
 
 def test_rows_of_a_microbatch_are_split_over_devices():
     (passage,) = lowered("pp=2,dp=2").passages
 
     assert passage.shape == (6, 12, 32)
-    assert local_region(passage.given, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
+    assert local_region(passage.sent, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
 
 
 def test_so_are_microbatches_of_each_groups_own_rows():
     (passage,) = lowered("pp=2,dp=2", mode="per_replica").passages
 
     assert passage.shape == (6, 12, 32)
-    assert local_region(passage.given, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
+    assert local_region(passage.sent, passage.shape, {"dp": 2}, {"dp": 1}).local_shape == (3, 12, 32)
 
 
 def test_meshes_that_differ_have_each_their_layout():
     (passage,) = lowered("pp=1+3,dp").passages
 
-    assert passage.given == replicated(3)
-    assert passage.taken.shard_of("dp") is not None
+    assert passage.sent == replicated(3)
+    assert passage.received.shard_of("dp") is not None
 
 
 def test_partial_sums_are_summed_before_they_go_on():
     for passage in lowered("pp=2,tp=2").passages:
-        placements = [held for layout in (passage.given, passage.taken) for _, held in layout.rest]
+        placements = [held for layout in (passage.sent, passage.received) for _, held in layout.rest]
         assert not any(isinstance(held, Partial) for held in placements)
         assert REPLICATE not in placements
 
@@ -109,7 +109,7 @@ def test_partial_sums_are_summed_before_they_go_to_another_mesh(text):
     made = lowered_module(PartialAtTheCut(), torch.randn(4, 6), text=text)
     (passage,) = made.passages
 
-    assert passage.given == passage.taken == replicated(2)
+    assert passage.sent == passage.received == replicated(2)
     assert made.programs[0].body[-1].target == "comm.all_reduce"
 
 
@@ -222,8 +222,8 @@ def test_a_value_that_crosses_and_is_an_output_leaves_whole():
     made = lowered_module(Outputs(), torch.randn(4, 6), text="pp=2,dp=2")
     (passage,) = (held for held in made.passages if held.value == made.exits[1].value)
 
-    assert passage.given == replicated(2)
-    assert passage.taken.shard_of("dp") is not None
+    assert passage.sent == replicated(2)
+    assert passage.received.shard_of("dp") is not None
 
 
 # Layouts in time.

@@ -97,7 +97,7 @@ def test_what_inputs_alone_decide_is_found_before_the_first_microbatch(net, more
 def test_a_prologue_asks_for_the_inputs_that_it_needs_and_forward_does_without_its_ops():
     (program,) = programs_of(Masked(), x(), torch.ones(ROWS))
 
-    assert [held.path for held in program.asked] == ["mask"]
+    assert [held.path for held in program.prologue_inputs] == ["mask"]
     assert [op.target for op in program.prologue] == ["comm.shard", "aten.sum.default"]
     makers = {name: op for op in program.body for name in op.outputs}
     (division,) = (op for op in program.body if op.target == "aten.div.Tensor")

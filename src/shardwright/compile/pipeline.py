@@ -82,7 +82,7 @@ def _placed(
         mesh=mesh,
         takes=tuple(numbers.get(held.value, held.value) for held in program.graph.inputs),
         gives=tuple(held.value for held in program.graph.outputs if held.value is not None),
-        asks=tuple(numbers[held.value] for held in program.asked),
+        asks=tuple(numbers[held.value] for held in program.prologue_inputs),
         updates=tuple(key for key, _ in program.updates),
         stage=make() if here else None,
         parameters=parameters,
@@ -110,8 +110,8 @@ def _crossing(held: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
         shape=held.shape,
         dtype=getattr(torch, held.dtype),
         gradient=held.gradient,
-        given=held.given,
-        taken=held.taken,
+        given=held.sent,
+        taken=held.received,
         outputs=frozenset(at for at, names in enumerate(behind) if held.value in names),
     )
 

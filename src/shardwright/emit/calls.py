@@ -207,7 +207,7 @@ def _embedding(p: Printing) -> str:
 
 
 def _index(p: Printing) -> str:
-    shown = [":" if held is None else p.show(held) for held in p.literal("indices")]
+    shown = [":" if item is None else p.show(item) for item in p.literal("indices")]
     return f"{p.first()}[{', '.join(shown)}]"
 
 

@@ -1,4 +1,4 @@
-"""What stands behind a line of generated code: the shape of what it makes, or what a converter sends."""
+"""What stands behind a line of generated code: the shape of what it makes, or what a reshard sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..lower.program import sizes_of
 from ..plan.pipeline import MB
 from .sizes import SizeNames
 
-SAID = {
+SHOWN = {
     "all_reduce": "sums {x} over {axes}",
     "replicate": "backward sums d{x} over {axes}",
     "all_reduce_to_r": "sums {x} over {axes}, and d{x} in backward",
@@ -33,13 +33,13 @@ def comment_on(op: Op, inputs: Mapping[int, str], source: str, program: LoweredP
     if kind is not None and op.target.startswith("comm."):
         if op.argument("axes") == (MB,) and kind in ("shard", "shard_from_r"):
             return "this microbatch's share"
-        return SAID[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
+        return SHOWN[kind].format(x=inputs[0], axes=", ".join(op.argument("axes")))
     if op.target == "runtime.begin_count":
         return "of labels, summed meanwhile"
     shape = shape_of(op.outputs[0], program, sizes)
     if kind is not None:
         shape += f"; backward sums d{inputs[0]} over {', '.join(op.argument('axes'))}"
-    partial = [name for name, held in program.layouts[op.outputs[0]].rest if str(held).startswith("partial")]
+    partial = [name for name, placement in program.layouts[op.outputs[0]].rest if str(placement).startswith("partial")]
     return f"{shape}{', a partial sum over ' + ', '.join(partial) if partial else ''}{'  ' + source if source else ''}"
 
 

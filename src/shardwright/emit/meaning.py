@@ -15,7 +15,7 @@ from .parse import UnreadableLineError, base_name, dotted, parse_line
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 GROUPS = ("axes", "rows", "classes", "home")
-"""Arguments of converters and of the runtime's ops that name axes; a line has their group."""
+"""Arguments of reshards and of the runtime's ops that name axes; a line has their group."""
 
 _LABELS = {"ignore_index": -100, "reduction": 1}
 UNSAID: dict[str, dict[str, Any]] = {
@@ -124,10 +124,10 @@ class Scope:
             signs = {ast.Add: left + right, ast.Mult: left * right}
             return signs.get(type(node.op))
         if isinstance(node, ast.Call) and dotted(node.func) == "local_size":
-            whole, axis = self.number(node.args[0], place), dotted(node.args[1]).removeprefix("self.")
-            if not isinstance(whole, int) or axis not in place:
+            total, axis = self.number(node.args[0], place), dotted(node.args[1]).removeprefix("self.")
+            if not isinstance(total, int) or axis not in place:
                 return None
-            return chunk_bounds(whole, self.file.program.mesh.sizes[axis], place[axis])[1]
+            return chunk_bounds(total, self.file.program.mesh.sizes[axis], place[axis])[1]
         if isinstance(node, ast.Call) and dotted(node.func) == "float" and isinstance(node.args[0], ast.Constant):
             return float(node.args[0].value)  # type: ignore[arg-type]
         return None
@@ -253,9 +253,9 @@ def _says(scope: Scope, op: Op, name: str, node: ast.expr, value: Any) -> bool:
         return len(items) == len(value) and all(
             isinstance(item, ast.Tuple)
             and scope.means(item.elts[0], dim, op)
-            and scope.group(item.elts[1]) == (cut.axis,)
-            and scope.means(item.elts[2], cut, op)
-            for item, (dim, cut) in zip(items, value, strict=True)
+            and scope.group(item.elts[1]) == (shard.axis,)
+            and scope.means(item.elts[2], shard, op)
+            for item, (dim, shard) in zip(items, value, strict=True)
         )
     if op.target.startswith("call.") and isinstance(node, ast.Attribute) and isinstance(value, str):
         return dotted(node) == f"self.{value}"  # a branch is a method
@@ -276,12 +276,12 @@ def _may_be_left_out(op: Op, name: str, value: Any, unsaid: Mapping[str, Any], s
     return not op.target.startswith("aten.") and value in (False, ())
 
 
-def _is_plain(cut: Shard, op: Op, scope: Scope) -> bool:
+def _is_plain(shard: Shard, op: Op, scope: Scope) -> bool:
     """Whether a cut is the even contiguous one, which is what is meant where none is said."""
     parts = 1
     for axis in op.argument("axes"):
         parts *= scope.file.program.mesh.sizes[axis]
-    return cut.simple(parts) and cut.blocks[0].size == parts
+    return shard.simple(parts) and shard.blocks[0].size == parts
 
 
 def _is_constant(node: ast.expr, value: object) -> bool:

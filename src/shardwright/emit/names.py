@@ -50,16 +50,16 @@ class Names:
                 self.last[name] = at
         for name in outputs:
             self.last[name] = len(items)
-        self.held: dict[str, str] = {}  # word -> the value it stands for now
+        self.bound: dict[str, str] = {}  # word -> the value it stands for now
         self.words: dict[str, str] = {}
 
     def bind(self, value: str, at: int, keep: Iterable[str] = ()) -> str:
         """A word for a value made by item `at`; words of values that die there may be used again."""
         word, number = preferred_name(value), 1
         kept = set(keep)
-        while word in self.taken or word in kept or (word in self.held and self.last.get(self.held[word], -1) > at):
+        while word in self.taken or word in kept or (word in self.bound and self.last.get(self.bound[word], -1) > at):
             word, number = f"{preferred_name(value)}_{number}", number + 1
-        self.held[word] = value
+        self.bound[word] = value
         self.words[value] = word
         return word
 
@@ -71,5 +71,5 @@ class Names:
         return words
 
     def use(self, value: str, word: str) -> None:
-        self.held[word] = value
+        self.bound[word] = value
         self.words[value] = word

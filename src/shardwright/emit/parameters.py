@@ -14,8 +14,8 @@ from .printing import plain, show_shard
 
 def unit_of(key: str) -> str:
     """The gather unit of a parameter: the layer it is in, or "" outside of layers."""
-    found = layer_of(key)
-    return "" if found is None else f"{found[0]}.{found[1]}" if found[0] else str(found[1])
+    layer = layer_of(key)
+    return "" if layer is None else f"{layer[0]}.{layer[1]}" if layer[0] else str(layer[1])
 
 
 def parameter_table(program: LoweredProgram, class_name: str) -> Iterator[str]:
@@ -30,10 +30,10 @@ def parameter_text(holding: ParameterPlacement, program: LoweredProgram) -> str:
     parts = program.mesh.sizes
     shown = [f"shape={_tuple(holding.shape)}"]
     shards = []
-    for dim, held in enumerate(holding.layout.shards):
-        said = [f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in held]
-        if said:
-            shards.append(f"{dim}: {said[0] if len(said) == 1 else '(' + ', '.join(said) + ')'}")
+    for dim, split in enumerate(holding.layout.shards):
+        texts = [f'shard("{c.axis}")' if plain(c, parts[c.axis]) else show_shard(c) for c in split]
+        if texts:
+            shards.append(f"{dim}: {texts[0] if len(texts) == 1 else '(' + ', '.join(texts) + ')'}")
     if shards:
         shown.append(f"shards={{{', '.join(shards)}}}")
     sums = [name for name in program.mesh.names if holding.layout.placement(name) == REPLICATE]
@@ -68,37 +68,37 @@ def _starred(rows: Mapping[str, str]) -> dict[str, str]:
     """Keys that differ only in the layer's number and are held alike, said once."""
 
     def star(key: str) -> str:
-        found = layer_of(key)
-        if found is None:
+        layer = layer_of(key)
+        if layer is None:
             return key
-        lead = f"{found[0]}." if found[0] else ""
-        return f"{lead}*{key[len(lead) + len(str(found[1])) :]}"
+        lead = f"{layer[0]}." if layer[0] else ""
+        return f"{lead}*{key[len(lead) + len(str(layer[1])) :]}"
 
     def starred_text(key: str, text: str) -> str:
         return text.replace(f'unit="{unit_of(key)}"', f'unit="{star(unit_of(key))}"')
 
-    held: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
     for key, text in rows.items():
-        held.setdefault(star(key), set()).add(starred_text(key, text))
-    found: dict[str, str] = {}
+        texts.setdefault(star(key), set()).add(starred_text(key, text))
+    starred: dict[str, str] = {}
     for key, text in rows.items():
-        alike = len(held[star(key)]) == 1 and "tied=" not in text
-        found[star(key) if alike else key] = starred_text(key, text) if alike else text
-    return found
+        alike = len(texts[star(key)]) == 1 and "tied=" not in text
+        starred[star(key) if alike else key] = starred_text(key, text) if alike else text
+    return starred
 
 
 def unit_ranges(units: list[str]) -> Iterator[str]:
     """Unit names, runs of layers said with a range."""
     at = 0
     while at < len(units):
-        found = layer_of(units[at])
+        layer = layer_of(units[at])
         end = at + 1
-        while found and end < len(units) and layer_of(units[end]) == (found[0], found[1] + end - at):
+        while layer and end < len(units) and layer_of(units[end]) == (layer[0], layer[1] + end - at):
             end += 1
-        if found and end - at > 2:
-            lead = f"{found[0]}." if found[0] else ""
-            first = f"{found[1]}, " if found[1] else ""
-            yield f'*(f"{lead}{{i}}" for i in range({first}{found[1] + end - at}))'
+        if layer and end - at > 2:
+            lead = f"{layer[0]}." if layer[0] else ""
+            first = f"{layer[1]}, " if layer[1] else ""
+            yield f'*(f"{lead}{{i}}" for i in range({first}{layer[1] + end - at}))'
         else:
             yield from (f'"{unit}"' for unit in units[at:end])
         at = end

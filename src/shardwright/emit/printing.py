@@ -52,10 +52,10 @@ class Printing:
         if isinstance(value, Shard):
             return show_shard(value)
         if isinstance(value, tuple):
-            inner = ", ".join(self.show(held) for held in value)
+            inner = ", ".join(self.show(item) for item in value)
             return f"({inner},)" if len(value) == 1 else f"({inner})"
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{self.show(name)}: {self.show(held)}' for name, held in value.items())}}}"
+            return f"{{{', '.join(f'{self.show(name)}: {self.show(item)}' for name, item in value.items())}}}"
         if type(value) is str:
             return json.dumps(value)  # in double quotes, as everything else in the file
         if isinstance(value, float) and value in (float("inf"), float("-inf")):
@@ -67,7 +67,7 @@ class Printing:
     def listed(self, name: str) -> str:
         """A list argument without its brackets."""
         value = self.literal(name)
-        return ", ".join(self.show(held) for held in value) if isinstance(value, tuple) else self.show(value)
+        return ", ".join(self.show(item) for item in value) if isinstance(value, tuple) else self.show(value)
 
     def options(self, *names: str) -> str:
         """Keyword arguments that were given, each after a comma."""

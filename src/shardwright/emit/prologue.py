@@ -16,17 +16,17 @@ def known_names(program: LoweredProgram) -> dict[str, str]:
 def counts(program: LoweredProgram) -> Iterator[str]:
     """How each is reduced, in the order in which the prologue returns them."""
     for word, early in zip(_words(program), program.early, strict=True):
-        said = [f'name="{word}"']
-        said += [f'over="{"_".join(early.axes)}"'] if early.axes else []
-        said += [f'op="{early.how}"'] if early.how != "sum" else []
-        yield f"runtime.PrologueCount({', '.join(said)})"
+        arguments = [f'name="{word}"']
+        arguments += [f'over="{"_".join(early.axes)}"'] if early.axes else []
+        arguments += [f'op="{early.how}"'] if early.how != "sum" else []
+        yield f"runtime.PrologueCount({', '.join(arguments)})"
 
 
 def _words(program: LoweredProgram) -> dict[str, str]:
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     for early in program.early:
         word, number = preferred_name(early.value), 1
-        while word in found:
+        while word in words:
             word, number = f"{preferred_name(early.value)}_{number}", number + 1
-        found[word] = early.value
-    return found
+        words[word] = early.value
+    return words

@@ -1,4 +1,4 @@
-"""How the runtime's own ops print: converters, algorithms of a split op, random ops, custom ops, control flow."""
+"""How the runtime's own ops print: reshards, algorithms of a split op, random ops, custom ops, control flow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reshard_call(p: Printing) -> str:
     group, x = axes_text(axes), p.names[0]
     if kind == "all_to_all":
         shardings = [("gather_sharding", p.literal("sharding")), ("shard_sharding", p.literal("to_sharding"))]
-        extra = "".join(f", {key}={show_shard(held)}" for key, held in shardings if not plain(held, p.many(axes)))
+        extra = "".join(f", {key}={show_shard(shard)}" for key, shard in shardings if not plain(shard, p.many(axes)))
         return f"comm.all_to_all({x}, {p['dim']}, {p['to_dim']}, {group}{extra})"
     if kind == "reduce":
         return f"comm.all_reduce({x}, {group}, op={p['op']})"
@@ -60,8 +60,8 @@ def cross_entropy(p: Printing) -> str:
 
 
 def _which_labels(p: Printing) -> list[str]:
-    kept = [("weight", None), ("ignore_index", -100)]
-    return [f"{key}={p[key]}" for key, usual in kept if p.literal(key, usual) != usual]
+    defaults = [("weight", None), ("ignore_index", -100)]
+    return [f"{key}={p[key]}" for key, usual in defaults if p.literal(key, usual) != usual]
 
 
 def _begin_count(p: Printing) -> str:
@@ -72,14 +72,14 @@ def _begin_count(p: Printing) -> str:
 def _linears(p: Printing) -> str:
     """One layer by its weight and bias, several by lists of them."""
     weights, biases, sharding = p.literal("weights"), p.literal("biases"), p.literal("sharding")
-    one = len(weights) == 1
+    single = len(weights) == 1
     shown = [p["input"], *([p["dim"]] if p.has("dim") else []), axes_text(p.literal("axes"))]
     for column in (weights, biases):
         if column is not None:
-            shown.append(p.show(column[0]) if one else f"[{', '.join(p.show(held) for held in column)}]")
+            shown.append(p.show(column[0]) if single else f"[{', '.join(p.show(item) for item in column)}]")
     if not plain(sharding, p.many(p.literal("axes"))):
         shown.append(f"sharding={show_shard(sharding)}")
-    return f"{p.op.target.removesuffix('s') if one else p.op.target}({', '.join(shown)})"
+    return f"{p.op.target.removesuffix('s') if single else p.op.target}({', '.join(shown)})"
 
 
 def _batch_norm(p: Printing) -> str:
@@ -92,14 +92,14 @@ def _batch_norm(p: Printing) -> str:
 
 
 def _custom_algorithm(p: Printing) -> str:
-    shown = [f"{name}={p.show(held)}" if name else p.show(held) for name, held in p.literal("given")]
-    found = f"{p['path']}, {p['label']}, {axes_text(p.literal('axes'))}, {p['size']}"
-    return f"runtime.custom_algorithm({found})({', '.join(shown)})"
+    shown = [f"{name}={p.show(value)}" if name else p.show(value) for name, value in p.literal("given")]
+    arguments = f"{p['path']}, {p['label']}, {axes_text(p.literal('axes'))}, {p['size']}"
+    return f"runtime.custom_algorithm({arguments})({', '.join(shown)})"
 
 
 def _splits(p: Printing) -> str:
     splits: tuple[tuple[int, Shard], ...] = p.literal("splits")
-    shown = ", ".join(f"({dim}, {axes_text((cut.axis,))}, {show_shard(cut)})" for dim, cut in splits)
+    shown = ", ".join(f"({dim}, {axes_text((shard.axis,))}, {show_shard(shard)})" for dim, shard in splits)
     return f", splits=[{shown}]" if splits else ""
 
 
@@ -119,9 +119,9 @@ def _keyed_attention(p: Printing) -> str:
 def _opaque(p: Printing) -> str:
     """A part of the user's model that stays as it is; it takes its parameters from the stage, except those named."""
     p.skip("batch", "rule")  # they say how it may be split
-    shown = [p["op_key"], *(p.show(held) for held in p.literal("tensors"))]
-    given = [f'"{name}": {p.show(held)}' for name, held in zip(p.literal("names"), p.literal("held"), strict=True)]
-    shown += [f"held={{{', '.join(given)}}}"] if given else []
+    shown = [p["op_key"], *(p.show(slot) for slot in p.literal("tensors"))]
+    passed = [f'"{name}": {p.show(slot)}' for name, slot in zip(p.literal("names"), p.literal("held"), strict=True)]
+    shown += [f"held={{{', '.join(passed)}}}"] if passed else []
     shown += [f"over={axes_text(p.literal('axes'))}"] if p.literal("axes") else []
     if p.literal("home"):
         shown += [f"home={axes_text(p.literal('home'))}", f"sharding={p['sharding']}"]
@@ -130,11 +130,11 @@ def _opaque(p: Printing) -> str:
 
 
 def _cond(p: Printing) -> str:
-    given = p.literal("operands")
+    operands = p.literal("operands")
     shown = [p["predicate"]]
     for role in ("then", "other"):
-        taken = tuple(given[at] for at in p.literal(f"{role}_takes"))
-        shown += [f"self.{p.literal(role)}", p.show(taken)]
+        picked = tuple(operands[at] for at in p.literal(f"{role}_takes"))
+        shown += [f"self.{p.literal(role)}", p.show(picked)]
     return f"runtime.cond({', '.join(shown)})"
 
 

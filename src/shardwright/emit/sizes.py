@@ -16,11 +16,11 @@ SPARE = "NKLPQUWXYZ"
 
 def kinds(analysis: Analysis) -> dict[int, str]:
     """A letter for every atom that means something."""
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
 
     def mark(dim: tuple[int, ...], letter: str) -> None:
         for atom in analysis.atoms.expand(dim):
-            found.setdefault(atom, letter)
+            kinds.setdefault(atom, letter)
 
     mark(analysis.batch_dim, "B")
     for signature in analysis.signatures.values():
@@ -35,9 +35,9 @@ def kinds(analysis: Analysis) -> dict[int, str]:
         elif kind == "embedding":
             mark(labels.get("v", ()), "V")
             mark(labels.get("d", ()), "D")
-    for held in analysis.graph.inputs:
-        dims = analysis.dims[held.value]
-        if len(dims) == 2 and not analysis.graph.values[held.value].floating:
+    for item in analysis.graph.inputs:
+        dims = analysis.dims[item.value]
+        if len(dims) == 2 and not analysis.graph.values[item.value].floating:
             mark(dims[1], "S")
     for signature in analysis.signatures.values():
         kind = signature.op.target.split(".")[1]
@@ -49,7 +49,7 @@ def kinds(analysis: Analysis) -> dict[int, str]:
                 mark(signature.labels.get(label, ()), "C")
         if kind in ("linear", "mm") and len(analysis.atoms.expand(signature.labels.get("n", ()))) == 1:
             mark(signature.labels["n"], "M")
-    return found
+    return kinds
 
 
 class SizeNames:
@@ -91,25 +91,25 @@ class SizeNames:
         if not factor.axes and self._kind(factor) is None:
             return str(factor.size)
         letter = self._kind(factor) or "N"
-        whole = self._whole_name(letter, factor.size)
+        total = self._whole_name(letter, factor.size)
         if not factor.axes:
-            return whole
+            return total
         key = (letter, factor.size, factor.axes)
         if key not in self.local:
-            clash = self._ragged(factor) and whole.lower() in self.parts
-            self.local[key] = self._free(f"{whole.lower()}_share" if clash else whole.lower())
+            clash = self._ragged(factor) and total.lower() in self.parts
+            self.local[key] = self._free(f"{total.lower()}_share" if clash else total.lower())
             if self._ragged(factor):
                 self.uneven[self.local[key]] = factor
         name = self.local[key]
         return f"self.{name}" if name in self.uneven else name
 
     def _ragged(self, factor: SizeFactor) -> bool:
-        held = factor.size
+        local = factor.size
         for axis in factor.axes:
             parts = self.program.mesh.axis(axis).size
-            if held % parts:
+            if local % parts:
                 return True
-            held //= parts
+            local //= parts
         return False
 
     def _whole_name(self, letter: str, size: int) -> str:
@@ -118,10 +118,10 @@ class SizeNames:
             self.whole[key] = self._free(letter)
         return self.whole[key]
 
-    def _free(self, wish: str) -> str:
-        name, number = wish, 2
+    def _free(self, preferred: str) -> str:
+        name, number = preferred, 2
         while name in self.used:
-            name, number = f"{wish}{number}", number + 1
+            name, number = f"{preferred}{number}", number + 1
         self.used.add(name)
         return name
 
@@ -129,12 +129,12 @@ class SizeNames:
         """The lines at the head of the file."""
         for (letter, size), name in self.whole.items():
             yield f"{name} = {size}"
-            for (kind, whole, axes), local in self.local.items():
-                if (kind, whole) == (letter, size) and local not in self.uneven:
-                    held = size
+            for (kind, total, axes), local in self.local.items():
+                if (kind, total) == (letter, size) and local not in self.uneven:
+                    rest = size
                     for axis in axes:
-                        held //= self.program.mesh.axis(axis).size
-                    yield f"{local} = {held}  # {name} / {' / '.join(axes)}"
+                        rest //= self.program.mesh.axis(axis).size
+                    yield f"{local} = {rest}  # {name} / {' / '.join(axes)}"
 
     def ragged_definitions(self) -> Iterator[tuple[str, str]]:
         """Sizes that differ between ranks: the name, and how it is found when the program is loaded."""

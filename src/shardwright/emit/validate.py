@@ -57,7 +57,7 @@ def _compare(program: LoweredProgram, tree: ast.Module) -> None:
     reader.run("constants", constants, [], None)
     if program.early:
         sources = [early.source for early in program.early]
-        reader.run("prologue", program.prologue, [entry.value for entry in program.asked], sources)
+        reader.run("prologue", program.prologue, [entry.value for entry in program.prologue_inputs], sources)
         reader.counts(defined)
     gathered_by, reader.gathered_by = reader.gathered_by, {}  # whoever calls a branch hands it gathered parameters
     for graph in program.graph.branches.values():

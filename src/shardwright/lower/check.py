@@ -16,7 +16,7 @@ def check(program: LoweredProgram) -> LoweredProgram:
 
 def _faults(program: LoweredProgram) -> Iterator[str]:
     graph = program.graph
-    known = {held.value for held in graph.inputs} | {b.value for b in graph.buffers}
+    known = {item.value for item in graph.inputs} | {b.value for b in graph.buffers}
     known |= {holding.value for holding in program.parameters} | {early.value for early in program.early}
     for op in program.ops:
         for name in op.inputs:

@@ -30,7 +30,9 @@ def custom_algorithm(program: LoweredProgram, op: Op) -> Op:
     if not axes:
         return op
     if len(axes) > 1:
-        raise LoweringError(f"{op}: an own algorithm splits on one axis only, and the plan asks for {', '.join(axes)}")
+        raise LoweringError(
+            f"{op}: a custom algorithm splits on one axis only, and the plan asks for {', '.join(axes)}"
+        )
     ((axis, label),) = axes.items()
     by_name = not op.target.startswith("call.")  # a library op leaves defaults out
     arguments = (
@@ -56,8 +58,8 @@ def custom_sizes(program: LoweredProgram, op: Op) -> Op:
         if not any(atom in axes for section in sections for atom in section):
             continue
         name, _, at = path.partition(".")
-        whole = arguments[name][int(at)] if at else arguments.get(name)  # a default is not among the arguments
-        size = _size(program, whole, dim, sections, axes)
+        total = arguments[name][int(at)] if at else arguments.get(name)  # a default is not among the arguments
+        size = _size(program, total, dim, sections, axes)
         arguments[name] = _put(arguments[name], int(at), size) if at else size
     return op.with_arguments(**arguments)
 
@@ -67,34 +69,34 @@ def _axes(program: LoweredProgram, op: Op, signature: Signature, labels: tuple[s
 
     Another label may be of the same atom, as where a batch is as large as a number of groups and stands for both.
     """
-    found: dict[int, tuple[str, ...]] = {}
+    axes: dict[int, tuple[str, ...]] = {}
     chosen = (program.choices or {}).get(op.name, {})
-    beside = {*labels, *_beside(signature, labels)}
-    roles = {role.name: role for role in signature.roles if role.label in beside}
+    together = {*labels, *_split_together(signature, labels)}
+    roles = {role.name: role for role in signature.roles if role.label in together}
     for axis in program.mesh.names:
         role = roles.get(chosen.get(axis, ""))
         if role is not None:
-            found[role.atom] = (*found.get(role.atom, ()), axis)
-    return found
+            axes[role.atom] = (*axes.get(role.atom, ()), axis)
+    return axes
 
 
-def _beside(signature: Signature, labels: tuple[str, ...]) -> set[str]:
+def _split_together(signature: Signature, labels: tuple[str, ...]) -> set[str]:
     """The labels of sections beside these: they are split together."""
-    rows = [dim for bound in (*signature.inputs, *signature.outputs) for dim in bound.dims if len(dim) > 1]
-    named = [{label for section in dim for label in section} for dim in rows]
+    sectioned = [dim for bound in (*signature.inputs, *signature.outputs) for dim in bound.dims if len(dim) > 1]
+    named = [{label for section in dim for label in section} for dim in sectioned]
     return {label for row in named if not row.isdisjoint(labels) for label in row}
 
 
 def _size(
     program: LoweredProgram,
-    whole: int | None,
+    total: int | None,
     dim: tuple[int, ...],
     sections: list[tuple[int, ...]],
     axes: dict[int, tuple[str, ...]],
 ) -> Size:
-    """`whole` as a sum of products of atoms, and of what is left of it."""
+    """`total` as a sum of products of atoms, and of what is left of it."""
     atoms = program.analysis.atoms
-    rest = 1 if whole is None else whole // atoms.product(dim)
+    rest = 1 if total is None else total // atoms.product(dim)
     lead = (SizeFactor(rest),) if rest != 1 else ()
     return Size(
         tuple((*lead, *(SizeFactor(atoms.size[a], a, axes.get(a, ())) for a in section)) for section in sections)

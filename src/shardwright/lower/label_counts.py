@@ -9,19 +9,19 @@ from ..ir import Op
 from ..ir.graph import Slot
 
 
-def from_inputs(value: str, makers: Mapping[str, Op], held: set[str] | frozenset[str]) -> list[Op] | None:
-    """The ops that make a value of the inputs alone, in order; None if something else (`held`) is needed."""
+def from_inputs(value: str, makers: Mapping[str, Op], stored: set[str] | frozenset[str]) -> list[Op] | None:
+    """The ops that make a value of the inputs alone, in order; None if something else (`stored`) is needed."""
     if value not in makers:
-        return None if value in held else []
-    op, found = makers[value], dict[str, Op]()
+        return None if value in stored else []
+    op, ops = makers[value], dict[str, Op]()
     if op.region is not None or not op.target.startswith(("aten.", "comm.shard")):
         return None
     for name in op.inputs:
-        before = from_inputs(name, makers, held)
+        before = from_inputs(name, makers, stored)
         if before is None:
             return None
-        found |= {made.name: made for made in before}
-    return [*found.values(), op]
+        ops |= {op.name: op for op in before}
+    return [*ops.values(), op]
 
 
 def count_op(loss: Op, target: str, *, over: tuple[str, ...] = ()) -> Op:

@@ -45,13 +45,13 @@ def localize(program: LoweredProgram) -> LoweredProgram:
         if function is None:
             body.append(localize_custom(program, op))
             continue
-        found = function(program, op)
-        for made in found if isinstance(found, tuple) else (found,):
-            for name in made.outputs:
+        localized = function(program, op)
+        for new in localized if isinstance(localized, tuple) else (localized,):
+            for name in new.outputs:
                 if name not in values:  # a local sum before its division: laid out as the result
                     values[name] = replace(values[op.outputs[0]], name=name)
                     layouts[name] = layouts[op.outputs[0]]
-            body.append(made)
+            body.append(new)
     return program.with_(body=tuple(body), values=values, layouts=layouts)
 
 
@@ -89,7 +89,7 @@ def split(program: LoweredProgram, op: Op) -> Op:
         return op.with_arguments(split_sizes=parts)
     if all(shard.even(program.mesh.sizes[shard.axis]) for shard in program.layouts[op.inputs[0]].shards[dim]):
         return op.with_arguments(split_size=parts[0])
-    arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, held) for key, held in op.arguments)
+    arguments = tuple(("split_sizes", parts) if key == "split_size" else (key, value) for key, value in op.arguments)
     # an empty piece has no size to step by
     return replace(op, target="aten.split_with_sizes.default", arguments=arguments)
 
@@ -116,8 +116,8 @@ def mean(program: LoweredProgram, op: Op) -> Op | tuple[Op, ...]:
     """A mean over a split dim is a share: the local sum over the whole count."""
     source = program.layouts[op.inputs[0]]
     rank = len(source.shards)
-    held = op.argument("dim")
-    dims = tuple(range(rank)) if held in (None, ()) or not rank else tuple(d % rank for d in held)
+    reduced = op.argument("dim")
+    dims = tuple(range(rank)) if reduced in (None, ()) or not rank else tuple(d % rank for d in reduced)
     if not any(source.shards[dim] for dim in dims):
         return op
     count = 1
@@ -195,12 +195,12 @@ def cross_entropy(program: LoweredProgram, op: Op) -> Op:
     rows = tuple(axis for dim in range(len(logits.shards)) if dim != at for axis in split_axes(logits, dim))
     if not classes and (not rows or op.argument("reduction", 1) != 1):
         return op
-    found = replace(op, target="runtime.cross_entropy").with_arguments(rows=_in_mesh_order(program, rows))
+    result = replace(op, target="runtime.cross_entropy").with_arguments(rows=_in_mesh_order(program, rows))
     if classes:
-        whole = program.values[op.inputs[0]].shape[at]
+        total = program.values[op.inputs[0]].shape[at]
         axes, shard = one_cut(program, op, "classes", classes)
-        found = found.with_arguments(classes=axes, sharding=shard, size=whole)
-    return found
+        result = result.with_arguments(classes=axes, sharding=shard, size=total)
+    return result
 
 
 def _in_mesh_order(program: LoweredProgram, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Passes for speed: sums in place, sums beside other work, sums that nobody waits for."""
+"""Passes for speed: all_reduce in place, overlapped with compute, or awaited only when read."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _CONVERTERS = {target: kind for kind, target in LINEARS.items()}
 
 
 def reshard_kind(op: Op) -> str | None:
-    """The kind of converter that an op is or contains; None if it sends nothing of its own."""
+    """The kind of reshard that an op is or contains; None if it sends nothing of its own."""
     return op.target.removeprefix("comm.") if op.target.startswith("comm.") else _CONVERTERS.get(op.target)
 
 
 def count_early(program: LoweredProgram) -> LoweredProgram:
     """Labels that come from the inputs alone are cut and counted first, so that their count travels meanwhile."""
     makers = {name: op for op in program.body for name in op.outputs}
-    held = {holding.value for holding in program.parameters}
+    parameters = {holding.value for holding in program.parameters}
     values, layouts = dict(program.values), dict(program.layouts)
     first: dict[str, Op] = {}
     changed: dict[str, Op] = {}
     for op in program.body:
         if op.target not in COUNTED or not op.argument("rows") or op.argument("count") is not None:
             continue
-        labels = from_inputs(op.inputs[op.argument("target").index], makers, held)
+        labels = from_inputs(op.inputs[op.argument("target").index], makers, parameters)
         weight = op.argument("weight")
         if labels is None or op.argument("reduction", 1) != 1 or (weight and op.inputs[weight.index] in makers):
             continue
@@ -44,7 +44,7 @@ def count_early(program: LoweredProgram) -> LoweredProgram:
         (name,) = count.outputs
         values[name], layouts[name] = Value(name=name, shape=(), dtype="int64"), replicated(0)
         changed[op.name] = with_label_count(op, name)
-        first |= {made.name: made for made in (*labels, count)}
+        first |= {counted.name: counted for counted in (*labels, count)}
     rest = (changed.get(op.name, op) for op in program.body if op.name not in first)
     return program.with_(body=(*first.values(), *rest), values=values, layouts=layouts)
 
@@ -67,7 +67,7 @@ def awaited_later(program: LoweredProgram) -> LoweredProgram:
 
 
 def in_place(program: LoweredProgram) -> LoweredProgram:
-    """A partial sum that only the converter reads is summed where it stands."""
+    """A partial sum that only the reshard reads is summed where it stands."""
     makers = {name: op for op in program.body for name in op.outputs}
     users, needed = program.users(), program.needed()
 
@@ -84,53 +84,55 @@ def in_place(program: LoweredProgram) -> LoweredProgram:
 
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.convolution.default", "aten.conv1d.default",
             "aten.conv2d.default", "aten.conv3d.default")  # fmt: skip
-"""Ops that a queue of weights' gradients knows."""
+"""Ops whose weight gradients can be computed later."""
 
 
 def put_off(program: LoweredProgram) -> LoweredProgram:
-    """Where backward is in two steps, products with parameters give their weights' gradients in the second."""
+    """Where backward is in two steps, matmuls with parameters compute their weight gradients in the second."""
     if not program.puts_off:
         return program
-    held = {holding.value for holding in program.parameters if holding.trainable}
+    trainable = {holding.value for holding in program.parameters if holding.trainable}
 
     def later(op: Op) -> bool:
         known = op.target in PRODUCTS and not op.argument("transposed") and op.autocast is None and not op.no_grad
-        return known and any(name in held for name in op.inputs)
+        return known and any(name in trainable for name in op.inputs)
 
     body = tuple(replace(op, target=f"weights.{op.target}") if later(op) else op for op in program.body)
     return program.with_(body=body)
 
 
 def overlap(program: LoweredProgram) -> LoweredProgram:
-    """A value whose gradient is to be summed, and the products that alone read it, become one op."""
+    """A value whose gradient is a pending sum, and the linears that alone read it, become one op."""
     users, needed = program.users(), program.needed()
-    held = {holding.value for holding in program.parameters}
+    parameters = {holding.value for holding in program.parameters}
     joined: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
         readers = users.get(op.outputs[0], [])
         if reshard_kind(op) not in LINEARS or op.outputs[0] in needed or not program.values[op.outputs[0]].gradient:
             continue
-        if readers and all(_is_layer(reader, op.outputs[0], held) for reader in readers) and _alike(op, readers):
+        if readers and all(_is_layer(reader, op.outputs[0], parameters) for reader in readers) and _alike(op, readers):
             joined[readers[0].name] = _joined(op, readers)
             gone.update((op.name, *(reader.name for reader in readers[1:])))
     return program.with_(body=tuple(joined.get(op.name, op) for op in program.body if op.name not in gone))
 
 
-def _is_layer(op: Op, x: str, held: set[str]) -> bool:
-    """Whether an op is a product of a value with parameters, which are there from the start."""
-    return op.target == "aten.linear.default" and op.inputs[0] == x and all(name in held for name in op.inputs[1:])
+def _is_layer(op: Op, x: str, parameters: set[str]) -> bool:
+    """Whether an op is a linear of a value with parameters, which are there from the start."""
+    return (
+        op.target == "aten.linear.default" and op.inputs[0] == x and all(name in parameters for name in op.inputs[1:])
+    )
 
 
-def _alike(converter: Op, readers: list[Op]) -> bool:
+def _alike(reshard: Op, readers: list[Op]) -> bool:
     """Whether all run in one mode. What is gathered before a recompute region is not gathered again in it."""
-    if converter.region != readers[0].region:
+    if reshard.region != readers[0].region:
         return False
     return len({(op.region, op.autocast, op.no_grad) for op in readers}) == 1 and not readers[0].no_grad
 
 
-def _joined(converter: Op, layers: list[Op]) -> Op:
-    inputs: list[str] = [*converter.inputs]
+def _joined(reshard: Op, layers: list[Op]) -> Op:
+    inputs: list[str] = [*reshard.inputs]
     columns: dict[str, list[Slot | None]] = {"weight": [], "bias": []}
     for op in layers:
         for key, column in columns.items():
@@ -139,10 +141,10 @@ def _joined(converter: Op, layers: list[Op]) -> Op:
             if isinstance(slot, Slot):
                 inputs.append(op.inputs[slot.index])
     biases = tuple(columns["bias"]) if any(columns["bias"]) else None
-    arguments = (("input", Slot(0)), *converter.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
+    arguments = (("input", Slot(0)), *reshard.arguments, ("weights", tuple(columns["weight"])), ("biases", biases))
     return replace(
         layers[0],
-        target=LINEARS[converter.target.removeprefix("comm.")],
+        target=LINEARS[reshard.target.removeprefix("comm.")],
         inputs=tuple(inputs),
         outputs=tuple(name for op in layers for name in op.outputs),
         arguments=arguments,

@@ -68,7 +68,7 @@ def run(placer: Placer, show: Callable[[str, LoweredProgram], None] | None = Non
     """Place, and run all passes."""
     program = placer.run()
     if show is not None:
-        show("place: layouts and converters", program)
+        show("place: layouts and reshards", program)
     for name, step in PASSES:
         program = check(step(program))
         if show is not None:

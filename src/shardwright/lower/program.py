@@ -1,4 +1,4 @@
-"""The program of a rank: local ops with converters between them, and how parameters are held.
+"""The program of a rank: local ops with reshards between them, and how parameters are held.
 
 All ranks of a mesh run the same program and differ only by their coordinates. Shapes in
 `values` stay global; what a rank really has follows from `layouts`.
@@ -26,10 +26,10 @@ class SizeFactor:
     axes: tuple[str, ...] = ()
 
     def local(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
-        held = self.size
+        size = self.size
         for axis in self.axes:
-            held = chunk_bounds(held, sizes[axis], at[axis])[1]
-        return held
+            size = chunk_bounds(size, sizes[axis], at[axis])[1]
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Size:
             return self
         return Size(tuple((SizeFactor(number), *section) for section in self.sections))
 
-    def whole(self) -> Size:
+    def global_size(self) -> Size:
         return Size(tuple(tuple(SizeFactor(f.size, f.atom) for f in section) for section in self.sections))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlacement:
-    """How a parameter is held: cut for computing, summed over axes after backward, split for storage."""
+    """How a parameter is placed: sharded for compute, its gradient reduced over axes, stored as ZeRO says."""
 
     value: str
     keys: tuple[str, ...]
@@ -96,7 +96,7 @@ class LoweredProgram:
     mode: str = "global"
     choices: Mapping[str, Any] | None = None
     title: str = ""  # what it is of a pipeline,
-    said: tuple[str, ...] = ()  # and what else the head of its file says
+    header: tuple[str, ...] = ()  # and what else the head of its file says
     stepped: bool = False  # run by a schedule, several times in a training step
     puts_off: bool = False  # backward is in two steps, and weights' gradients are for the second
     received: frozenset[str] = frozenset()  # the inputs that come from other segments
@@ -116,17 +116,17 @@ class LoweredProgram:
         return math.prod(axis.size for axis in self.mesh.axes if axis.name != MB)
 
     @property
-    def asked(self) -> tuple[Input, ...]:
+    def prologue_inputs(self) -> tuple[Input, ...]:
         """The inputs that the prologue reads."""
         read = {name for op in self.prologue for name in op.inputs} | {early.source for early in self.early}
-        return tuple(held for held in self.graph.inputs if held.value in read)
+        return tuple(item for item in self.graph.inputs if item.value in read)
 
     def users(self) -> dict[str, list[Op]]:
-        found: dict[str, list[Op]] = {}
+        users: dict[str, list[Op]] = {}
         for op in self.ops:
             for name in op.inputs:
-                found.setdefault(name, []).append(op)
-        return found
+                users.setdefault(name, []).append(op)
+        return users
 
     def needed(self) -> set[str]:
         """The values that leave the program."""
@@ -142,24 +142,24 @@ def sizes_of(program: LoweredProgram, value: str) -> tuple[Size, ...]:
 
 
 def graph_value(value: str) -> str:
-    """The graph's name for a program value: converters add "@n" to it."""
+    """The graph's name for a program value: reshards add "@n" to it."""
     return value.split("@", 1)[0]
 
 
 def _size(program: LoweredProgram, dim: tuple[int, ...], shards: tuple[Any, ...]) -> Size:
     atoms, mesh = program.analysis.atoms, program.mesh
-    taken: list[tuple[int, int]] = []
+    split: list[tuple[int, int]] = []
     axes: dict[int, tuple[str, ...]] = {}
     for shard in shards:
         axis = mesh.axis(shard.axis)
         for atom in atoms.splittable(dim):
-            if atoms.shard(dim, atom, axis, taken) == shard:
-                taken.append((atom, axis.size))
+            if atoms.shard(dim, atom, axis, split) == shard:
+                split.append((atom, axis.size))
                 axes[atom] = (*axes.get(atom, ()), axis.name)
                 break
         else:
             total = atoms.product(dim)
-            return Size(((SizeFactor(total, None, tuple(held.axis for held in shards)),),))
+            return Size(((SizeFactor(total, None, tuple(shard.axis for shard in shards)),),))
     return Size(
         tuple(
             tuple(SizeFactor(atoms.size[a], a, axes.get(a, ())) for a in section) for section in flat(atoms, dim, axes)
@@ -173,10 +173,10 @@ def flat(atoms: Any, dim: tuple[int, ...], shard: Mapping[int, Any]) -> list[tup
     for atom in atoms.expand(dim):
         inner = atoms.sections(atom)
         if inner is None or atom in shard or not _reaches(atoms, inner, shard):
-            sections = [(*held, atom) for held in sections]
+            sections = [(*section, atom) for section in sections]
         else:
             opened = [part for section in inner for part in flat(atoms, section, shard)]
-            sections = [(*held, *part) for held in sections for part in opened]
+            sections = [(*section, *part) for section in sections for part in opened]
     return sections
 
 

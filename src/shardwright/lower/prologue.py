@@ -44,7 +44,7 @@ class _Prologue:
     def __init__(self, program: LoweredProgram) -> None:
         self.program = program
         self.makers = {name: op for op in program.body for name in op.outputs}
-        self.held = {holding.value for holding in program.parameters} | program.received
+        self.stored = {holding.value for holding in program.parameters} | program.received
         self.values, self.layouts = dict(program.values), dict(program.layouts)
         self.first: dict[str, Op] = {}
         self.early: list[PrologueValue] = []
@@ -58,8 +58,8 @@ class _Prologue:
         (name,) = counting.outputs
         inputs = tuple(self._early(source) for source in counting.inputs)
         self.first[counting.name] = replace(counting, inputs=inputs, outputs=(f"{name}@early",))
-        for made in (name, f"{name}@early"):
-            self.values[made], self.layouts[made] = Value(name=made, shape=(), dtype="int64"), replicated(0)
+        for counted in (name, f"{name}@early"):
+            self.values[counted], self.layouts[counted] = Value(name=counted, shape=(), dtype="int64"), replicated(0)
         axes = tuple(axis for axis in op.argument("rows") if axis != MB)
         self.early.append(PrologueValue(value=name, source=f"{name}@early", axes=axes))
         self.changed[op.name] = with_label_count(op, name, rows=())
@@ -75,10 +75,10 @@ class _Prologue:
 
     def _take(self, sources: tuple[str, ...]) -> bool:
         """Have these values made in the prologue, if they come from inputs alone."""
-        chains = [from_inputs(source, self.makers, self.held) for source in sources]
+        chains = [from_inputs(source, self.makers, self.stored) for source in sources]
         if any(chain is None for chain in chains):
             return False
-        for op in (made for chain in chains for made in chain or ()):
+        for op in (op for chain in chains for op in chain or ()):
             again = replace(op, inputs=tuple(map(self._early, op.inputs)), outputs=tuple(map(self._early, op.outputs)))
             self.first.setdefault(op.name, again)
             for name in op.outputs:
@@ -92,14 +92,14 @@ class _Prologue:
 
     def done(self) -> LoweredProgram:
         body = tuple(self.changed.get(op.name, op) for op in self.program.body)
-        made = self.program.with_(
+        program = self.program.with_(
             prologue=tuple(self.first.values()),
             early=tuple(self.early),
             body=tuple(op for op in body if op is not None),
             values=self.values,
             layouts=self.layouts,
         )
-        return prune(made)  # what only the prologue needs
+        return prune(program)  # what only the prologue needs
 
 
 def check_time(program: LoweredProgram) -> LoweredProgram:

@@ -1,4 +1,4 @@
-"""Passes that make the program shorter: fused converters, constants out of the way, biases back in."""
+"""Passes that make the program shorter: fused reshards, constants out of the way, biases back in."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ CUTS = ("comm.shard", "comm.shard_from_r", "comm.reduce_scatter")
 
 
 def fuse(program: LoweredProgram) -> LoweredProgram:
-    """Converters of one kind in a row, over several axes, become one over their product."""
+    """Reshards of one kind in a row, over several axes, become one over their product."""
     users, needed = program.users(), program.needed()
-    made: dict[str, Op] = {}
+    producers: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
         if op.target in (*SUMS, *JOINS, *CUTS):
             row = [op]
-            while (before := made.get(row[0].inputs[0])) is not None and before.target == op.target:
+            while (before := producers.get(row[0].inputs[0])) is not None and before.target == op.target:
                 if len(users[before.outputs[0]]) > 1 or before.outputs[0] in needed:
                     break
                 row.insert(0, before)
-            one = None
-            while len(row) > 1 and (one := _fused(row, program)) is None:
+            fused = None
+            while len(row) > 1 and (fused := _fused(row, program)) is None:
                 row.pop(0)
-            gone.update(held.outputs[0] for held in row[:-1])
-            made[op.outputs[0]] = one or op
-    body = [made.get(op.outputs[0], op) for op in program.body if op.outputs[0] not in gone]
+            gone.update(op.outputs[0] for op in row[:-1])
+            producers[op.outputs[0]] = fused or op
+    body = [producers.get(op.outputs[0], op) for op in program.body if op.outputs[0] not in gone]
     return program.with_(body=tuple(body))
 
 
 def _fused(row: Sequence[Op], program: LoweredProgram) -> Op | None:
-    """Converters of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
+    """Reshards of one kind as one, if they do the same, and what they cut or join is one cut of one dim."""
     first, last = row[0], row[-1]
     if any(op.argument(key) != last.argument(key) for op in row for key in ("op", "dim")):
         return None
-    one = replace(last, inputs=first.inputs)
+    fused = replace(last, inputs=first.inputs)
     axes = tuple(axis for op in row for axis in op.argument("axes"))
     if last.target in SUMS:
-        return one.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in axes))
+        return fused.with_arguments(axes=tuple(axis for axis in program.mesh.names if axis in axes))
     if MB in axes or any(op.region != last.region for op in row):
         return None
     (name,) = first.inputs if last.target in JOINS else last.outputs
     shards = program.layouts[name].shards[last.argument("dim")][-len(axes) :]
     joined = join_shards(shards, program.mesh.sizes) if {shard.axis for shard in shards} == set(axes) else None
-    return None if joined is None else one.with_arguments(axes=tuple(shard.axis for shard in shards), sharding=joined)
+    return None if joined is None else fused.with_arguments(axes=tuple(shard.axis for shard in shards), sharding=joined)
 
 
 SHARES = ("comm.shard", "comm.shard_from_r")
@@ -72,7 +72,7 @@ def relax_layouts(program: LoweredProgram) -> LoweredProgram:
             loose.update(op.outputs)
         elif any(name in loose for name in op.inputs) and op.target.split(".")[1] not in DENSE:
             if op.target == "aten.view.default":
-                arguments = tuple(("shape" if name == "size" else name, held) for name, held in op.arguments)
+                arguments = tuple(("shape" if name == "size" else name, value) for name, value in op.arguments)
                 op = replace(op, target="aten.reshape.default", arguments=arguments)
             loose.update(op.outputs)
         body.append(op)
@@ -119,33 +119,35 @@ def hoist(program: LoweredProgram) -> LoweredProgram:
 def prune(program: LoweredProgram) -> LoweredProgram:
     """Drop ops whose results nobody reads."""
     wanted = program.needed() | {early.source for early in program.early}
-    kept: list[Op] = []
+    live: list[Op] = []
     for op in reversed(program.ops):
         if any(name in wanted for name in op.outputs):
-            kept.append(op)
+            live.append(op)
             wanted.update(op.inputs)
-    held = {op.outputs for op in kept}
+    outputs = {op.outputs for op in live}
     return program.with_(
-        constants=tuple(op for op in program.constants if op.outputs in held),
-        body=tuple(op for op in program.body if op.outputs in held),
+        constants=tuple(op for op in program.constants if op.outputs in outputs),
+        body=tuple(op for op in program.body if op.outputs in outputs),
     )
 
 
 def fold_bias(program: LoweredProgram) -> LoweredProgram:
-    """A product and the bias added right after it become one call again, if nothing stands between."""
+    """A matmul or convolution and the bias added right after it become one call again, if nothing stands between."""
     users, needed = program.users(), program.needed()
-    made = {name: op for op in program.body for name in op.outputs}
-    held = {holding.value for holding in program.parameters}
-    held |= {name for name, op in made.items() if op.target == "aten._to_copy.default" and op.inputs[0] in held}
+    producers = {name: op for op in program.body for name in op.outputs}
+    parameters = {holding.value for holding in program.parameters}
+    parameters |= {
+        name for name, op in producers.items() if op.target == "aten._to_copy.default" and op.inputs[0] in parameters
+    }
     replaced: dict[str, Op] = {}
     gone: set[str] = set()
     for op in program.body:
         if op.target != "aten.add.Tensor" or len(op.inputs) != 2 or op.argument("alpha", 1) != 1:
             continue
-        product = made.get(op.inputs[0])
+        product = producers.get(op.inputs[0])
         if product is None or len(product.inputs) != 2 or product.name in replaced:
             continue
-        bias, view = op.inputs[1], made.get(op.inputs[1])
+        bias, view = op.inputs[1], producers.get(op.inputs[1])
         spatial = product.target in ("aten.convolution.default", "aten.conv2d.default", "aten.conv1d.default")
         if spatial and view is not None and view.target in ("aten.view.default", "aten.reshape.default"):
             bias = view.inputs[0]
@@ -158,7 +160,11 @@ def fold_bias(program: LoweredProgram) -> LoweredProgram:
             continue
         if spatial and not _per_channel(program.values[op.inputs[1]].shape, program.values[op.outputs[0]].shape):
             continue
-        if not alone or bias not in held or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest:
+        if (
+            not alone
+            or bias not in parameters
+            or program.layouts[op.inputs[0]].rest != program.layouts[op.outputs[0]].rest
+        ):
             continue
         replaced[op.name] = _with_bias(product, op, bias)
         gone.add(product.name)

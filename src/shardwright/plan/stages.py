@@ -263,7 +263,7 @@ def _subgraph(
         buffers=buffers,
         ops=ops,
         outputs=leaving,
-        given=None,
+        returned=None,
     )
 
 

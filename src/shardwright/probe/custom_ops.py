@@ -39,7 +39,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpParameter:
-    """A parameter of an own op. `kind` is its annotation, if it has one."""
+    """A parameter of a custom op. `kind` is its annotation, if it has one."""
 
     name: str
     kind: str = ""
@@ -72,36 +72,40 @@ class CustomOp:
     parameters: tuple[OpParameter, ...]
     run: Callable[..., Any]
 
-    def __call__(self, op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        held = dict(op.arguments)
-        values = [filled(held.get(p.name, p.default), given) for p in self.parameters]
+    def __call__(self, op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        arguments = dict(op.arguments)
+        values = [filled(arguments.get(p.name, p.default), inputs) for p in self.parameters]
         return flat(self.run(*values))
 
 
 def custom_rule(own: CustomOp, rule: RuleLike, call: OpCall) -> Rule | None:
     """The rule for a call."""
-    held = {p.name: call.op.argument(p.name, None if p.default is NOTHING else p.default) for p in own.parameters}
-    text = rule if isinstance(rule, str) else _asked(rule, {k: _shown(v, call) for k, v in held.items()})
+    arguments = {p.name: call.op.argument(p.name, None if p.default is NOTHING else p.default) for p in own.parameters}
+    text = rule if isinstance(rule, str) else _call_rule(rule, {k: _shown(v, call) for k, v in arguments.items()})
     if text is None:
         return None
     parsed = parse(text)
-    sizes = {p.name: held[p.name] for p in own.parameters if type(held[p.name]) is int and p.name in labels_of(parsed)}
+    sizes = {
+        p.name: arguments[p.name]
+        for p in own.parameters
+        if type(arguments[p.name]) is int and p.name in labels_of(parsed)
+    }
     local = {name: (name,) for name in sizes}
-    terms = _terms(own, parsed, held, len(call.inputs))
+    terms = _terms(own, parsed, arguments, len(call.inputs))
     return replace(parsed, inputs=terms, sizes={**parsed.sizes, **sizes}, local=local)
 
 
-def _asked(rule: Callable[..., str | None], held: Mapping[str, Any]) -> str | None:
+def _call_rule(rule: Callable[..., str | None], arguments: Mapping[str, Any]) -> str | None:
     """A rule that is a function is given the arguments that it names; tensors have a shape and a dtype there."""
     wanted = inspect.signature(rule).parameters
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted.values())
-    return rule(**{name: value for name, value in held.items() if every or name in wanted})
+    return rule(**{name: value for name, value in arguments.items() if every or name in wanted})
 
 
-def _shown(held: Any, call: OpCall) -> Any:
-    if isinstance(held, Slot):
-        return call.inputs[held.index]
-    return tuple(_shown(inner, call) for inner in held) if isinstance(held, tuple) else held
+def _shown(argument: Any, call: OpCall) -> Any:
+    if isinstance(argument, Slot):
+        return call.inputs[argument.index]
+    return tuple(_shown(inner, call) for inner in argument) if isinstance(argument, tuple) else argument
 
 
 def labels_of(rule: Rule) -> list[str]:
@@ -110,30 +114,30 @@ def labels_of(rule: Rule) -> list[str]:
     return list(dict.fromkeys(label for term in terms for dim in term.dims for section in dim for label in section))
 
 
-def _terms(own: CustomOp, rule: Rule, held: Mapping[str, Any], inputs: int) -> tuple[Term, ...]:
+def _terms(own: CustomOp, rule: Rule, arguments: Mapping[str, Any], inputs: int) -> tuple[Term, ...]:
     """A term for each tensor of the call: none for an optional tensor that is missing, one each for a list."""
-    if len(rule.inputs) == inputs and not any(isinstance(value, tuple) for value in held.values()):
+    if len(rule.inputs) == inputs and not any(isinstance(value, tuple) for value in arguments.values()):
         return rule.inputs
-    able = [p for p in own.parameters if p.tensor or (p.tensor is None and _is_tensor(held[p.name]))]
+    able = [p for p in own.parameters if p.tensor or (p.tensor is None and _is_tensor(arguments[p.name]))]
     if len(able) != len(rule.inputs):
         able = [
             p for p in own.parameters
-            if _is_tensor(held[p.name]) or (held[p.name] is None and p.tensor is not False)
+            if _is_tensor(arguments[p.name]) or (arguments[p.name] is None and p.tensor is not False)
         ]  # fmt: skip
     if len(able) != len(rule.inputs):
         raise RuleError(
             f"the rule {rule.text!r} of {own.name} has {len(rule.inputs)} inputs, and the call has {inputs} tensors; "
             "annotate the parameters that are tensors, or make the rule a function of the arguments"
         )
-    found: list[Term] = []
+    terms: list[Term] = []
     for parameter, term in zip(able, rule.inputs, strict=True):
-        value = held[parameter.name]
-        found += [term] * (len(value) if isinstance(value, tuple) else 0 if value is None else 1)
-    return tuple(found)
+        value = arguments[parameter.name]
+        terms += [term] * (len(value) if isinstance(value, tuple) else 0 if value is None else 1)
+    return tuple(terms)
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Slot) or (isinstance(value, tuple) and any(isinstance(held, Slot) for held in value))
+    return isinstance(value, Slot) or (isinstance(value, tuple) and any(isinstance(item, Slot) for item in value))
 
 
 def custom_inputs(own: CustomOp, rule: Rule) -> Iterator[Values]:
@@ -205,31 +209,31 @@ def _runs(own: CustomOp, values: Values) -> bool:
 
 
 def call_of(own: CustomOp, values: Values) -> tuple[OpCall, list[Tensor]]:
-    """The call of an own op with some values, with a gradient for floats if it has a backward."""
+    """The call of a custom op with some values, with a gradient for floats if it has a backward."""
     tensors = [x.detach().clone() for x in flat(list(values.values()))]
     slots = iter(range(len(tensors)))
 
-    def argument(held: Any) -> Any:
-        if isinstance(held, Tensor):
+    def argument(value: Any) -> Any:
+        if isinstance(value, Tensor):
             return Slot(next(slots))
-        if isinstance(held, torch.dtype):
-            return Dtype(str(held).removeprefix("torch."))
-        return tuple(argument(inner) for inner in held) if isinstance(held, list | tuple) else held
+        if isinstance(value, torch.dtype):
+            return Dtype(str(value).removeprefix("torch."))
+        return tuple(argument(inner) for inner in value) if isinstance(value, list | tuple) else value
 
     arguments = tuple((p.name, argument(values[p.name])) for p in own.parameters)
     wanted = [x.requires_grad_(x.is_floating_point()) for x in tensors]
     op = Op(name=f"/ {own.name}", target=own.target, inputs=tuple(f"x{at}" for at in range(len(tensors))), outputs=(),
             arguments=arguments)  # fmt: skip
-    made = own(op, wanted)
-    trained = _has_backward(made, wanted)
-    outputs = tuple(_value(f"y{at}", y, trained and y.requires_grad) for at, y in enumerate(made))
+    results = own(op, wanted)
+    trained = _has_backward(results, wanted)
+    outputs = tuple(_value(f"y{at}", y, trained and y.requires_grad) for at, y in enumerate(results))
     inputs = tuple(_value(f"x{at}", x, trained and x.requires_grad) for at, x in enumerate(wanted))
     return OpCall(replace(op, outputs=tuple(y.name for y in outputs)), inputs, outputs), [x.detach() for x in tensors]
 
 
-def _has_backward(made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    ends = [y for y in made if y.requires_grad]
-    starts = [x for x in given if x.requires_grad]
+def _has_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    ends = [y for y in outputs if y.requires_grad]
+    starts = [x for x in inputs if x.requires_grad]
     try:
         if ends:
             torch.autograd.grad(ends, starts, [torch.ones_like(y) for y in ends], allow_unused=True)
@@ -244,7 +248,7 @@ def _value(name: str, x: Tensor, gradient: bool) -> Value:
 
 def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[SplitTrial], None]) -> None:
     """Raise a RuleError that names the split which breaks the rule; `talk` judges splits that need several ranks."""
-    call, given = call_of(own, values)
+    call, inputs = call_of(own, values)
     bound = custom_rule(own, rule, call)
     if bound is None:
         return
@@ -255,18 +259,18 @@ def check_rule(own: CustomOp, rule: RuleLike, values: Values, talk: Callable[[Sp
     for role in signature.roles:
         for parts in parts_of(role.size):
             try:
-                _judge(analysis, op, role.name, parts, given, own, talk)
+                _judge(analysis, op, role.name, parts, inputs, own, talk)
             except WrongSplit as error:
-                hint = _hint(own, bound, call, given, role.label)
-                raise RuleError(f"the rule {bound.text!r} of {own.name} is wrong: {error.said}{hint}") from error
+                hint = _hint(own, bound, call, inputs, role.label)
+                raise RuleError(f"the rule {bound.text!r} of {own.name} is wrong: {error.details}{hint}") from error
     for group in signature.linear_groups():
         try:
-            _judge(analysis, op, f"{ROWS}{group}", 2, given, own, talk)
+            _judge(analysis, op, f"{ROWS}{group}", 2, inputs, own, talk)
         except WrongSplit as error:
-            what = error.said.partition("over 2 ")[2]
+            fault = error.details.partition("over 2 ")[2]
             raise RuleError(
                 f"the rule {bound.text!r} of {own.name} is wrong: it is not linear in ~{group}: with partial sums "
-                f"there {what}; leave ~{group} out"
+                f"there {fault}; leave ~{group} out"
             ) from error
 
 
@@ -275,30 +279,30 @@ def _judge(
     op: Op,
     role: str,
     parts: int,
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     own: CustomOp,
     talk: Callable[[SplitTrial], None],
 ) -> None:
-    trial = SplitTrial(analysis, op, role, parts, given, own)
-    if trial.talks:
+    trial = SplitTrial(analysis, op, role, parts, inputs, own)
+    if trial.communicates:
         talk(trial)
     else:
         trial.judge([trial.rank(index, own) for index in range(parts)])
 
 
-def _hint(own: CustomOp, rule: Rule, call: OpCall, given: Sequence[Tensor], label: str) -> str:
+def _hint(own: CustomOp, rule: Rule, call: OpCall, inputs: Sequence[Tensor], label: str) -> str:
     """What the rule should say about a label, found by trying."""
-    for words, other in _variants(rule, label, call):
+    for change, other in _variants(rule, label, call):
         analysis = analyse(one_op(call), lambda call, other=other: (other, ""))  # type: ignore[misc]
         (op,) = analysis.graph.ops
         roles = [role for role in analysis.signatures[op.name].roles if role.label == label]
         try:
             for parts in parts_of(roles[0].size):
-                trial = SplitTrial(analysis, op, roles[0].name, parts, given, own)
+                trial = SplitTrial(analysis, op, roles[0].name, parts, inputs, own)
                 trial.judge([trial.rank(index, own) for index in range(parts)])
         except (WrongSplit, IndexError):
             continue
-        return f"; did you mean {words}?"
+        return f"; did you mean {change}?"
     return f"; write {label}^ if it can't be split"
 
 
@@ -308,7 +312,7 @@ def _variants(rule: Rule, label: str, call: OpCall) -> Iterator[tuple[str, Rule]
         return
     for at, term in enumerate(rule.inputs):
         if not term.bias and not any(label in section for dim in term.dims for section in dim):
-            inputs = tuple(replace(held, bias=held.bias or at == k) for k, held in enumerate(rule.inputs))
+            inputs = tuple(replace(other, bias=other.bias or at == k) for k, other in enumerate(rule.inputs))
             yield f"& at input {at + 1}, which is added once", replace(rule, inputs=inputs)
     kinds: tuple[Reduction, ...] = ("sum",) if any(value.gradient for value in call.outputs) else ("sum", "max", "min")
     for kind in kinds:

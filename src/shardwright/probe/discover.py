@@ -44,24 +44,24 @@ def probing(functions: Mapping[str, ImportedFunction] | None = None) -> Find:
         _FUNCTIONS[target] = replace(function, call=function.plain) if function.plain is not None else function
 
     def find(call: OpCall) -> tuple[Rule | None, str]:
-        found = find_rule(call)
-        if found is not None:
-            return found, ""
+        rule = find_rule(call)
+        if rule is not None:
+            return rule, ""
         if call.op.target == OPAQUE:  # it runs code of any kind, which need not survive pieces of its parameters
             return None, "it is opaque; say sw.opaque(module, batch=True) if its rows are independent"
         if call.op.target in (COND, SCAN, WHILE):  # a probe sees one way through it, and data may take another
             return None, "it decides by data"
         if any(word in call.op.target for word in UNCHECKED):
             return None, "its kernel does not check the sizes of what it is given"
-        held = _FUNCTIONS.get(call.op.target)
-        return discover(call, run_known, held.call if held is not None else None)
+        result = _FUNCTIONS.get(call.op.target)
+        return discover(call, run_known, result.call if result is not None else None)
 
     return find
 
 
-def run_known(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+def run_known(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run an op of a captured graph."""
-    return run_op(op, given, _FUNCTIONS)
+    return run_op(op, inputs, _FUNCTIONS)
 
 
 def discover(call: OpCall, run: Run, version: Hashable = None) -> tuple[Rule | None, str]:
@@ -79,9 +79,9 @@ def discover(call: OpCall, run: Run, version: Hashable = None) -> tuple[Rule | N
 def _careful(run: Run) -> Run:
     """The same, where whatever the op raises is a reason not to probe it: random inputs need not be to its taste."""
 
-    def call(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    def call(op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
-            return run(op, given)
+            return run(op, inputs)
         except Exception as error:
             raise NotProbed(f"it can't be called with random inputs: {(str(error).splitlines() or [''])[0]}") from error
 
@@ -100,14 +100,14 @@ def _probed(call: OpCall, run: Run) -> tuple[Rule | None, str]:
 
 def _discover(call: OpCall, run: Run) -> Rule:
     sample = make_sample(call, run)
-    found = _checked(search(sample, run), sample, run)
-    return Wording(found, call, sample).rule()
+    result = _checked(search(sample, run), sample, run)
+    return Wording(result, call, sample).rule()
 
 
-def _checked(found: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
+def _checked(result: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
     """What also holds backward, and on other inputs."""
     sizes = {size for value in (*sample.call.inputs, *sample.call.outputs) for size in value.shape}
-    wording = Wording(found, sample.call, replace(sample, real={size: size for size in sizes}))
+    wording = Wording(result, sample.call, replace(sample, real={size: size for size in sizes}))
     rule = wording.rule()
     analysis = analyse(one_op(sample.call), lambda call: (rule, ""))
     (op,) = analysis.graph.ops
@@ -118,15 +118,15 @@ def _checked(found: ProbeResult, sample: Sample, run: Run) -> ProbeResult:
 
     def holds(choice: str, units: int) -> bool:
         try:
-            for parts, given in zip(parts_of(units), draws, strict=False):
-                check_role(analysis, op, choice, parts, given, run)
+            for parts, inputs in zip(parts_of(units), draws, strict=False):
+                check_role(analysis, op, choice, parts, inputs, run)
         except RuleError:
             return False
         return True
 
     return ProbeResult(
         tuple(split for split, label in wording.names.items() if label in roles and holds(label, split.units)),
-        tuple(group for number, group in enumerate(found.linear, 1) if holds(f"{ROWS}{number}", 3)),
+        tuple(group for number, group in enumerate(result.linear, 1) if holds(f"{ROWS}{number}", 3)),
     )
 
 
@@ -141,10 +141,10 @@ def _check_dependence(sample: Sample, run: Run, draws: Sequence[Sequence[Tensor]
 def _check_backward(sample: Sample, run: Run) -> None:
     """The op itself must have the backward that the graph says it has."""
     values = sample.call.inputs
-    given = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(5), values, strict=True)]
+    inputs = [x.requires_grad_(v.gradient and v.floating) for x, v in zip(sample.draw(5), values, strict=True)]
     try:
-        made = run(sample.call.op, given)
-        backward(made, [torch.ones_like(y) if y.is_floating_point() else None for y in made], given)
+        outputs = run(sample.call.op, inputs)
+        backward(outputs, [torch.ones_like(y) if y.is_floating_point() else None for y in outputs], inputs)
     except Exception as error:  # whatever it raises, it can't be trained
         raise NotProbed(f"its backward does not run: {str(error).splitlines()[0]}") from error
 

@@ -68,12 +68,12 @@ def make_sample(call: OpCall, run: Run) -> Sample:
     error: Exception | None = None
     for sample in _tries(call, elements):
         try:
-            made = run(sample.call.op, sample.draw(0))
+            outputs = run(sample.call.op, sample.draw(0))
         except Exception as refusal:  # an op may refuse sizes or numbers in any way it likes
             error = error or refusal
             continue
-        if _alike(made, call.outputs):
-            return _with_outputs(sample, call, made)
+        if _alike(outputs, call.outputs):
+            return _with_outputs(sample, call, outputs)
     if error is None or elements > LARGE:
         raise NotProbed(f"it has {elements} elements and can't be called with fewer" + (f" ({error})" if error else ""))
     raise NotProbed(f"it can't be called with random inputs: {str(error).splitlines()[0]}")
@@ -87,11 +87,11 @@ def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) ->
             if sum(value.elements for value in (*sample.call.inputs, *sample.call.outputs)) > LARGE // 4:
                 continue
             try:
-                made = run(sample.call.op, sample.draw(0))
+                outputs = run(sample.call.op, sample.draw(0))
             except Exception:  # an op may refuse sizes or numbers in any way it likes
                 continue
-            sample = _with_outputs(sample, call, made)
-            if _alike(made, call.outputs) and accept(sample):
+            sample = _with_outputs(sample, call, outputs)
+            if _alike(outputs, call.outputs) and accept(sample):
                 return sample
     raise NotProbed("it can't be called at small sizes")
 
@@ -99,15 +99,15 @@ def smallest_sample(call: OpCall, run: Run, accept: Callable[[Sample], bool]) ->
 def _distinct(call: OpCall) -> dict[int, int]:
     """A small size for every size and number, in their order, whatever their products are."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
-    given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
-    return {size: min(size, 4 + at) if size > 3 else size for at, size in enumerate(sorted(dims | given))}
+    named = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
+    return {size: min(size, 4 + at) if size > 3 else size for at, size in enumerate(sorted(dims | named))}
 
 
-def _with_outputs(sample: Sample, call: OpCall, made: Sequence[Tensor]) -> Sample:
+def _with_outputs(sample: Sample, call: OpCall, outputs: Sequence[Tensor]) -> Sample:
     """The sample with the shapes that really came out."""
-    pairs = zip(call.outputs, made, strict=False)
-    outputs = tuple(replace(value, shape=tuple(x.shape)) for value, x in pairs)
-    return replace(sample, call=OpCall(sample.call.op, sample.call.inputs, outputs))
+    pairs = zip(call.outputs, outputs, strict=False)
+    values = tuple(replace(value, shape=tuple(x.shape)) for value, x in pairs)
+    return replace(sample, call=OpCall(sample.call.op, sample.call.inputs, values))
 
 
 def _provided(call: OpCall, draw: Provided) -> Sample:
@@ -117,7 +117,7 @@ def _provided(call: OpCall, draw: Provided) -> Sample:
         raise NotProbed("the inputs that it is probed with are not those of the call")
     values = zip((*drawn.inputs, *drawn.outputs), (*call.inputs, *call.outputs), strict=True)
     pairs = [(small, real) for small, real in values if len(small.shape) == len(real.shape)]
-    real = {one: other for x, y in pairs for one, other in zip(x.shape, y.shape, strict=True)}
+    real = {small: other for x, y in pairs for small, other in zip(x.shape, y.shape, strict=True)}
     inputs, outputs = (
         tuple(replace(x, gradient=y.gradient) for x, y in zip(ours, theirs, strict=True))
         for ours, theirs in ((drawn.inputs, call.inputs), (drawn.outputs, call.outputs))
@@ -143,7 +143,7 @@ def numbers(op: Op) -> Iterator[tuple[str, int]]:
         if type(value) is int:
             yield name, value
         elif isinstance(value, tuple):
-            yield from ((f"{name}.{at}", held) for at, held in enumerate(value) if type(held) is int)
+            yield from ((f"{name}.{at}", item) for at, item in enumerate(value) if type(item) is int)
 
 
 def with_numbers(op: Op, changes: dict[str, int]) -> Op:
@@ -152,9 +152,9 @@ def with_numbers(op: Op, changes: dict[str, int]) -> Op:
     for path, number in changes.items():
         name, _, at = path.partition(".")
         if at:
-            held = list(arguments[name])
-            held[int(at)] = number
-            arguments[name] = tuple(held)
+            items = list(arguments[name])
+            items[int(at)] = number
+            arguments[name] = tuple(items)
         else:
             arguments[name] = number
     return replace(op, arguments=tuple(arguments.items()))
@@ -163,15 +163,17 @@ def with_numbers(op: Op, changes: dict[str, int]) -> Op:
 def _images(call: OpCall) -> dict[int, int]:
     """A small size for every size and number: products stay products, and what is larger stays larger."""
     dims = {size for value in (*call.inputs, *call.outputs) for size in value.shape}
-    given = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
-    image = {size: size for size in (*dims, *given) if size <= 3}
+    named = {number for _, number in numbers(call.op) if 1 < number <= max(dims, default=1)}
+    image = {size: size for size in (*dims, *named) if size <= 3}
     top = 3
-    for size in sorted((dims | given) - set(image)):
-        factors = [held for held in sorted(image, reverse=True) if held > 1 and size % held == 0]
-        unit = next((image[held] for held in factors if held in given and held > 3), 1)  # groups divide the channels
-        pairs = (image[held] * image[size // held] for held in factors if size // held in image)
-        found = next((pair for pair in pairs if pair > top and pair % unit == 0), 0)
-        image[size] = top = found or unit * (top // unit + 1)
+    for size in sorted((dims | named) - set(image)):
+        factors = [factor for factor in sorted(image, reverse=True) if factor > 1 and size % factor == 0]
+        unit = next(
+            (image[factor] for factor in factors if factor in named and factor > 3), 1
+        )  # groups divide the channels
+        pairs = (image[factor] * image[size // factor] for factor in factors if size // factor in image)
+        larger = next((pair for pair in pairs if pair > top and pair % unit == 0), 0)
+        image[size] = top = larger or unit * (top // unit + 1)
     return {size: min(size, small) for size, small in image.items()}
 
 
@@ -184,9 +186,9 @@ def _mapped(call: OpCall, image: dict[int, int], kind: str, wide: bool) -> Sampl
     return Sample(mapped, {small: size for size, small in image.items()}, kind, wide)
 
 
-def _alike(made: Sequence[Tensor], outputs: Sequence[Value]) -> bool:
+def _alike(results: Sequence[Tensor], outputs: Sequence[Value]) -> bool:
     """Whether as many tensors come out as in the real call, with as many dims, the same of them of size 1."""
-    return [[size == 1 for size in x.shape] for x in made] == [[size == 1 for size in y.shape] for y in outputs]
+    return [[size == 1 for size in x.shape] for x in results] == [[size == 1 for size in y.shape] for y in outputs]
 
 
 def _safe_top(inputs: Sequence[Value]) -> int:

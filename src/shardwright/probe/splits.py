@@ -99,5 +99,5 @@ def _judge(sample: Sample, choice: str) -> str:
         try:
             check_role(analysis, op, choice if role is None else role.name, parts, inputs, run_known)
         except WrongSplit as error:
-            return error.said
+            return error.details
     return ""

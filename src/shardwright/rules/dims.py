@@ -27,7 +27,7 @@ def stretched(shape: Sequence[int], out: Sequence[int], names: Sequence[str]) ->
     """The labels of a tensor that broadcasts to dims called `names`; none where it is stretched."""
     lead = len(out) - len(shape)
     return [
-        name if held == size else "1" for name, held, size in zip(names[lead:], shape, out[lead:], strict=True)
+        name if own == size else "1" for name, own, size in zip(names[lead:], shape, out[lead:], strict=True)
     ]  # fmt: skip
 
 

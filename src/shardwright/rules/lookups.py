@@ -17,8 +17,8 @@ def embedding(call: OpCall) -> Rule:
     """
     weight, ids = (call.inputs[0], call.inputs[1])
     if call.op.argument("scale_grad_by_freq", False):
-        whole = " ".join(map(str, ids.shape))
-        return parse(f"{weight.shape[0]} d ~1, {whole} -> {whole} d")
+        dims = " ".join(map(str, ids.shape))
+        return parse(f"{weight.shape[0]} d ~1, {dims} -> {dims} d")
     places = " ".join(n if s != 1 else "1" for n, s in zip(letters(len(ids.shape), "i"), ids.shape, strict=True))
     return (
         parse(f"v=rows+ d ~1, {places} -> {places} d") if weight.shape[0] > 1 else parse(f"1 d, {places} -> {places} d")
@@ -33,12 +33,12 @@ def gather(call: OpCall) -> Rule | None:
     dim, index = call.dim(), call.inputs[1].shape
     names = label_dims(index)
     left = [
-        name if at != dim and held == size else str(size)
-        for at, (name, held, size) in enumerate(zip(names, index, call.shape, strict=True))
+        name if at != dim and own == size else str(size)
+        for at, (name, own, size) in enumerate(zip(names, index, call.shape, strict=True))
     ]
     right = [
-        name if at == dim or held == size else str(held)
-        for at, (name, held, size) in enumerate(zip(names, index, call.shape, strict=True))
+        name if at == dim or own == size else str(own)
+        for at, (name, own, size) in enumerate(zip(names, index, call.shape, strict=True))
     ]
     return write_rule([left, right], [right], [1])
 
@@ -107,12 +107,12 @@ def _places(call: OpCall) -> IndexDims | None:
     Dims that an index stands for are read whole. The indices' own dims, broadcast together, take the place of
     the first of them if they stand side by side, else they come first.
     """
-    held = list(call.op.argument("indices", ()))
-    tensors = [call.inputs[slot.index] for slot in held if slot is not None]
+    indices = list(call.op.argument("indices", ()))
+    tensors = [call.inputs[slot.index] for slot in indices if slot is not None]
     if any(value.dtype in ("bool", "uint8") for value in tensors) or not tensors:
         return None
-    held += [None] * (len(call.shape) - len(held))
-    at = [dim for dim, slot in enumerate(held) if slot is not None]
+    indices += [None] * (len(call.shape) - len(indices))
+    at = [dim for dim, slot in enumerate(indices) if slot is not None]
     together = broadcast_shape([value.shape for value in tensors])
     labels, names = label_dims(together, "i"), label_dims(call.shape)
     pairs = dict(enumerate(zip(names, call.shape, strict=True)))
@@ -133,25 +133,25 @@ def _places(call: OpCall) -> IndexDims | None:
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(call: OpCall) -> Rule | None:
     """Dims that are indexed are read whole, the indices' own dims and the rest are free."""
-    found = _places(call)
-    return write_rule([found.source, *found.indices], [found.result], [1]) if found else None
+    places = _places(call)
+    return write_rule([places.source, *places.indices], [places.result], [1]) if places else None
 
 
 @rule("index_put")
 def index_put(call: OpCall) -> Rule | None:
     """What is added is a sum over what is added; what replaces may only be split where no index is."""
-    found = _places(call)
-    if found is None:
+    places = _places(call)
+    if places is None:
         return None
     adds = bool(call.op.argument("accumulate", False))
 
     def shown(names: list[str]) -> list[str]:
-        return [(marked(name, "+") if adds else blocked(name)) if name in found.own else name for name in names]
+        return [(marked(name, "+") if adds else blocked(name)) if name in places.own else name for name in names]
 
-    values = stretched(call.inputs[-1].shape, found.shape, found.result)
-    into = " ".join(found.source) + ("&" if adds else "")
-    rest = [" ".join(shown(names)) for names in (*found.indices, values)]
-    return parse(f"{', '.join([into, *rest])} -> {' '.join(found.source)}")
+    values = stretched(call.inputs[-1].shape, places.shape, places.result)
+    into = " ".join(places.source) + ("&" if adds else "")
+    rest = [" ".join(shown(names)) for names in (*places.indices, values)]
+    return parse(f"{', '.join([into, *rest])} -> {' '.join(places.source)}")
 
 
 @rule("one_hot")
@@ -182,9 +182,9 @@ def masked_scatter(call: OpCall) -> Rule:
 def look_up(call: OpCall) -> Rule | None:
     """Each value asked for by itself, in a table that is read whole."""
     table_first = "searchsorted" in call.op.target
-    asked, table = (call.inputs[1], call.inputs[0]) if table_first else (call.inputs[0], call.inputs[1])
-    names = label_dims(asked.shape)
+    queries, table = (call.inputs[1], call.inputs[0]) if table_first else (call.inputs[0], call.inputs[1])
+    names = label_dims(queries.shape)
     rows = [] if len(table.shape) == 1 or not table_first else names[:-1]
-    held = [*rows, *map(str, table.shape[len(rows) :])]
+    table_dims = [*rows, *map(str, table.shape[len(rows) :])]
     extra = [["?"]] * (len(call.inputs) - 2)
-    return write_rule([held, names, *extra] if table_first else [names, held, *extra], [names])
+    return write_rule([table_dims, names, *extra] if table_first else [names, table_dims, *extra], [names])

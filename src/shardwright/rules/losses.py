@@ -88,4 +88,4 @@ def along_one(call: OpCall) -> Rule | None:
     names[dim] = str(shape[dim])
     keep = bool(call.op.argument("keepdim", False))
     result = ["1" if at == dim else name for at, name in enumerate(names) if at != dim or keep]
-    return write_rule([stretched(held, shape, names) for held in (a, b)], [result])
+    return write_rule([stretched(operand, shape, names) for operand in (a, b)], [result])

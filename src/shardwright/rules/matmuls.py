@@ -52,13 +52,16 @@ def inner(call: OpCall) -> Rule | None:
 @rule("tensordot")
 def tensordot(call: OpCall) -> Rule:
     a, b = call.inputs[0].shape, call.inputs[1].shape
-    one = [dim % len(a) for dim in call.op.argument("dims_self", ())]
+    contracted = [dim % len(a) for dim in call.op.argument("dims_self", ())]
     other = [dim % len(b) for dim in call.op.argument("dims_other", ())]
     left, right = label_dims(a, "m"), label_dims(b, "n")
-    for at, (i, j) in enumerate(zip(one, other, strict=True)):
+    for at, (i, j) in enumerate(zip(contracted, other, strict=True)):
         name = marked(f"k{at}" if left[i] != "1" else "1", "+")
         left[i] = right[j] = name
-    result = [*(n for at, n in enumerate(left) if at not in one), *(n for at, n in enumerate(right) if at not in other)]
+    result = [
+        *(n for at, n in enumerate(left) if at not in contracted),
+        *(n for at, n in enumerate(right) if at not in other),
+    ]
     return write_rule([left, right], [result], [1, 2])
 
 
@@ -103,9 +106,9 @@ def matmul(call: OpCall) -> Rule:
     names = letters(batch, "b")
 
     def lead(shape: tuple[int, ...]) -> list[str]:
-        held = shape[:-2] if len(shape) > 1 else ()
-        shown = names[batch - len(held) :]
-        return [n if s != 1 else "1" for n, s in zip(shown, held, strict=True)]
+        leading = shape[:-2] if len(shape) > 1 else ()
+        shown = names[batch - len(leading) :]
+        return [n if s != 1 else "1" for n, s in zip(shown, leading, strict=True)]
 
     left = [*lead(a), *(["m"] if len(a) > 1 else []), "k+"]
     right = [*lead(b), "k+", *(["n"] if len(b) > 1 else [])]
@@ -196,7 +199,7 @@ def _mask_term(shape: tuple[int, ...], out: tuple[int, ...], lead: list[str], he
     """A mask broadcasts to [..., heads, queries, keys]."""
     full = [*lead, heads, s, "t^"]
     sizes = [*out[:-1], None]
-    shown, held = full[len(full) - len(shape) :], sizes[len(full) - len(shape) :]
+    shown, own = full[len(full) - len(shape) :], sizes[len(full) - len(shape) :]
     return " ".join(
-        name if want is None or size == want else "1" for name, size, want in zip(shown, shape, held, strict=True)
+        name if want is None or size == want else "1" for name, size, want in zip(shown, shape, own, strict=True)
     )

@@ -30,8 +30,8 @@ class OpCall:
 
     def tensor(self, name: str) -> Value | None:
         """The value given for an argument, or None."""
-        held = self.op.tensor(name)
-        return next((value for value in self.inputs if value.name == held), None) if held else None
+        slot = self.op.tensor(name)
+        return next((value for value in self.inputs if value.name == slot), None) if slot else None
 
     def dim(self, name: str = "dim", default: int = 0, rank: int | None = None) -> int:
         """A dim argument, counted from the front."""
@@ -88,10 +88,10 @@ def find_rule(call: OpCall) -> Rule | None:
     """The rule for a call, or None if the op has none (it then runs replicated)."""
     function = _TABLE.get(call.op.target)
     try:
-        found = function(call) if function is not None else None
+        rule = function(call) if function is not None else None
     except Declined:
         return None
-    return parse(found) if isinstance(found, str) else found
+    return parse(rule) if isinstance(rule, str) else rule
 
 
 def known_targets() -> frozenset[str]:

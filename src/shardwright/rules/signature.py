@@ -55,18 +55,18 @@ class Signature:
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         """The legal splits, labels in the order of the rule."""
-        found: list[Role] = []
+        roles: list[Role] = []
         atoms = self.analysis.atoms
         for label, dim in self.labels.items():
             if label in self.blocked:
                 continue
             if self._beside_label(label) is not None and self.beside(label) is None:
                 continue
-            held = [atom for atom in atoms.splittable(dim) if self._fits(label, atom)]
-            for index, atom in enumerate(held):
-                name = label if len(held) == 1 else f"{label}.{index}"
-                found.append(Role(name=name, label=label, atom=atom, size=atoms.size[atom]))
-        return tuple(found)
+            splittable = [atom for atom in atoms.splittable(dim) if self._fits(label, atom)]
+            for index, atom in enumerate(splittable):
+                name = label if len(splittable) == 1 else f"{label}.{index}"
+                roles.append(Role(name=name, label=label, atom=atom, size=atoms.size[atom]))
+        return tuple(roles)
 
     def _fits(self, label: str, atom: int) -> bool:
         """Whether every tensor that has the label has the atom there, once."""
@@ -103,12 +103,12 @@ class Signature:
     @cached_property
     def _beside(self) -> dict[str, tuple[str, ...]]:
         """For a label that is a section the labels of the sections beside it."""
-        found: dict[str, tuple[str, ...]] = {}
+        together: dict[str, tuple[str, ...]] = {}
         for bound in (*self.inputs, *self.outputs):
             for sections in bound.dims:
                 names = tuple(label for section in sections for label in section) if len(sections) > 1 else ()
-                found.update(dict.fromkeys(names, names))
-        return found
+                together.update(dict.fromkeys(names, names))
+        return together
 
     def role(self, name: str) -> Role:
         for role in self.roles:
@@ -141,8 +141,8 @@ class Signature:
         return id(self.known)
 
     def _layouts(self, picked: Picked) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        found = tuple(self._layout(number, picked) for number in range(len(self.inputs) + len(self.outputs)))
-        return found[: len(self.inputs)], found[len(self.inputs) :]
+        layouts = tuple(self._layout(number, picked) for number in range(len(self.inputs) + len(self.outputs)))
+        return layouts[: len(self.inputs)], layouts[len(self.inputs) :]
 
     def _layout(self, number: int, picked: Picked) -> Layout:
         """The layout of a tensor, inputs counted before outputs. Tensors of equal dims that are cut alike have one."""
@@ -151,11 +151,11 @@ class Signature:
         places = tuple((name, size, self._place(number, bound, role)) for name, size, role in picked)
         once, key = self.analysis.once, (self.analysis.dims[bound.value], places)
         if key not in once:
-            made = self._made(bound, places, picked)
-            once[key] = once.setdefault(made, made)
+            layout = self._build_layout(bound, places, picked)
+            once[key] = once.setdefault(layout, layout)
         return once[key]
 
-    def _made(self, bound: LabelledTensor, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
+    def _build_layout(self, bound: LabelledTensor, places: Sequence[tuple[str, int, Place]], picked: Picked) -> Layout:
         shards: list[list[Shard]] = [[] for _ in bound.dims]
         taken: list[list[tuple[int, int]]] = [[] for _ in bound.dims]
         rest: dict[str, Placement] = {}
@@ -185,7 +185,7 @@ class Signature:
 
     def _placed(self, bound: LabelledTensor, picked: str, is_input: bool) -> Place:
         if picked == FAN or picked.startswith(ROWS):
-            held = self._unsplit(bound, picked, is_input)
+            placement = self._unsplit(bound, picked, is_input)
         else:
             role = self.role(picked)
             at, atom = self._dim_of(bound, role.label), role.atom
@@ -193,8 +193,8 @@ class Signature:
                 at, atom = self._dim_of(bound, other), cast(int, self.beside(role.label))
             if at is not None:
                 return at, atom
-            held = self._absent(bound, role, is_input)
-        return held if held != REPLICATE or self.analysis.graph.values[bound.value].gradient else INVARIANT
+            placement = self._absent(bound, role, is_input)
+        return placement if placement != REPLICATE or self.analysis.graph.values[bound.value].gradient else INVARIANT
 
     def _unsplit(self, bound: LabelledTensor, picked: str, is_input: bool) -> Placement:
         if picked == FAN:
@@ -246,13 +246,13 @@ class Analysis:
     @cached_property
     def lean(self) -> tuple[Op, ...]:
         """The ops with a gradient that depend on parameters only."""
-        graph, found = self.graph, list[Op]()
+        graph, ops = self.graph, list[Op]()
         lean = {parameter.value for parameter in graph.parameters} | self.constants
         for op in graph.ops:
             if all(name in lean for name in op.inputs) and any(graph.values[name].gradient for name in op.outputs):
                 lean |= set(op.outputs)
-                found.append(op)
-        return tuple(found)
+                ops.append(op)
+        return tuple(ops)
 
     @cached_property
     def owned(self) -> frozenset[int]:
@@ -263,14 +263,14 @@ class Analysis:
     @cached_property
     def by_atom(self) -> dict[int, tuple[tuple[Op, Role], ...]]:
         """For each atom the ops that can be split on it (each op once)."""
-        found: dict[int, list[tuple[Op, Role]]] = {}
+        roles: dict[int, list[tuple[Op, Role]]] = {}
         for op in self.graph.ops:
             seen: set[int] = set()
             for role in self.signatures[op.name].roles:
                 if role.atom not in seen:
                     seen.add(role.atom)
-                    found.setdefault(role.atom, []).append((op, role))
-        return {atom: tuple(uses) for atom, uses in found.items()}
+                    roles.setdefault(role.atom, []).append((op, role))
+        return {atom: tuple(uses) for atom, uses in roles.items()}
 
 
 Find = Callable[[OpCall], "tuple[Rule | None, str]"]
@@ -287,10 +287,10 @@ def analyse(graph: Graph, find: Find = has_written_rule) -> Analysis:
     atoms = Atoms()
     dims: dict[str, tuple[Dim, ...]] = {}
     batch: Dim = atoms.fresh(graph.batch) if graph.batch else ()
-    for held in graph.inputs:
-        shape = graph.values[held.value].shape
-        lead = [batch] if batch and graph.is_batched(held) else []
-        dims[held.value] = (*lead, *(atoms.fresh(size) for size in shape[len(lead) :]))
+    for item in graph.inputs:
+        shape = graph.values[item.value].shape
+        lead = [batch] if batch and graph.is_batched(item) else []
+        dims[item.value] = (*lead, *(atoms.fresh(size) for size in shape[len(lead) :]))
     for name in (*(p.value for p in graph.parameters), *(b.value for b in graph.buffers)):
         dims[name] = tuple(atoms.fresh(size) for size in graph.values[name].shape)
     signatures: dict[str, Signature] = {}
@@ -366,7 +366,7 @@ def _bind_input(
     if groups is None:  # this op can't be split there; what comes out is made of new atoms
         blocked.update(names)
         sizes = _sizes(names, size, rule, labels, atoms)
-        groups = [atoms.fresh(held) for held in sizes]
+        groups = [atoms.fresh(size) for size in sizes]
     for label, group in zip(names, groups, strict=True):
         if label in labels:
             atoms.unify(labels[label], group)
@@ -376,15 +376,15 @@ def _bind_input(
 
 def _sizes(names: list[str], size: int, rule: Rule, labels: dict[str, Dim], atoms: Atoms) -> list[int]:
     """Sizes of the labels of a product; at most one is inferred from the dim."""
-    found: list[int | None] = []
+    sizes: list[int | None] = []
     for name in names:
-        found.append(
+        sizes.append(
             rule.sizes[name] if name in rule.sizes else atoms.product(labels[name]) if name in labels else None
         )
     known = 1
-    for held in found:
-        known *= held or 1
-    return [held if held is not None else size // known for held in found]
+    for known_size in sizes:
+        known *= known_size or 1
+    return [known_size if known_size is not None else size // known for known_size in sizes]
 
 
 def _bind_output(pattern: notation.Dim, size: int, rule: Rule | None, labels: dict[str, Dim], atoms: Atoms) -> Dim:

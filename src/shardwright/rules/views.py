@@ -81,9 +81,9 @@ def permute(call: OpCall) -> Rule:
 def transpose(call: OpCall) -> Rule:
     order = list(range(len(call.shape)))
     if len(order) > 1:
-        one = call.dim("dim0", -2)
+        first = call.dim("dim0", -2)
         two = call.dim("dim1", -1)
-        order[one], order[two] = order[two], order[one]
+        order[first], order[two] = order[two], order[first]
     return _permuted(label_dims(call.shape), order)
 
 
@@ -99,11 +99,11 @@ def turned(call: OpCall) -> Rule | None:
 
 def _quarter(call: OpCall) -> Rule:
     """A quarter turn: two dims change places."""
-    one, two = call.dims("dims") if call.op.argument("dims") is not None else (0, 1)
+    first, second = call.dims("dims") if call.op.argument("dims") is not None else (0, 1)
     names = label_dims(call.shape)
-    names[one], names[two] = blocked(names[one]), blocked(names[two])
+    names[first], names[second] = blocked(names[first]), blocked(names[second])
     result = list(names)
-    result[one], result[two] = names[two], names[one]
+    result[first], result[second] = names[second], names[first]
     return write_rule([names], [result], [1])
 
 

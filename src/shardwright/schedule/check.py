@@ -51,7 +51,7 @@ class _Row:
     """What devices that do the same run, and what they hold."""
 
     def __init__(self, devices: Devices, schedule: Schedule) -> None:
-        self.name = _said(devices)
+        self.name = _device_label(devices)
         self.devices = devices
         self.steps = schedule.devices[devices[0]]
         self.segments = frozenset(schedule.held_by(devices[0]))
@@ -77,7 +77,7 @@ def _misplaced(schedule: Schedule, rows: list[_Row]) -> Iterator[str]:
         for step, times in Counter(row.steps).items():
             if step.segment not in row.segments:
                 known = 0 <= step.segment < schedule.segments
-                where = f"lies on {_said(schedule.holders[step.segment])}" if known else "there is none"
+                where = f"lies on {_device_label(schedule.holders[step.segment])}" if known else "there is none"
                 yield f"{row.name}: {step} is of segment {step.segment}, which it does not hold ({where})"
             elif not 0 <= step.microbatch < (1 if step.kind == "P" else schedule.microbatches):
                 why = "a prologue has microbatch 0" if step.kind == "P" else "there is no such microbatch"
@@ -132,17 +132,17 @@ def _out_of_order(schedule: Schedule, rows: list[_Row], edges: dict[tuple[int, i
 
 def _disagreeing(rows: list[_Row]) -> Iterator[str]:
     """Devices that hold segments together and run the steps of these in different orders."""
-    for one, other in combinations(rows, 2):
-        if common := one.segments & other.segments:
+    for first, other in combinations(rows, 2):
+        if common := first.segments & other.segments:
             both = [
                 [step for step in mine.place if step.segment in common and step in its.place]
-                for mine, its in ((one, other), (other, one))
+                for mine, its in ((first, other), (other, first))
             ]
             if both[0] != both[1]:
                 left, right = next((left, right) for left, right in zip(*both, strict=True) if left != right)
                 yield (
-                    f"{one.name} runs {left} where {other.name} runs {right}: devices run the steps of segments that "
-                    f"they hold together in the same order"
+                    f"{first.name} runs {left} where {other.name} runs {right}: devices run the steps of segments that "
+                    f"they share in the same order"
                 )
 
 
@@ -195,7 +195,7 @@ def _circle(wiring: Dependencies, heads: list[int | None], done: set[int], group
         wanted = next((source for source in wiring.sources(head) if source not in done), head)
         holding = [other for other, row in enumerate(wiring.rows) if wanted in row]
         late = next((other for other in holding if heads[other] != wanted), holding[0])
-        here, there = (_said(wiring.groups[at]) for at in (group, late))
+        here, there = (_device_label(wiring.groups[at]) for at in (group, late))
         legs[group] = f"{here} stands at {wiring.step(head)} until {there} runs {wiring.step(wanted)}"
         group = late
     circle = list(legs.values())[list(legs).index(group) :]
@@ -203,5 +203,5 @@ def _circle(wiring: Dependencies, heads: list[int | None], done: set[int], group
     return f"deadlock: {'; '.join(shown)}"
 
 
-def _said(devices: Devices) -> str:
+def _device_label(devices: Devices) -> str:
     return f"device{'s' if len(devices) > 1 else ''} {show_devices(devices)}"

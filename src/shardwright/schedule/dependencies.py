@@ -75,13 +75,13 @@ class Dependencies:
 
 def merged(edges: Edges) -> dict[tuple[int, int], StageEdge]:
     """One edge for all values between the same two segments."""
-    found: dict[tuple[int, int], StageEdge] = {}
+    joined: dict[tuple[int, int], StageEdge] = {}
     for edge in (StageEdge(*edge) for edge in edges):
         pair = edge.source, edge.target
-        old = found.get(pair, StageEdge(*pair, 0.0, None))
+        old = joined.get(pair, StageEdge(*pair, 0.0, None))
         backward = edge.backward if old.backward is None else old.backward + (edge.backward or 0.0)
-        found[pair] = StageEdge(*pair, old.forward + edge.forward, backward)
-    return found
+        joined[pair] = StageEdge(*pair, old.forward + edge.forward, backward)
+    return joined
 
 
 def dependencies_of(schedule: Schedule, edges: Edges) -> Dependencies:
@@ -105,7 +105,7 @@ def dependencies_of(schedule: Schedule, edges: Edges) -> Dependencies:
             waits[following] += 1
     links: dict[tuple[int, int], int] = {}
     sends: list[list[StepMessage]] = [[] for _ in range(len(STEP_KINDS) * segments)]
-    places = [_places(groups, held) for held in schedule.holders]
+    places = [_places(groups, devices) for devices in schedule.holders]
     for source, target, kind, seconds in _messages(merged(edges).values(), backward=not schedule.inference):
         pairs = [(a, b) for a in places[source] for b in places[target] if a != b]
         if places[source] == places[target]:
@@ -127,9 +127,9 @@ def dependencies_of(schedule: Schedule, edges: Edges) -> Dependencies:
     )
 
 
-def _places(groups: tuple[Devices, ...], held: Devices) -> list[int]:
-    devices = set(held)
-    return [at for at, group in enumerate(groups) if group[0] in devices]
+def _places(groups: tuple[Devices, ...], holders: Devices) -> list[int]:
+    members = set(holders)
+    return [at for at, group in enumerate(groups) if group[0] in members]
 
 
 def _messages(edges: Iterable[StageEdge], *, backward: bool) -> Iterator[tuple[int, int, StepKind, float]]:

@@ -66,15 +66,15 @@ def _scale(run: SimulatedRun, cell: int) -> float:
 
 
 def _labels(schedule: Schedule, device: int) -> list[str]:
-    held = schedule.held_by(device)
+    segments = schedule.held_by(device)
 
     def label(step: Step) -> str:
         number = "P" if step.kind == "P" else str(step.microbatch)
-        if len(held) == 1:
+        if len(segments) == 1:
             return number
-        if len(held) > len(ascii_lowercase):
+        if len(segments) > len(ascii_lowercase):
             return f"{step.segment}.{number}"
-        return number + ascii_lowercase[held.index(step.segment)]
+        return number + ascii_lowercase[segments.index(step.segment)]
 
     return [label(step) for step in schedule.devices[device]]
 
@@ -104,5 +104,5 @@ def _shortened(line: str, width: int, cell: int) -> str:
     """The beginning and the end of a line that is too long, cut between cells of usual length."""
     if len(line) <= width:
         return line
-    kept = (width - len(MARK)) // (2 * cell) * cell
-    return f"{line[:kept]}{MARK}{line[len(line) - kept :]}"
+    shown = (width - len(MARK)) // (2 * cell) * cell
+    return f"{line[:shown]}{MARK}{line[len(line) - shown :]}"

@@ -1,10 +1,10 @@
 """The schedules that people know, as functions that return one.
 
-They are written over seats, one per position of the pipeline: seat 0 is device 0. `spread` gives a seat several
-devices. An own schedule is a function of the same shape, or a list of steps; `check` tells whether it can run.
+They are written over pipeline ranks: rank 0 is device 0. `spread` gives a pipeline rank several devices.
+A custom schedule is a function of the same shape, or a list of steps; `check` tells whether it can run.
 
-                     segments     bubble with F=B=W=1            kept on the fullest seat, in microbatches of a seat
-    gpipe            a seat: 1    3(p-1) of 3(m+p-1)             m
+                     segments     bubble with F=B=W=1            in flight on the fullest rank, in microbatches of it
+    gpipe            per rank: 1  3(p-1) of 3(m+p-1)             m
     1f1b             1            3(p-1) of 3(m+p-1)             p
     eager            1            the same; hides messages       2p - 1
     interleaved      chunks v     3(p-1)/v of 3m + 3(p-1)/v      about p + (p-1)/v
@@ -33,7 +33,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """A backward as soon as there can be one, so that seat k keeps at most stages - k microbatches."""
+    """A backward as soon as there can be one, so that pipeline rank k keeps at most stages - k microbatches."""
     _need(stages=stages, microbatches=microbatches)
     return _straight("1f1b", stages, microbatches, lambda pp_rank: stages - pp_rank - 1)
 
@@ -53,10 +53,10 @@ def _straight(name: str, stages: int, microbatches: int, ahead: Callable[[int], 
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with several segments a seat, segment k on seat k % stages: the bubble is `chunks` times smaller.
+    """1F1B with several segments per rank, segment k on pipeline rank k % stages: the bubble is `chunks` times smaller.
 
-    Microbatches go in rounds of at least one per seat, each round through all segments of a seat. Rounds are about
-    equal: a short last one would leave seats waiting, while longer ones only keep a little more.
+    Microbatches go in rounds of at least one per rank, each round through all segments of a rank. Rounds are about
+    equal: a short last one would leave pipeline ranks waiting, while longer ones only keep a little more.
     """
     _need(stages=stages, microbatches=microbatches, chunks=chunks)
     rounds = max(1, microbatches // stages)
@@ -73,9 +73,9 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with W put off by as many microbatches as the seat keeps fewer forwards than seat 0.
+    """ZB-H1: 1F1B with W put off by as many microbatches as the rank keeps fewer forwards than rank 0.
 
-    So every seat keeps stages microbatches, and the W that are left at the end fill what would be bubble.
+    So every pipeline rank keeps stages microbatches, and the W that are left at the end fill what would be bubble.
     """
     _need(stages=stages, microbatches=microbatches)
     rows = []
@@ -91,7 +91,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 
 def zbv(stages: int, microbatches: int) -> Schedule:
-    """ZB-V: segments k and 2 * stages - 1 - k on seat k, so that the last forward and first backward are on seat 0.
+    """ZB-V: segments k and 2 * stages - 1 - k on rank k, so that the last forward and first backward are on rank 0.
 
     Seat k starts when the first microbatch comes down, and (for F=B=W) is busy until its end:
 
@@ -145,7 +145,7 @@ def forward_only(stages: int | Sequence[Devices], microbatches: int) -> Schedule
 
     Made as if every segment took the same time and read from the one before: right for all values that cross forward.
     """
-    holders = _round_robin(stages) if isinstance(stages, int) else tuple(tuple(held) for held in stages)
+    holders = _round_robin(stages) if isinstance(stages, int) else tuple(tuple(devices) for devices in stages)
     _need(stages=len(holders), microbatches=microbatches)
     return greedy(
         holders, microbatches, [UNIT] * len(holders), pairwise(range(len(holders))), kinds="F", name="forward"
@@ -174,22 +174,24 @@ def fewer(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def spread(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
-    """The schedule with several devices for each seat, which do the same: seats[0] are the devices of device 0.
+    """The schedule with several devices for each rank, which do the same: pp_ranks[0] are the devices of device 0.
 
     Seats may differ in size. Every device from 0 on is in exactly one.
     """
     if len(pp_ranks) != len(schedule.devices):
-        raise ScheduleError(f"{schedule} has {len(schedule.devices)} seats, but devices are given for {len(pp_ranks)}")
-    seat_of = {device: pp_rank for pp_rank, devices in enumerate(pp_ranks) for device in devices}
-    if sorted(device for devices in pp_ranks for device in devices) != list(range(len(seat_of))) or not all(pp_ranks):
         raise ScheduleError(
-            f"the seats {list(pp_ranks)} must hold every device from 0 on exactly once, and each one some"
+            f"{schedule} has {len(schedule.devices)} pipeline ranks, but devices are named for {len(pp_ranks)}"
+        )
+    rank_of = {device: pp_rank for pp_rank, devices in enumerate(pp_ranks) for device in devices}
+    if sorted(device for devices in pp_ranks for device in devices) != list(range(len(rank_of))) or not all(pp_ranks):
+        raise ScheduleError(
+            f"the pipeline ranks {list(pp_ranks)} must have every device from 0 on exactly once, and none may be empty"
         )
     return replace(
         schedule,
-        devices=tuple(schedule.devices[seat_of[device]] for device in range(len(seat_of))),
+        devices=tuple(schedule.devices[rank_of[device]] for device in range(len(rank_of))),
         holders=tuple(
-            tuple(sorted(device for pp_rank in held for device in pp_ranks[pp_rank])) for held in schedule.holders
+            tuple(sorted(device for pp_rank in holders for device in pp_ranks[pp_rank])) for holders in schedule.holders
         ),
     )
 
@@ -198,9 +200,9 @@ def spread(schedule: Schedule, pp_ranks: Sequence[Devices]) -> Schedule:
 class ScheduleKind:
     """A schedule known by its name.
 
-    segments   how many there are on each seat
-    make       from the number of seats and of microbatches to the schedule
-    holders    from the number of seats to the seat of each segment, which is asked before a schedule is made
+    segments   how many there are on each pipeline rank
+    make       from the number of pipeline ranks and of microbatches to the schedule
+    holders    from the number of pipeline ranks to the rank of each segment, needed before a schedule is made
     """
 
     name: str
@@ -240,9 +242,9 @@ KINDS = {
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """One of KINDS, or "interleaved:3" for three segments a seat."""
-    if found := re.fullmatch(r"interleaved:([1-9]\d*)", name):
-        return _interleaved(name, int(found[1]))
+    """One of KINDS, or "interleaved:3" for three segments per pipeline rank."""
+    if match := re.fullmatch(r"interleaved:([1-9]\d*)", name):
+        return _interleaved(name, int(match[1]))
     if name not in KINDS:
         raise ScheduleError(f"there is no schedule {name!r}; the known ones are {', '.join(KINDS)} and interleaved:3")
     return KINDS[name]

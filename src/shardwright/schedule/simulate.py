@@ -160,10 +160,10 @@ def lower_bound(
     still have to go back to the start (with W apart it may end with a W). Exact for gpipe and 1f1b with equal stages
     and messages that take no time.
     """
-    ways = merged(edges).values()
+    joined = merged(edges).values()
     head = [0.0] * len(times)  # until the segment's first F begins
     tail = [0.0] * len(times)  # from the end of the segment's last B
-    for edge in sorted(ways):
+    for edge in sorted(joined):
         sent = edge.forward if holders[edge.source] != holders[edge.target] else 0.0
         head[edge.target] = max(head[edge.target], head[edge.source] + times[edge.source].forward + sent)
         if edge.backward is not None and not splits_weights:
@@ -171,15 +171,15 @@ def lower_bound(
             back = times[edge.source].backward + times[edge.source].weight
             tail[edge.target] = max(tail[edge.target], tail[edge.source] + back + sent)
     most = 0.0
-    for held in _by_device(holders):
-        work = sum(times[at].prologue + microbatches * sum(times[at][:3]) for at in held)
-        most = max(most, min(head[at] for at in held) + work + min(tail[at] for at in held))
+    for segments in _by_device(holders):
+        work = sum(times[at].prologue + microbatches * sum(times[at][:3]) for at in segments)
+        most = max(most, min(head[at] for at in segments) + work + min(tail[at] for at in segments))
     return most
 
 
 def _by_device(holders: Sequence[Devices]) -> Iterable[list[int]]:
-    found: dict[int, list[int]] = {}
-    for segment, held in enumerate(holders):
-        for device in held:
-            found.setdefault(device, []).append(segment)
-    return found.values()
+    segments: dict[int, list[int]] = {}
+    for segment, devices in enumerate(holders):
+        for device in devices:
+            segments.setdefault(device, []).append(segment)
+    return segments.values()

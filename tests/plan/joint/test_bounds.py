@@ -56,7 +56,11 @@ def test_bounds_that_know_of_memory_are_below_what_they_bound(room):
 
 def test_what_is_known_of_larger_microbatches_bounds_smaller_ones():
     search = PipelineSearch(setup(language(layers=4), find("4xA100-80GB"), training=MIXED))
-    rough = {(one.pp_ranks, one.microbatches): one for one in search.candidates if len(one.pp_ranks) == 1}
+    rough = {
+        (candidate.pp_ranks, candidate.microbatches): candidate
+        for candidate in search.candidates
+        if len(candidate.pp_ranks) == 1
+    }
     for (pp_ranks, microbatches), candidate in rough.items():
         if (pp_ranks, 2 * microbatches) in rough:
             search.candidates.sure(candidate)

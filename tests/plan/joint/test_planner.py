@@ -22,10 +22,10 @@ from .models import chain, language
 MIXED = TrainingSetup(compute="bfloat16")
 
 
-def setup(analysis, cluster, *, room=math.inf, training=None, **asked):
+def setup(analysis, cluster, *, room=math.inf, training=None, **request):
     return PipelineSetup(
         analysis=analysis, cluster=cluster, training=training or TrainingSetup(), limits=Limits(), size=cluster.size,
-        room=lambda pp_rank: room, asked=PipelineRequest(**asked),
+        room=lambda pp_rank: room, request=PipelineRequest(**request),
     )  # fmt: skip
 
 
@@ -48,14 +48,14 @@ def pairs(bounds):
 
 def test_equal_layers_are_cut_evenly():
     search = PipelineSearch(setup(chain(), find("4xA100-80GB"), stages=4, microbatches=8, schedule="1f1b"))
-    found = search.run().best
-    assert layers(found, search) == [2, 2, 2, 2]
+    best = search.run().best
+    assert layers(best, search) == [2, 2, 2, 2]
 
 
-def test_one_row_is_planned_without_a_batch_to_split():
-    found = find_joint(language(width=256, layers=2, batch=1), find("2xA100-80GB"), TrainingSetup(), SearchOptions())
-    assert found.plan.size == 2
-    assert found.plan.microbatches == 1
+def test_a_single_sample_is_planned_without_a_batch_to_split():
+    result = find_joint(language(width=256, layers=2, batch=1), find("2xA100-80GB"), TrainingSetup(), SearchOptions())
+    assert result.plan.size == 2
+    assert result.plan.microbatches == 1
 
 
 def test_a_faster_group_of_devices_gets_more_layers():
@@ -63,12 +63,12 @@ def test_a_faster_group_of_devices_gets_more_layers():
     search = PipelineSearch(
         setup(chain(layers=24), cluster, stages=4, microbatches=16, schedule="1f1b", training=MIXED)
     )
-    found = search.run().best
-    held = dict(
-        zip((cluster.device(pp_rank.devices[0]).name for pp_rank in found.pp_ranks), layers(found, search), strict=True)
+    best = search.run().best
+    blocks = dict(
+        zip((cluster.device(pp_rank.devices[0]).name for pp_rank in best.pp_ranks), layers(best, search), strict=True)
     )
-    assert held["A100-80GB"] >= 4 * held["V100-32GB"] > 0
-    assert sum(layers(found, search)) == 24
+    assert blocks["A100-80GB"] >= 4 * blocks["V100-32GB"] > 0
+    assert sum(layers(best, search)) == 24
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -96,17 +96,17 @@ def test_a_batch_in_one_piece_passes_stages_of_any_size_one_after_the_other():
 
 
 def test_a_model_that_fits_on_good_links_gets_no_pipeline():
-    found = find_joint(language(layers=4), find("4xA100-80GB"), MIXED, SearchOptions())
-    assert found.pipeline is None and not found.plan.is_pipeline
-    assert found.piped is not None and "pipeline" in note_of(found)
+    result = find_joint(language(layers=4), find("4xA100-80GB"), MIXED, SearchOptions())
+    assert result.pipeline is None and not result.plan.is_pipeline
+    assert result.piped is not None and "pipeline" in note_of(result)
 
 
 def test_slow_links_between_nodes_make_pipelines_win():
     cluster = slow_network(find("2x4xA100-80GB"), 1e9)
-    found = find_joint(language(width=4096, layers=4), cluster, MIXED, SearchOptions())
-    assert found.pipeline is not None
-    assert found.flat.best.time > found.pipeline.trial.seconds
-    pp_ranks = found.pipeline.trial.pp_ranks
+    result = find_joint(language(width=4096, layers=4), cluster, MIXED, SearchOptions())
+    assert result.pipeline is not None
+    assert result.flat.best.time > result.pipeline.trial.seconds
+    pp_ranks = result.pipeline.trial.pp_ranks
     assert all(len({cluster.node_of(rank) for rank in pp_rank.devices}) == 1 for pp_rank in pp_ranks)
 
 
@@ -117,9 +117,9 @@ def test_short_memory_is_met_by_recomputing_or_more_stages():
     )
     need = max(wide.memory(pp_rank) for pp_rank in range(2))
     short = need * 0.6
-    found = find_joint(analysis, cluster, MIXED, SearchOptions(memory=short))
-    if found.pipeline is not None:
-        assert max(held.peak for held in found.pipeline.memory) <= short
+    result = find_joint(analysis, cluster, MIXED, SearchOptions(memory=short))
+    if result.pipeline is not None:
+        assert max(peak.peak for peak in result.pipeline.memory) <= short
     tight = PipelineSearch(
         setup(analysis, cluster, training=MIXED, stages=2, schedule="1f1b", microbatches=4, room=short)
     )
@@ -131,15 +131,15 @@ def test_short_memory_is_met_by_recomputing_or_more_stages():
 
 def test_a_plan_of_a_pipeline_names_every_op_once_and_says_what_it_costs():
     analysis, cluster = language(width=4096, layers=4), slow_network(find("2x4xA100-80GB"), 1e9)
-    found = find_joint(analysis, cluster, MIXED, SearchOptions())
-    plan = found.plan
+    result = find_joint(analysis, cluster, MIXED, SearchOptions())
+    plan = result.plan
     names = [name for segment in plan.segments for name in segment.choices]
     assert sorted(names) == sorted(op.name for op in analysis.graph.ops)
     assert plan.size == 8 and plan.schedule and plan.is_pipeline
-    said = predicted(found, cluster, MIXED, analysis.graph)
-    assert said["seconds"] > 0 and len(said["pipeline"]["stages"]) == len(plan.segments)
-    assert 0 <= said["pipeline"]["bubble"] < 1 <= said["pipeline"]["balance"]
-    assert said["memory"]["peak"] <= said["limit"]
+    prediction = predicted(result, cluster, MIXED, analysis.graph)
+    assert prediction["seconds"] > 0 and len(prediction["pipeline"]["stages"]) == len(plan.segments)
+    assert 0 <= prediction["pipeline"]["bubble"] < 1 <= prediction["pipeline"]["balance"]
+    assert prediction["memory"]["peak"] <= prediction["limit"]
 
 
 def test_nothing_that_fits_is_an_error():
@@ -154,6 +154,6 @@ def test_the_search_ends_when_it_is_told():
         find("4xA100-80GB"),
         MIXED,
         SearchOptions(seconds=0.0),
-        progress=lambda *held: calls.append(held),
+        progress=lambda *report: calls.append(report),
     )
     assert calls

@@ -1,4 +1,4 @@
-"""The fronts of all kinds of seats, each made once."""
+"""The fronts of all kinds of pipeline ranks, each made once."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from .stage import StageSums, sums_of
 from .timed import MicrobatchTables
 
 Alike = tuple[tuple[int, ...], ...]
-"""Numbers of things that are alike, for each kind."""
+"""The indices of identical things, for each kind."""
 
 COARSE = (1, 16, 64, 256, 1024)
-"""Numbers of parts of a batch from which bounds of those with more parts are made."""
+"""Numbers of parts of a batch that are solved exactly; bounds for more parts scale from these."""
 
 
 class StageFronts:
-    """What the blocks of a graph use on seats, whatever the number of microbatches."""
+    """What the blocks of a graph use on pipeline ranks, for all numbers of microbatches."""
 
     def __init__(self, setup: PipelineSetup, blocks: Blocks) -> None:
         self.setup, self.blocks, self.cluster = setup, blocks, setup.cluster
         self.timed = MicrobatchTables(
             setup.analysis, setup.cluster, setup.training, setup.limits, setup.names,
-            recompute=setup.recompute, local=setup.local, like=setup.frame,
+            recompute=setup.recompute, local=setup.local, like=setup.context,
         )  # fmt: skip
         self.where: dict[bool, BlockOfEntries] = {}
         self._solver = Solver()
         self._fronts: dict[tuple[object, ...], StageFront | None] = {}
         self._quick: dict[tuple[int, int, int], float] = {}
-        self._known: dict[tuple[int, int], dict[int, float]] = {}  # the same for each group and inner axis
+        self._known: dict[
+            tuple[int, int], dict[int, float]
+        ] = {}  # parts of the batch to seconds, for each group and inner axis
         self._scales = [group.node.device.scales for group in self.cluster.groups]
         self._after: dict[tuple[object, ...], float] = {}
         self._sums: dict[tuple[int, int], StageSums] = {}
@@ -48,34 +50,34 @@ class StageFronts:
         return self.timed.kinds.of(pp_rank)
 
     def alike(self, pp_ranks: Sequence[RankDevices]) -> Alike:
-        """The numbers of the seats of each kind."""
-        found: dict[tuple[object, ...], list[int]] = {}
+        """The pipeline ranks of each kind."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
         for number, pp_rank in enumerate(pp_ranks):
-            found.setdefault(self.kind(pp_rank), []).append(number)
-        return tuple(map(tuple, found.values()))
+            kinds.setdefault(self.kind(pp_rank), []).append(number)
+        return tuple(map(tuple, kinds.values()))
 
     def of(self, pp_rank: RankDevices, microbatches: int) -> StageFront | None:
-        """None if some op can't be split as a seat asks for."""
+        """None if some op can't be sharded as the pipeline rank requires."""
         key = (self.kind(pp_rank), microbatches)
         if key not in self._fronts:
-            self._fronts[key] = self._made(pp_rank, microbatches)
+            self._fronts[key] = self._make(pp_rank, microbatches)
         return self._fronts[key]
 
-    def _made(self, pp_rank: RankDevices, microbatches: int) -> StageFront | None:
+    def _make(self, pp_rank: RankDevices, microbatches: int) -> StageFront | None:
         plain = self.timed.tables(pp_rank, microbatches)
         if plain is None:
             return None
-        for skeleton in (self.timed.frame.plain, self.timed.frame.recomputing):
+        for skeleton in (self.timed.context.plain, self.timed.context.recomputing):
             if bool(skeleton.layers) not in self.where:
                 self.where[bool(skeleton.layers)] = BlockOfEntries(skeleton, self.blocks)
 
-        def again() -> Tables | None:
-            return self.timed.tables(pp_rank, microbatches, again=True)
+        def recomputing() -> Tables | None:
+            return self.timed.tables(pp_rank, microbatches, recomputing=True)
 
-        return StageFront(plain, again, self.where, self._solver, microbatches)
+        return StageFront(plain, recomputing, self.where, self._solver, microbatches)
 
     def quick(self, pp_rank: RankDevices, microbatches: int) -> float:
-        """Seconds of a microbatch if all blocks were on this seat, at least, of ops and conversions alone."""
+        """A lower bound on the seconds of a microbatch if all blocks were on this rank, of ops and reshards alone."""
         key = self._key(pp_rank, microbatches)
         if key not in self._quick:
             front = self.of(pp_rank, microbatches)
@@ -84,11 +86,11 @@ class StageFronts:
         return self._quick[key]
 
     def _key(self, pp_rank: RankDevices, microbatches: int) -> tuple[int, int, int]:
-        """What decides how long a microbatch takes: the group of devices, parts of the batch, the inner axis."""
+        """What determines a microbatch's time: the group of devices, the parts of the batch, the inner axis."""
         return self.cluster.node_of(pp_rank.devices[0])[0], pp_rank.data * self.setup.parts(microbatches), pp_rank.inner
 
     def rough(self, pp_rank: RankDevices, microbatches: int) -> float:
-        """The same from below, from what larger parts of the batch take; exact where that says nothing."""
+        """A cheaper lower bound, scaled from larger parts of the batch; `quick` where none is known."""
         group, parts, inner = key = self._key(pp_rank, microbatches)
         if key in self._quick or not self._scales[group]:
             return self.quick(pp_rank, microbatches)
@@ -102,32 +104,32 @@ class StageFronts:
 
     def _coarse(self, pp_rank: RankDevices, parts: int) -> StageFront | None:
         """The front of the inner axis alone with the batch in so many parts, if there is one."""
-        one = replace(pp_rank, devices=pp_rank.devices[: pp_rank.inner], data=1)
-        return self.of(one, parts) if self.quick(one, parts) < math.inf else None
+        inner = replace(pp_rank, devices=pp_rank.devices[: pp_rank.inner], data=1)
+        return self.of(inner, parts) if self.quick(inner, parts) < math.inf else None
 
     def fits(self, pp_rank: RankDevices, microbatches: int, flight: float, room: float) -> bool:
-        """Whether the fastest of all has room, if all blocks are on this seat: then bounds need not know of memory."""
-        whole = self._coarse(pp_rank, 1)
-        if whole is None or whole.fastest is None:
+        """Whether the fastest solution fits if all blocks are on this rank: then bounds can ignore memory."""
+        front = self._coarse(pp_rank, 1)
+        if front is None or front.fastest is None:
             return False
-        kept = float(whole.fastest.total[Resource.KEPT]) / pp_rank.data / self.setup.parts(microbatches)
-        return flight * kept + self.timed.parameters(pp_rank, microbatches).fast_stored(microbatches) <= room
+        saved = float(front.fastest.total[Resource.KEPT]) / pp_rank.data / self.setup.parts(microbatches)
+        return flight * saved + self.timed.parameters(pp_rank, microbatches).fast_stored(microbatches) <= room
 
     def floor(self, pp_rank: RankDevices, microbatches: int, times: float, flight: float) -> LeastCosts | None:
-        """About `Front.tight` from below, as parts of what larger parts take; None where that says nothing."""
+        """A lower bound on `StageFront.tight`, scaled from larger parts of the batch; None where none is known."""
         parts = pp_rank.data * self.setup.parts(microbatches)
         larger = 1 if self.setup.local else max(at for at in COARSE if parts % at == 0)
-        whole = self._coarse(pp_rank, larger) if self._scales[self._key(pp_rank, 1)[0]] else None
-        floor = whole.floor if whole is not None else None
+        front = self._coarse(pp_rank, larger) if self._scales[self._key(pp_rank, 1)[0]] else None
+        floor = front.floor if front is not None else None
         if floor is None:
             return None
-        held, share = self.timed.parameters(pp_rank, microbatches), larger / parts
+        parameters, share = self.timed.parameters(pp_rank, microbatches), larger / parts
         prices = floor.prices * times / flight
-        least = times * share * floor.least + held.least_at(prices, microbatches)
-        return LeastCosts(prices, least, flight * share * floor.bytes + held.stored)
+        least = times * share * floor.least + parameters.least_at(prices, microbatches)
+        return LeastCosts(prices, least, flight * share * floor.bytes + parameters.stored)
 
     def after(self, pp_rank: RankDevices, microbatches: int) -> float:
-        """Seconds of a step that parameters take by themselves, at least, if all are on this seat."""
+        """A lower bound on the seconds of a step for parameters alone, if all are on this rank."""
         key = (self.kind(pp_rank), microbatches)
         if key not in self._after:
             self._after[key] = float(
@@ -135,8 +137,8 @@ class StageFronts:
             )
         return self._after[key]
 
-    def sums(self, front: StageFront, way: StageSolution, width: int) -> StageSums:
-        key = (id(way), width)
+    def sums(self, front: StageFront, solution: StageSolution, width: int) -> StageSums:
+        key = (id(solution), width)
         if key not in self._sums:
-            self._sums[key] = sums_of(front, way, width)
+            self._sums[key] = sums_of(front, solution, width)
         return self._sums[key]

@@ -1,8 +1,8 @@
 """A plan for a graph, flat or as a pipeline, whichever is faster.
 
-A flat plan is looked for first (`plan.auto`); pipelines have to be faster than it, or it does not fit. The best of
-them are solved stage by stage (`refine`), and a walk through them says whether they fit; what it finds beyond the
-sums is reserved, and they are solved again.
+A flat plan is searched first (`plan.auto`); a pipeline has to be faster, or the flat plan must not fit. The best
+pipelines are solved stage by stage (`refine`), and a memory simulation says whether they fit; what it finds beyond
+the sums is reserved, and they are solved again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .solved import SolvedPipeline
 from .trial import PipelineTrial, flights
 
 ATTEMPTS = 4
-"""How often a pipeline is solved until it fits: what comes and goes is known only when there is one."""
+"""How often a pipeline is solved until it fits: its transient memory is known only once it is solved."""
 
 LEFT_OUT = (
     "the search: in a pipeline the outer axis of a stage splits the batch and nothing else, and the inner one lies "
@@ -38,24 +38,24 @@ LEFT_OUT = (
 )
 
 MOST_SOLVED = 4
-"""Trials that are solved, the most promising first."""
+"""The most trials that are solved, the most promising first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineResult:
-    """A pipeline that was solved and walked through."""
+    """A pipeline that was solved and whose memory was simulated."""
 
-    made: SolvedPipeline
-    memory: tuple[MemoryPeak, ...]  # of each seat
+    solved: SolvedPipeline
+    memory: tuple[MemoryPeak, ...]  # of each pipeline rank
     piped: PipelineSearchResult
-    rooms: tuple[float, ...]  # bytes that a device of each seat may use
+    rooms: tuple[float, ...]  # the memory limit of a device of each pipeline rank
 
     def room(self, pp_rank: int) -> float:
         return self.rooms[pp_rank]
 
     @property
     def trial(self) -> PipelineTrial:
-        return self.made.trial
+        return self.solved.trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +86,14 @@ class JointPlanner:
                 break
             if best is not None and self.setup.stop():
                 break
-            found = self.solved(trial, piped)
-            if found is not None and found.trial.seconds < upper:
-                best = found
+            result = self.solved(trial, piped)
+            if result is not None and result.trial.seconds < upper:
+                best = result
             self.setup.progress(f"solved {trial}", math.inf if best is None else best.trial.seconds)
         return best
 
     def solved(self, trial: PipelineTrial, piped: PipelineSearchResult) -> PipelineResult | None:
-        """A trial solved so that a walk through it fits; None if that was not found."""
+        """A trial solved such that its simulated memory fits; None if no such solution was found."""
         refiner = self.refiner
         over = [self.search.reserve] * len(trial.pp_ranks)
         for _ in range(ATTEMPTS):
@@ -101,32 +101,32 @@ class JointPlanner:
             if stages is None:
                 return None
             again = self.search.timed_trial(
-                trial.pp_ranks, trial.microbatches, trial.schedule, [held.stage for held in stages], trial.mixes,
+                trial.pp_ranks, trial.microbatches, trial.schedule, [solved.stage for solved in stages], trial.mixes,
                 trial.bounds,
             )  # fmt: skip
-            made = SolvedPipeline(
+            pipeline = SolvedPipeline(
                 trial=again,
                 solved=tuple(stages),
                 line=self.search.line,
                 places=self.search.blocks.places,
                 local=self.setup.local,
             )
-            memory = made.memory(self.setup.cluster, self.setup.training)
-            more = [held.peak - self.setup.room(pp_rank) for held, pp_rank in zip(memory, trial.pp_ranks, strict=True)]
+            memory = pipeline.memory(self.setup.cluster, self.setup.training)
+            more = [peak.peak - self.setup.room(pp_rank) for peak, pp_rank in zip(memory, trial.pp_ranks, strict=True)]
             if max(more) <= 0:
                 rooms = tuple(self.setup.room(pp_rank) for pp_rank in trial.pp_ranks)
-                return PipelineResult(made=made, memory=memory, piped=piped, rooms=rooms)
+                return PipelineResult(solved=pipeline, memory=memory, piped=piped, rooms=rooms)
             over = [
-                max(old, held.peak - again.memory(pp_rank)) * 1.01 if more[pp_rank] > 0 else old
-                for pp_rank, (old, held) in enumerate(zip(over, memory, strict=True))
+                max(old, peak.peak - again.memory(pp_rank)) * 1.01 if more[pp_rank] > 0 else old
+                for pp_rank, (old, peak) in enumerate(zip(over, memory, strict=True))
             ]
         return None
 
     def _stages(self, trial: PipelineTrial, refiner: Refiner, over: Sequence[float]) -> list[SolvedStage] | None:
-        found = []
+        stages = []
         flight = flights(trial.schedule, len(trial.pp_ranks), trial.microbatches)
         for part, pp_rank in enumerate(trial.holders):
-            own = trial.of_seat(pp_rank)
+            own = trial.stages_of(pp_rank)
             share = round(trial.parts[part].memory(flight[pp_rank] / len(own)) / max(trial.memory(pp_rank), 1.0), 2)
             room = (self.setup.room(trial.pp_ranks[pp_rank]) - over[pp_rank]) * (share if len(own) > 1 else 1.0)
             front = self.search.fronts.of(trial.pp_ranks[pp_rank], trial.microbatches)
@@ -135,8 +135,8 @@ class JointPlanner:
             solved = refiner.solve(front, begin, end, flight[pp_rank] / len(own), room)
             if solved is None:
                 return None
-            found.append(solved)
-        return found
+            stages.append(solved)
+        return stages
 
 
 def find_plan(
@@ -149,29 +149,29 @@ def find_plan(
     progress: Progress | None = None,
 ) -> JointResult:
     """The best plan for a graph on a cluster, flat or as a pipeline."""
-    began, told = time.monotonic(), progress or (lambda what, best: None)
+    began, report = time.monotonic(), progress or (lambda what, best: None)
     limits = bind(options.constraints, analysis)
-    asked = pipeline_request(limits, options)
-    only = needs_pipeline(asked, limits)
-    frame = SearchContext(analysis, cluster, training, limits, recompute=options.recompute)
+    request = pipeline_request(limits, options)
+    only = needs_pipeline(request, limits)
+    context = SearchContext(analysis, cluster, training, limits, recompute=options.recompute)
     flat: SearchResult | None = None
     fault: NothingFits | None = None
     try:
         flat = (
             None
             if only
-            else search_flat(analysis, cluster, training, options, size=size, progress=progress, like=frame)
+            else search_flat(analysis, cluster, training, options, size=size, progress=progress, like=context)
         )
     except NothingFits as error:
         fault = error
     trained = analysis.graph.entry.startswith("train")
-    flat_only = asked.stages == 1 or options.data_only or not options.pipelines or not analysis.live
+    flat_only = request.stages == 1 or options.data_only or not options.pipelines or not analysis.live
     if not trained or (flat_only and not only):
         return _flat(flat, None, fault, None)
 
     def late() -> bool:
-        said = options.stop is not None and options.stop()
-        return said or time.monotonic() - began > options.seconds
+        stopped = options.stop is not None and options.stop()
+        return stopped or time.monotonic() - began > options.seconds
 
     upper = math.inf if flat is None else flat.best.time
     setup = PipelineSetup(
@@ -184,21 +184,21 @@ def find_plan(
         recompute=options.recompute,
         local=options.local,
         names=axes_of(limits),
-        asked=asked,
-        frame=frame,
+        request=request,
+        context=context,
         slack=options.slack,
         upper=upper,
         stop=late,
-        progress=lambda what, best: told(what, min(best, upper)),
+        progress=lambda what, best: report(what, min(best, upper)),
     )
     planner = JointPlanner(setup)
     check_pipeline_request(planner.search)
-    found = planner.run()
-    if found is None:
+    result = planner.run()
+    if result is None:
         return _flat(flat, planner.piped, fault, planner.search)
     notes = [f"keeps to {item.said}" for item in options.constraints.items]
-    plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
-    return JointResult(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
+    plan = result.solved.plan(cluster, [*notes, *LEFT_OUT])
+    return JointResult(plan=plan, flat=flat, pipeline=result, piped=planner.piped)
 
 
 def _flat(
@@ -207,7 +207,7 @@ def _flat(
     fault: NothingFits | None,
     search: PipelineSearch | None,
 ) -> JointResult:
-    """The flat plan, as there is no pipeline; or why there is none either."""
+    """The flat plan, as there is no pipeline; else the error that says why there is none either."""
     if flat is not None:
         return JointResult(plan=flat.plan, flat=flat, pipeline=None, piped=piped)
     if fault is not None:

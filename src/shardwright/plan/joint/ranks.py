@@ -1,10 +1,10 @@
-"""Seats: the devices of each stage of a pipeline, and the mesh that they are.
+"""Pipeline ranks: the devices that run the same stages, and the mesh they form.
 
-A pipeline has a row of seats, in the order of the cluster's ranks, or with its groups the other way round. Seats on
-groups of different devices may differ in size; on one group they are equal, or, where the count does not divide, of two
-sizes. In a seat the outer axis splits the batch, and the inner one, inside of a node, may split anything:
+Pipeline ranks are laid out in the order of the cluster's ranks, or with its groups reversed. Ranks on groups of
+different devices may differ in size; on one group they are equal, or, where the count does not divide, of two sizes.
+In a pipeline rank the outer axis splits the batch, and the inner one, inside a node, may split anything:
 
-    32 devices in nodes of 8, 4 seats of 8       8 x 1, 4 x 2, 2 x 4, 1 x 8
+    32 devices in nodes of 8, 4 pipeline ranks of 8       8 x 1, 4 x 2, 2 x 4, 1 x 8
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ...layout import Axis, Mesh
 from ..meshes import divisors
 
 MOST_UNEQUAL = 8
-"""Devices up to which seats of two sizes are looked at."""
+"""Up to this many devices, pipeline ranks of two sizes are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankDevices:
-    """One stage's devices: `data` groups of `inner` neighbours, on axes of these names."""
+    """The devices of one pipeline rank: `data` groups of `inner` neighbours, on axes of these names."""
 
     devices: tuple[int, ...]
     data: int
@@ -39,7 +39,7 @@ class RankDevices:
         return Mesh(axes=axes, devices=self.devices)
 
     def kind(self, cluster: Cluster) -> tuple[object, ...]:
-        """Seats of one kind take the same time for everything."""
+        """Pipeline ranks of one kind take the same time for everything."""
         both = (Axis(name=name, size=size) for name, size in zip(self.names, (self.data, self.inner), strict=True))
         mesh = Mesh(axes=tuple(both), devices=self.devices)
         spans = tuple(cluster.spans(mesh, axes) for axes in (self.names[:1], self.names[1:], self.names))
@@ -47,11 +47,11 @@ class RankDevices:
 
 
 Run = tuple[int, int, int]
-"""Seats in a row that are alike: how many, of how many devices, beginning at which rank."""
+"""Consecutive identical pipeline ranks: how many, of how many devices, beginning at which device."""
 
 
 def rank_assignments(cluster: Cluster, size: int) -> Iterator[tuple[Run, ...]]:
-    """All ways to divide the first `size` devices of a cluster into seats."""
+    """All ways to divide the first `size` devices of a cluster into pipeline ranks."""
     groups = _groups(cluster, size)
     if len(groups) == 1:
         yield from _equal_or_two(size)
@@ -64,18 +64,18 @@ def rank_assignments(cluster: Cluster, size: int) -> Iterator[tuple[Run, ...]]:
 
 def _groups(cluster: Cluster, size: int) -> list[tuple[int, int]]:
     """The first rank and the number of devices of each group of equal devices."""
-    found: list[tuple[int, int]] = []
+    groups: list[tuple[int, int]] = []
     last, start = None, 0
     for group in cluster.groups:
         count = min(group.size, size - start)
         if count <= 0:
             break
         if last is not None and group.node == last:
-            found[-1] = (found[-1][0], found[-1][1] + count)
+            groups[-1] = (groups[-1][0], groups[-1][1] + count)
         else:
-            found.append((start, count))
+            groups.append((start, count))
         last, start = group.node, start + count
-    return found
+    return groups
 
 
 def _equal_or_two(size: int) -> Iterator[tuple[Run, ...]]:
@@ -94,11 +94,11 @@ def _equal_or_two(size: int) -> Iterator[tuple[Run, ...]]:
 def place_ranks(
     runs: Sequence[Run], cluster: Cluster, names: tuple[str, str], data_only: bool = False
 ) -> Iterator[tuple[RankDevices, ...]]:
-    """The seats of some runs, for each way to give a run its inner axis."""
-    ways = [[inner for inner in divisors(count) if inner <= _inside(cluster, start)] for _, count, start in runs]
+    """The pipeline ranks of some runs, for each choice of the runs' inner axes."""
+    inner_sizes = [[inner for inner in divisors(count) if inner <= _inside(cluster, start)] for _, count, start in runs]
     if data_only:
-        ways = [[1] for _ in runs]
-    for inners in product(*ways):
+        inner_sizes = [[1] for _ in runs]
+    for inners in product(*inner_sizes):
         yield tuple(
             RankDevices(
                 devices=tuple(range(start + at * count, start + (at + 1) * count)),
@@ -112,7 +112,7 @@ def place_ranks(
 
 
 class RankKinds:
-    """The kinds of seats, each found once: seats that begin at the same place of like nodes are of one kind."""
+    """The kinds of pipeline ranks, cached: ranks that begin at the same place of identical nodes are of one kind."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -121,9 +121,9 @@ class RankKinds:
     def of(self, pp_rank: RankDevices) -> tuple[object, ...]:
         first, last = pp_rank.devices[0], pp_rank.devices[-1]
         groups, group = self.cluster.groups, self.cluster.node_of(first)[0]
-        start: object = pp_rank.devices  # seats of several groups, or with gaps, are looked at one by one
+        start: object = pp_rank.devices  # ranks across groups, or with gaps, are not cached by place
         if group == self.cluster.node_of(last)[0] and last - first + 1 == len(pp_rank.devices):
-            start = (group, (first - sum(held.size for held in groups[:group])) % groups[group].node.devices)
+            start = (group, (first - sum(before.size for before in groups[:group])) % groups[group].node.devices)
         key = (start, len(pp_rank.devices), pp_rank.data, pp_rank.inner, pp_rank.names)
         if key not in self._known:
             self._known[key] = pp_rank.kind(self.cluster)

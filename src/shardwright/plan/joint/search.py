@@ -1,11 +1,11 @@
 """The search over pipelines: stages, the devices and the mesh of each, microbatches, the schedule, cuts, recomputation.
 
-    for every row of seats, number of microbatches and schedule    bound a step from below (`candidates`)
-    the most promising first                                       cut the line (`cuts`), each stage with the ways that
+    for all pipeline ranks, numbers of microbatches, schedules     bound a step from below (`candidates`)
+    the most promising first                                       cut the graph (`cuts`), each stage by solutions that
                                                                    fit its memory (`front`, `stage`), and simulate it
     until no bound is lower                                        than the best that was found
 
-One stage with several microbatches is a pipeline too: gradients are added up within a step.
+One stage with several microbatches is gradient accumulation within a step, and is searched here too.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ from .timed import fault_of_time
 from .trial import Mix, PipelineTrial, flights, run_of
 
 Prices = Callable[[RankDevices, float, float, float], LeastCosts | None]
-"""For a seat, times of a microbatch, microbatches in flight and bytes that there are: what is least at some prices."""
+"""For a pipeline rank, times of a microbatch, microbatches in flight and a memory limit: the least costs at some
+prices."""
 
 DIVES = 2
-"""Candidates that are tried as soon as their bound is sure, so that there is soon a time to stay below."""
+"""Candidates tried as soon as their bound is sure, so that there is soon a time to prune by."""
 
 KEPT_TRIALS = 40
-"""Trials of which the next best are told."""
+"""Trials from which the runners-up are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSearchResult:
-    """The best pipeline, the others that were tried (the fastest first), and what was looked at."""
+    """The best pipeline, the others that were tried (the fastest first), and how many were tried."""
 
     best: PipelineTrial | None
     others: tuple[PipelineTrial, ...]
     blocks: Blocks
     bound: float
-    looked: int
-    left: int  # candidates that were bounded away
+    tried: int
+    pruned: int  # candidates pruned by their bound
     stopped: bool
 
 
 class PipelineSearch:
-    """One search. `fault` says why the batch can't be cut, if it can't."""
+    """One search. `fault` says why the batch can't be split into microbatches, if it can't."""
 
     def __init__(self, setup: PipelineSetup) -> None:
         self.setup, self.analysis, self.cluster = setup, setup.analysis, setup.cluster
@@ -66,7 +67,7 @@ class PipelineSearch:
         self.blocks = Blocks(self.line, setup.training, pivots=limits.pivots, uncut=limits.uncut.values())
         self.fronts = StageFronts(setup, self.blocks)
         self.fault = fault_of_time(setup.analysis)
-        self.candidates = PipelineCandidates(setup, self.blocks, self.fronts, cut=self.fault is None)
+        self.candidates = PipelineCandidates(setup, self.blocks, self.fronts, can_split_batch=self.fault is None)
         self.reserve = standing_bytes(setup.analysis)
         self.leaving = self._leaving()
         self.best: PipelineTrial | None = None
@@ -74,9 +75,11 @@ class PipelineSearch:
         self._entering: dict[tuple[object, ...], np.ndarray] = {}
 
     def _leaving(self) -> float:
-        """Seconds until every rank has the outputs of the model: those that have rows, once a step."""
+        """Seconds to send the model's outputs to every rank, once a step; scalars are not counted."""
         values = [
-            self.analysis.graph.values[held.value] for held in self.analysis.graph.outputs if held.value is not None
+            self.analysis.graph.values[output.value]
+            for output in self.analysis.graph.outputs
+            if output.value is not None
         ]
         bytes = sum(value.elements * self.setup.training.item(value) for value in values if value.shape)
         span = self.cluster.span(range(self.setup.size))
@@ -88,9 +91,9 @@ class PipelineSearch:
         return min(best, self.setup.upper) * (1.0 - self.setup.slack)
 
     def run(self) -> PipelineSearchResult:
-        waiting = [(held.bound, number, held) for number, held in enumerate(self.candidates)]
+        waiting = [(candidate.bound, number, candidate) for number, candidate in enumerate(self.candidates)]
         heapify(waiting)
-        count, looked, stopped, bound = len(waiting), 0, False, math.inf
+        count, tried, stopped, bound = len(waiting), 0, False, math.inf
         while waiting:
             lowest, number, candidate = heappop(waiting)
             if lowest >= self.upper:
@@ -101,29 +104,29 @@ class PipelineSearch:
                 break
             if not candidate.sure:
                 candidate = self.closer(candidate)
-                if not candidate.sure or looked >= DIVES or candidate.bound >= self.upper:
+                if not candidate.sure or tried >= DIVES or candidate.bound >= self.upper:
                     heappush(waiting, (candidate.bound, number, candidate))
                     continue
-            looked += 1
+            tried += 1
             trial = self.tried(candidate)
             if trial is not None:
                 self.trials.append(trial)
                 if trial.seconds < (self.best.seconds if self.best is not None else math.inf):
                     self.best = trial
                 self.setup.progress(f"tried {trial}", self.best.seconds if self.best is not None else math.inf)
-        others = sorted((held for held in self.trials if held is not self.best), key=lambda held: held.seconds)
+        others = sorted((trial for trial in self.trials if trial is not self.best), key=lambda trial: trial.seconds)
         return PipelineSearchResult(
             best=self.best,
             others=tuple(others[:KEPT_TRIALS]),
             blocks=self.blocks,
             bound=min(bound, self.best.seconds if self.best is not None else math.inf),
-            looked=looked,
-            left=count - looked,
+            tried=tried,
+            pruned=count - tried,
             stopped=stopped,
         )
 
-    def any_seat(self) -> RankDevices:
-        """A seat of one device."""
+    def single_device(self) -> RankDevices:
+        """A pipeline rank of one device."""
         return RankDevices(devices=(0,), data=1, inner=1, names=self.setup.names)
 
     def tried(self, candidate: PipelineCandidate) -> PipelineTrial | None:
@@ -140,53 +143,53 @@ class PipelineSearch:
         for pp_rank in holders:
             key = (self.fronts.kind(pp_ranks[pp_rank]), flight[pp_rank])
             if key not in known:
-                made = self.choice(pp_ranks[pp_rank], microbatches, flight[pp_rank], kind.segments, width)
-                if made is None:
+                choice = self.choice(pp_ranks[pp_rank], microbatches, flight[pp_rank], kind.segments, width)
+                if choice is None:
                     return None
-                known[key] = made
+                known[key] = choice
             choices.append(known[key])
         pairs = [(pp_ranks[a], pp_ranks[b]) for a, b in zip([holders[0], *holders], holders, strict=False)]
         entering = [self.entering(giver, taker, microbatches) for giver, taker in pairs]
         stages = self.stages(choices, entering)
         both = [2.0 * more for more in entering]
         fill = fill_of(schedule)
-        found = cut_into_stages(stages, both, (microbatches - 1) * kind.segments, fill)
-        if found is None or found.seconds >= self.upper:
+        cuts = cut_into_stages(stages, both, (microbatches - 1) * kind.segments, fill)
+        if cuts is None or cuts.seconds >= self.upper:
             return None
-        return self.simulated(candidate, choices, found.bounds)
+        return self.simulated(candidate, choices, cuts.bounds)
 
     def closer(self, candidate: PipelineCandidate) -> PipelineCandidate:
         """The same with the next better bound, the cheapest first."""
         if not candidate.within:
             return self.within(candidate)
-        found = self.candidates.by_now(candidate)
-        return found if found.bound > candidate.bound * (1 + 1e-9) else self.candidates.sure(candidate)
+        bounded = self.candidates.by_now(candidate)
+        return bounded if bounded.bound > candidate.bound * (1 + 1e-9) else self.candidates.sure(candidate)
 
     def within(self, candidate: PipelineCandidate) -> PipelineCandidate:
-        """The same with a bound that knows of the memory."""
-        microbatches, found = candidate.microbatches, replace(candidate, within=True)
+        """The same with a bound that takes memory into account."""
+        microbatches, bounded = candidate.microbatches, replace(candidate, within=True)
 
         def priced(pp_rank: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
             return self.fronts.floor(pp_rank, microbatches, times, flight)
 
         if self.roomy(candidate):
-            return found
+            return bounded
         alone = for_each(candidate.pp_ranks, candidate.alike, self.fronts.rough, microbatches)
-        return replace(found, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
+        return replace(bounded, bound=max(candidate.bound, self.bounded(candidate, alone, priced)))
 
     def roomy(self, candidate: PipelineCandidate) -> bool:
-        """Whether the memory of all seats together is more than enough, so that it is not worth a look."""
+        """Whether the memory of all pipeline ranks together is ample, so that bounds can ignore it."""
         pp_ranks, microbatches = candidate.pp_ranks, candidate.microbatches
         flight = flights(candidate.schedule, len(pp_ranks), microbatches)
         each = schedule_kind(candidate.schedule).segments
-        rooms = sum(len(held) * (self.setup.room(pp_ranks[held[0]]) - self.reserve) for held in candidate.alike)
+        rooms = sum(len(alike) * (self.setup.room(pp_ranks[alike[0]]) - self.reserve) for alike in candidate.alike)
         return all(
-            self.fronts.fits(pp_ranks[held[0]], microbatches, min(flight[number] for number in held) / each, rooms)
-            for held in candidate.alike
+            self.fronts.fits(pp_ranks[alike[0]], microbatches, min(flight[number] for number in alike) / each, rooms)
+            for alike in candidate.alike
         )
 
     def tight(self, candidate: PipelineCandidate) -> float:
-        """About what a step takes at least, from the ways of its seats, if all seats of a kind share one memory."""
+        """Roughly the least step time, from the fronts of its ranks, if all ranks of a kind shared one memory."""
         microbatches = candidate.microbatches
 
         def priced(pp_rank: RankDevices, times: float, flight: float, room: float) -> LeastCosts | None:
@@ -199,9 +202,9 @@ class PipelineSearch:
         return self.bounded(candidate, alone, priced)
 
     def bounded(self, candidate: PipelineCandidate, alone: Sequence[float], priced: Prices) -> float:
-        """Seconds of a step at least, from those of all blocks on each kind of seat at some prices of memory.
+        """The least step time, from the least costs of all blocks on each kind of rank at some prices of memory.
 
-        `alone`: seconds of a microbatch on each seat, whatever the memory.
+        `alone`: seconds of a microbatch if each rank ran all blocks, ignoring memory.
         """
         pp_ranks, microbatches, fill = candidate.pp_ranks, candidate.microbatches, fill_of(candidate.schedule)
         flight = flights(candidate.schedule, len(pp_ranks), microbatches)
@@ -209,19 +212,19 @@ class PipelineSearch:
         same = len(candidate.alike) == 1
         times = microbatches + fill * (len(pp_ranks) - 1) if same else float(microbatches)
         loads = []
-        for held in candidate.alike:
-            pp_rank, kept = pp_ranks[held[0]], min(flight[number] for number in held) / each
+        for alike in candidate.alike:
+            pp_rank, in_flight = pp_ranks[alike[0]], min(flight[number] for number in alike) / each
             room = self.setup.room(pp_rank) - self.reserve
-            found = priced(pp_rank, times, kept, room * len(held) if same else room)
-            if found is None:
+            costs = priced(pp_rank, times, in_flight, room * len(alike) if same else room)
+            if costs is None:
                 return candidate.bound
-            loads.append(load_of(len(held), found, room))
+            loads.append(load_of(len(alike), costs, room))
         return least_seconds(loads) + self.leaving + (0.0 if same else idle_seconds(alone, fill))
 
     def stages(self, choices: Sequence[StageChoice], entering: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Seconds of each stage: what it computes, or what its link is busy. Without the runs that are not allowed."""
+        """Seconds of each stage: its compute, or its link if that is slower. Runs across a pivot are infinite."""
         known: dict[tuple[int, int], np.ndarray] = {}
-        found = []
+        stages = []
         for choice, more in zip(choices, entering, strict=True):
             key = (id(choice), id(more))
             if key not in known:
@@ -231,11 +234,11 @@ class PipelineSearch:
                     last = first + 1 + np.arange(seconds.shape[1])[None, :]
                     seconds = np.where((first < bound) & (bound < last), np.inf, seconds)
                 known[key] = seconds
-            found.append(known[key])
-        return found
+            stages.append(known[key])
+        return stages
 
     def width(self, segments: int) -> int:
-        """How many blocks a segment may have: all that are within some times its share of the work."""
+        """The most blocks a segment may have: those within 2.5 times its share of the work."""
         count = self.blocks.count
         if count <= 64 or segments <= 2:
             return count
@@ -253,23 +256,25 @@ class PipelineSearch:
         room = (self.setup.room(pp_rank) - self.reserve) / segments
         each = flight / segments
         fastest = self.fronts.sums(front, front.fastest, width)
-        ways: list[StageSolution] = [front.fastest]
-        if float((fastest.stored + each * fastest.kept).max()) > room:
-            ways = front.ways(2.0 ** math.ceil(math.log2(max(1.0, each))))
-        return StageChoice(front, ways, [self.fronts.sums(front, way, width) for way in ways], each, room)
+        solutions: list[StageSolution] = [front.fastest]
+        if float((fastest.stored + each * fastest.saved).max()) > room:
+            solutions = front.solutions(2.0 ** math.ceil(math.log2(max(1.0, each))))
+        return StageChoice(
+            front, solutions, [self.fronts.sums(front, solution, width) for solution in solutions], each, room
+        )
 
     def entering(self, giver: RankDevices, taker: RankDevices, microbatches: int) -> np.ndarray:
-        """Seconds that the values of a microbatch take from one seat to another, for each bound."""
+        """Seconds to send the values of a microbatch from one pipeline rank to another, for each bound."""
         ends = ((giver.devices[0], taker.devices[0]), (giver.devices[-1], taker.devices[-1]))
         spans = tuple(self.cluster.span(pair) for pair in ends) if giver.devices != taker.devices else ()
         key = (spans, microbatches, min(giver.data, taker.data))
         if key not in self._entering:
-            rows, rest = self.blocks.crossing
-            bytes = rows / self.setup.parts(microbatches) / min(giver.data, taker.data) + rest
+            batched, unbatched = self.blocks.crossing
+            bytes = batched / self.setup.parts(microbatches) / min(giver.data, taker.data) + unbatched
             measured = self.cluster.measured
             self._entering[key] = np.array([
-                max((collective_time("send", held, span, measured) for span in spans), default=0.0)
-                for held in bytes.tolist()
+                max((collective_time("send", size, span, measured) for span in spans), default=0.0)
+                for size in bytes.tolist()
             ])  # fmt: skip
         return self._entering[key]
 
@@ -284,7 +289,7 @@ class PipelineSearch:
         self, pp_ranks: tuple[RankDevices, ...], microbatches: int, schedule: str, stages: Sequence[StageCost],
         mixes: tuple[Mix, ...], bounds: tuple[int, ...],
     ) -> PipelineTrial:  # fmt: skip
-        """A pipeline of these stages, with the time that it takes."""
+        """A pipeline of these stages, with its simulated time."""
         holders = [pp_rank for (pp_rank,) in schedule_kind(schedule).holders(len(pp_ranks))]
         links = tuple(
             float(self.entering(pp_ranks[giver], pp_ranks[taker], microbatches)[bound])
@@ -292,7 +297,7 @@ class PipelineSearch:
         )
         _, total = run_of(schedule, len(pp_ranks), microbatches, stages, links)
         once = self.leaving + max(
-            sum(part.once for part, held in zip(stages, holders, strict=True) if held == pp_rank)
+            sum(part.once for part, holder in zip(stages, holders, strict=True) if holder == pp_rank)
             for pp_rank in range(len(pp_ranks))
         )
         busy = sum(part.forward + part.backward for part in stages) * microbatches / len(pp_ranks)
@@ -311,11 +316,11 @@ class PipelineSearch:
 
 
 def standing_bytes(analysis: Analysis) -> float:
-    """Bytes of the batch as it is passed, of buffers and of constants, which every rank has whole."""
+    """Bytes of the batch as passed, of buffers and of constants, which are replicated on every rank."""
     graph, views = analysis.graph, strides_of(analysis.graph).views
-    found = {held.value for held in graph.inputs} | {held.value for held in graph.buffers}
+    names = {item.value for item in graph.inputs} | {item.value for item in graph.buffers}
     for op in graph.ops:
         if analysis.is_constant(op) and op.name not in views:
             users = [user for name in op.outputs for user, _ in graph.users[name]]
-            found |= set() if all(analysis.is_constant(user) for user in users) else set(op.outputs)
-    return float(sum(graph.values[name].bytes for name in found))
+            names |= set() if all(analysis.is_constant(user) for user in users) else set(op.outputs)
+    return float(sum(graph.values[name].bytes for name in names))

@@ -1,4 +1,4 @@
-"""The plan of a pipeline whose segments were solved, and the memory that a walk through them finds."""
+"""The plan of a pipeline whose segments were solved, and the memory of each pipeline rank by simulation."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class SolvedPipeline:
     trial: PipelineTrial
     solved: tuple[SolvedStage, ...]
     line: OpSequence
-    places: tuple[int, ...]  # bounds of blocks on the line
+    places: tuple[int, ...]  # bounds of blocks in the op sequence
     local: bool = False  # the graph is that of one microbatch
 
     @property
     def times(self) -> int:
-        """Into how many microbatches the graph is cut."""
+        """Into how many microbatches the graph's batch is split."""
         return 1 if self.local else self.trial.microbatches
 
     @property
@@ -50,27 +50,27 @@ class SolvedPipeline:
         return self.line.parts([self.places[bound] for bound in self.trial.bounds[1:-1]])
 
     @cached_property
-    def cut(self) -> StagedGraph:
+    def staged(self) -> StagedGraph:
         return split_graph(self.line, self.parts)
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """What the axes of seats are called in the plan."""
+        """What the axes of pipeline ranks are called in the plan."""
         data, inner = self.trial.pp_ranks[0].names
         every: dict[str, Mapping[str, str]] = {}
         for solved, part in zip(self.solved, self.parts, strict=True):
-            held = solved.way.tables.choices(solved.way.picked)
-            every |= {name: held[name] for name in part if name in held}
+            choices = solved.solution.tables.choices(solved.solution.picked)
+            every |= {name: choices[name] for name in part if name in choices}
         used = {
             data: any(s.data > 1 for s in self.trial.pp_ranks),
             inner: any(s.inner > 1 for s in self.trial.pp_ranks),
         }
-        mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name, there in used.items() if there))
-        found = axis_names(self.analysis, mesh, every)
-        return {data: data, inner: inner, **found}
+        mesh = Mesh(axes=tuple(Axis(name=name, size=2) for name, present in used.items() if present))
+        renamed = axis_names(self.analysis, mesh, every)
+        return {data: data, inner: inner, **renamed}
 
     def choices(self, number: int) -> Choices:
-        """What each op of a segment does on its axes, that of time included."""
+        """The choice of each op of a segment on its axes, including the microbatch axis."""
         return self._choices[number]
 
     @cached_property
@@ -80,22 +80,22 @@ class SolvedPipeline:
     @cached_property
     def _every(self) -> dict[str, Mapping[str, str]]:
         """The choices of all ops, each in its own segment."""
-        return {name: held for choices in self._choices for name, held in choices.items()}
+        return {name: choice for choices in self._choices for name, choice in choices.items()}
 
     def _chosen(self, number: int) -> Choices:
         solved, pp_rank = self.solved[number], self.pp_rank(number)
         data, inner = pp_rank.names
-        found: dict[str, dict[str, str]] = {name: {} for name in self.parts[number]}
-        held = solved.way.tables.choices(solved.way.picked)
-        for name in found:
-            choice = held.get(name, {})
+        chosen: dict[str, dict[str, str]] = {name: {} for name in self.parts[number]}
+        choices = solved.solution.tables.choices(solved.solution.picked)
+        for name in chosen:
+            choice = choices.get(name, {})
             if data in choice and self.times > 1:
-                found[name][MB] = choice[data]
+                chosen[name][MB] = choice[data]
             if data in choice and pp_rank.data > 1:
-                found[name][self.names[data]] = choice[data]
+                chosen[name][self.names[data]] = choice[data]
             if inner in choice and pp_rank.inner > 1:
-                found[name][self.names[inner]] = choice[inner]
-        return found
+                chosen[name][self.names[inner]] = choice[inner]
+        return chosen
 
     def pp_rank(self, number: int) -> RankDevices:
         return self.trial.pp_ranks[self.trial.holders[number]]
@@ -107,24 +107,24 @@ class SolvedPipeline:
 
     def recompute(self, number: int) -> tuple[str, ...]:
         solved, inside = self.solved[number], set(self.parts[number])
-        paths = solved.way.tables.recompute(solved.way.picked)
+        paths = solved.solution.tables.recompute(solved.solution.picked)
         under = self.analysis.graph.under
         return tuple(path for path in paths if any(op.name in inside for op in under[path]))
 
     @cached_property
     def storage(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """How parameters are stored, those of several segments as in the first."""
-        found: dict[str, tuple[tuple[str, int], ...]] = {}
+        """How parameters are stored; those of several segments as in the first."""
+        storage: dict[str, tuple[tuple[str, int], ...]] = {}
         for number, solved in enumerate(self.solved):
-            tables, states = solved.way.tables, solved.way.picked
-            for parameter in self.cut.graphs[number].parameters:
-                if parameter.key in tables.skeleton.storage_options and parameter.key not in found:
-                    held = tables.home(parameter.key, states)[1]
-                    found[parameter.key] = tuple((self.names[axis], level) for axis, level in held)
-        return found
+            tables, states = solved.solution.tables, solved.solution.picked
+            for parameter in self.staged.graphs[number].parameters:
+                if parameter.key in tables.skeleton.storage_options and parameter.key not in storage:
+                    levels = tables.home(parameter.key, states)[1]
+                    storage[parameter.key] = tuple((self.names[axis], level) for axis, level in levels)
+        return storage
 
     def plan(self, cluster: Cluster, notes: Sequence[str] = ()) -> Plan:
-        """The plan, without what it is predicted to cost."""
+        """The plan, without its prediction."""
         graph, trial = self.analysis.graph, self.trial
         builder = PlanBuilder(graph, Mesh(axes=()), self.analysis)
         base = builder.finish("auto", str(cluster), settle=False)
@@ -146,7 +146,7 @@ class SolvedPipeline:
     # -- memory ----------------------------------------------------------------------------
 
     def memory(self, cluster: Cluster, training: TrainingSetup) -> tuple[MemoryPeak, ...]:
-        """The peak of a device of each seat."""
+        """The memory peak of a device of each pipeline rank."""
         trial, kind = self.trial, schedule_kind(self.trial.schedule)
         walked = [self._walk(number, cluster, training) for number in range(len(self.solved))]
         pp_ranks = len(trial.pp_ranks)
@@ -154,12 +154,12 @@ class SolvedPipeline:
         return tuple(rank_memory(schedule, pp_rank, walked, training) for pp_rank in range(pp_ranks))
 
     def _walk(self, number: int, cluster: Cluster, training: TrainingSetup) -> StageMemory:
-        graph = self.cut.graphs[number]
+        graph = self.staged.graphs[number]
         signatures = {op.name: self.analysis.signatures[op.name] for op in graph.ops}
         analysis = replace(self.analysis, graph=graph, signatures=signatures)
         mesh = timed(replace(self.mesh(number), devices=()), self.times)
         choices = self._choices_inside(number)
-        crossing = {held.value for held in self.cut.crossings if number in (held.giver, held.taker)}
+        crossing = {value.value for value in self.staged.crossings if number in (value.giver, value.taker)}
         borders = {value: self._border(analysis, value, choices, mesh) for value in crossing}
         device = cluster.device(self.pp_rank(number).devices[0]).name
         return simulate_stage_memory(
@@ -168,15 +168,15 @@ class SolvedPipeline:
         )  # fmt: skip
 
     def _choices_inside(self, number: int) -> Choices:
-        """The choices of all ops that a segment runs, also of those that it runs beside another."""
+        """The choices of all ops that a segment runs, including those that another segment runs too."""
         axes = {*self.mesh(number).names, MB}
         return {
             op.name: {axis: role for axis, role in self._every[op.name].items() if axis in axes}
-            for op in self.cut.graphs[number].ops
+            for op in self.staged.graphs[number].ops
         }
 
     def _border(self, analysis: Analysis, value: str, choices: Choices, mesh: Mesh) -> Layout:
-        """How a value lies that crosses: as it is made, or as its first reader takes it, without sums."""
+        """The layout of a value that crosses: as produced, or as its first reader takes it, without pending sums."""
         graph = analysis.graph
         maker = graph.producer.get(value)
         if maker is not None:
@@ -188,10 +188,10 @@ class SolvedPipeline:
 
 def layers_of_part(names: Sequence[str]) -> list[str]:
     """The modules of some ops, down to the items of lists: "blocks.3"."""
-    found: dict[str, None] = {}
+    layers: dict[str, None] = {}
     for name in names:
         path = name.partition(" / ")[0]
-        pieces = path.split(".")
-        numbered = next((at for at, piece in enumerate(pieces) if piece.split("@")[0].isdigit()), None)
-        found.setdefault(".".join(pieces[: numbered + 1]) if numbered is not None else path)
-    return [path for path in found if not any(path != other and is_inside(path, other) for other in found)]
+        parts = path.split(".")
+        numbered = next((at for at, part in enumerate(parts) if part.split("@")[0].isdigit()), None)
+        layers.setdefault(".".join(parts[: numbered + 1]) if numbered is not None else path)
+    return [path for path in layers if not any(path != other and is_inside(path, other) for other in layers)]

@@ -1,4 +1,4 @@
-"""A pipeline that is tried: seats, microbatches, a schedule and cuts, and how long a step of it takes."""
+"""A pipeline that is tried: pipeline ranks, microbatches, a schedule and cuts, and its step time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .ranks import RankDevices
 from .stage import StageCost
 
 Mix = tuple[tuple[StageSolution, float], ...]
-"""Ways, and the part of each."""
+"""Solutions, and the share of each."""
 
 LONG = 6
-"""Microbatches a segment that are simulated; each of the rest takes as long as the slowest seat needs for one."""
+"""Microbatches per segment that are simulated; each of the rest takes as long as the slowest rank needs for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTrial:
     """One pipeline.
 
-    parts      the stage of each segment, in the order of the line
+    parts      the stage of each segment, in the order of the graph
     bounds     the blocks at which segments begin, and the end
     links      seconds that a microbatch's values take to enter each segment but the first
     """
@@ -44,37 +44,37 @@ class PipelineTrial:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The seat of each segment."""
+        """The pipeline rank of each segment."""
         return tuple(pp_rank for (pp_rank,) in self.kind.holders(len(self.pp_ranks)))
 
-    def of_seat(self, pp_rank: int) -> list[int]:
-        """The segments of a seat."""
-        return [part for part, held in enumerate(self.holders) if held == pp_rank]
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """The segments of a pipeline rank."""
+        return [part for part, holder in enumerate(self.holders) if holder == pp_rank]
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each seat computes for a microbatch."""
+        """Compute seconds of a microbatch on each pipeline rank."""
         return tuple(
-            sum(self.parts[part].forward + self.parts[part].backward for part in self.of_seat(pp_rank))
+            sum(self.parts[part].forward + self.parts[part].backward for part in self.stages_of(pp_rank))
             for pp_rank in range(len(self.pp_ranks))
         )
 
     @property
     def balance(self) -> float:
-        """How much longer the slowest seat computes than the mean of all."""
+        """How much longer the slowest pipeline rank computes than the mean."""
         return max(self.busy) * len(self.busy) / sum(self.busy)
 
     def memory(self, pp_rank: int) -> float:
-        """Bytes of a device of a seat that are stored or kept."""
+        """Bytes stored or saved for backward on a device of a pipeline rank."""
         flight = flights(self.schedule, len(self.pp_ranks), self.microbatches)[pp_rank]
-        own = [self.parts[part] for part in self.of_seat(pp_rank)]
-        return sum(part.stored + flight / len(own) * part.kept for part in own)
+        own = [self.parts[part] for part in self.stages_of(pp_rank)]
+        return sum(part.stored + flight / len(own) * part.saved for part in own)
 
     def __str__(self) -> str:
-        return self.said({})
+        return self.describe({})
 
-    def said(self, names: Mapping[str, str]) -> str:
-        """In words, with axes under these names."""
+    def describe(self, names: Mapping[str, str]) -> str:
+        """As text, with axes under these names."""
         first = self.pp_ranks[0]
         sizes = zip(first.names, (first.data, first.inner), strict=True)
         inside = " x ".join(f"{names.get(name, name)}={size}" for name, size in sizes if size > 1)
@@ -87,7 +87,7 @@ class PipelineTrial:
 
 @lru_cache(maxsize=4096)
 def flights(schedule: str, pp_ranks: int, microbatches: int) -> tuple[float, ...]:
-    """For each seat the most microbatches of segments that it keeps at once."""
+    """For each pipeline rank the most microbatches of segments in flight at once."""
     if pp_ranks == 1:
         return (1.0,)
     kind, some = schedule_kind(schedule), min(microbatches, 3 * pp_ranks)
