@@ -94,7 +94,7 @@ def test_a_converter_with_a_wrong_backward_is_named(monkeypatch):
 
     assert found is not None
     assert found.phase == "backward"
-    assert " < fan_out " in found.op
+    assert " < replicate " in found.op
 
 
 def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monkeypatch):
