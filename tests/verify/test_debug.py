@@ -137,7 +137,7 @@ def test_a_trace_lists_every_value_with_its_layout_and_hashes(gated):
     (weights,) = [row for row in found.rows if row.phase == "forward" and row.op == "/ softmax"]
     assert weights.hashes[0] != weights.hashes[1]  # each rank has other rows
     assert all(digits in text for digits in weights.hashes)
-    loss = [row for row in found.rows if row.phase == "forward" and " < fan_in " in row.op][-1]
+    loss = [row for row in found.rows if row.phase == "forward" and " < all_reduce " in row.op][-1]
     assert loss.hashes[0] == loss.hashes[1]  # the loss is whole
 
 
