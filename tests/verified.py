@@ -23,4 +23,4 @@ def referred(model: nn.Module, example: Any, dtype: torch.dtype = torch.float64,
 def verified(reference: Reference, plan: str, **options: Any) -> Report:
     """The program of a plan, held against the original."""
     limit = TOLERANCE[reference.side.task.dtype]
-    return compare_plan(reference, plan, said=plan, count=ranks_of(plan), limit=limit, method="threads", **options)
+    return compare_plan(reference, plan, plan_name=plan, count=ranks_of(plan), limit=limit, method="threads", **options)

@@ -176,7 +176,7 @@ def _held(reference: Reference, plan: str, limit: float) -> tuple[bool, float, s
     """Whether the program of a plan does what the original does, how long that took, and why not."""
     begun = time.perf_counter()
     try:
-        report = compare_plan(reference, plan, said=plan, count=2, limit=limit, method="threads", timeout=90)
+        report = compare_plan(reference, plan, plan_name=plan, count=2, limit=limit, method="threads", timeout=90)
     except Exception as error:
         return False, time.perf_counter() - begun, f"{plan}: {said(error)} {_place(error)}"
     seconds = time.perf_counter() - begun

@@ -93,7 +93,7 @@ def test_arguments_and_results_may_be_nested():
 
 def test_what_no_graph_has_may_be_inside():
     captured = agree(Around(Does(lambda module, x: torch.vmap(module.linear)(x))), x())
-    assert captured.opaques["part"].looked is False
+    assert captured.opaques["part"].observed is False
 
 
 def test_the_outermost_mark_counts():
@@ -120,7 +120,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_fakes_are_enough_where_no_data_decides():
     skeleton = copy_to_meta(Around(nn.Linear(4, 4)))
-    assert capture(skeleton, (torch.empty(6, 4, dtype=torch.float64, device="meta"),)).opaques["part"].looked is False
+    assert capture(skeleton, (torch.empty(6, 4, dtype=torch.float64, device="meta"),)).opaques["part"].observed is False
 
 
 def test_what_only_a_run_can_tell_needs_values():
@@ -218,7 +218,7 @@ def test_shapes_that_change_between_calls_are_refused():
 
     captured = capture(Around(Does(grows)).double(), (x().abs() * 0 + 1,))
     [op] = [op for op in captured.graph.ops if op.target == "call.opaque"]
-    wrong = captured.opaques["part"].made[0].shape[0] == 3
+    wrong = captured.opaques["part"].outputs[0].shape[0] == 3
     held = [torch.zeros(4, 4).double(), torch.zeros(4).double(), torch.zeros(()).double()]
     given = -torch.ones(6, 4).double() if wrong else torch.ones(6, 4).double()
     with pytest.raises(InputError, match="returned tensors of shapes"):

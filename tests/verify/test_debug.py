@@ -109,7 +109,7 @@ def test_products_joined_with_a_converter_whose_backward_is_wrong_are_named(monk
 
 
 def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
-    """The rule says that the weight's gradient is whole, where each rank has a part of it."""
+    """The rule says that the weight's gradient is replicated, where each rank has a pending sum."""
     from shardwright.layout import INVARIANT
     from shardwright.rules.signature import Signature
 
@@ -117,8 +117,7 @@ def test_an_op_with_a_wrong_backward_is_named(gated, monkeypatch):
     right = Signature._absent
 
     def wrong(self, bound, role, is_input):
-        found = right(self, bound, role, is_input)
-        return INVARIANT if bound.value == "last_weight" else found
+        return INVARIANT if bound.value == "last_weight" else right(self, bound, role, is_input)
 
     monkeypatch.setattr(Signature, "_absent", wrong)
     found = first_difference(module, "dp=2", example=example)

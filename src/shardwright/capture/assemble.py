@@ -33,7 +33,7 @@ from .user_calls.find_opaque import name_submodule, notes_of, widen
 from .user_calls.opaque_call import OpaqueBody, OpaqueCall, runner
 from .user_calls.real_run import Real
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @without_collection()
@@ -82,7 +82,7 @@ def capture_pair(
         return _widened(module, make)
 
 
-def _widened(module: nn.Module, make: Callable[[], Made]) -> Made:
+def _widened(module: nn.Module, make: Callable[[], Result]) -> Result:
     """What `make` gives, once all is opaque that has to be and may be."""
     while True:
         try:
@@ -100,14 +100,16 @@ def _assembled(
     paths = input_paths(module, args, kwargs)
     handles = leaves.placeholders(pytree.tree_leaves((args, kwargs)), paths)
     branches = BranchGraphs(promote)
-    conversion = GraphConversion(leaves.builder, traced.kept, frozenset(leaves.parameters), leaves.constant, branches)
+    conversion = GraphConversion(
+        leaves.builder, traced.user_calls, frozenset(leaves.parameters), leaves.constant, branches
+    )
     results = list(conversion.run(traced.program.graph_module, handles, Modes()))
     leaves.check_writes()
     leaves.builder.notes += [*notes_of(module), *traced.notes]
     graph, names = _finish(traced, leaves, results, promote, entry, name or type(module).__name__, branches)
     opaques = {op.argument("op_key"): _opaque(traced, op, promote) for op in graph.ops if op.target == OPAQUE}
     functions = {**conversion.functions, OPAQUE: _runs_opaque(opaques, module)}
-    functions |= run_branches(lambda branch, given: run_plain(graph.branches[branch], given, functions))
+    functions |= run_branches(lambda branch, operands: run_plain(graph.branches[branch], operands, functions))
     return CapturedGraph(
         graph=graph,
         in_spec=pytree.tree_structure((args, kwargs)),
@@ -134,15 +136,17 @@ def _reads(traced: Trace, module: nn.Module, opaques: Mapping[str, OpaqueCall], 
 
 
 def _all_ops(graph: Graph) -> list[Op]:
-    return [op for held in (graph, *graph.branches.values()) for op in held.ops]
+    return [op for region in (graph, *graph.branches.values()) for op in region.ops]
 
 
 def _opaque(traced: Trace, op: Op, promote: bool) -> OpaqueCall:
     """How an opaque submodule is called. Where floats are promoted, what it returns has to follow."""
-    call = traced.kept.calls[op.argument("op_key")]
+    call = traced.user_calls.calls[op.argument("op_key")]
     assert isinstance(call, OpaqueCall)
-    wide = tuple(replace(made, dtype=torch.float64) if made.dtype.is_floating_point else made for made in call.made)
-    return replace(call, made=wide) if promote else call
+    wide = tuple(
+        replace(output, dtype=torch.float64) if output.dtype.is_floating_point else output for output in call.outputs
+    )
+    return replace(call, outputs=wide) if promote else call
 
 
 def _runs_opaque(calls: Mapping[str, OpaqueCall], module: nn.Module) -> ImportedFunction:
@@ -159,17 +163,17 @@ def _finish(
     builder = leaves.builder
     updates = {key: handle.read() for key, handle in leaves.buffers.items()}
     ends = [
-        held.read() if isinstance(held, TensorHandle) else held.name if isinstance(held, Number) else None
-        for held in results
+        result.read() if isinstance(result, TensorHandle) else result.name if isinstance(result, Number) else None
+        for result in results
     ]
     if promoted:
         promote_floats(builder)
     join_repeats(builder)
-    updates = {key: builder.now(held) for key, held in updates.items()}
-    ends = [None if held is None else builder.now(held) for held in ends]
-    drop_dead(builder, [held for held in (*ends, *updates.values()) if held is not None])
-    unread = leaves.constants.keys() - {held for step in builder.steps for held in step.inputs()} - set(ends)
-    names = value_names(builder, {held: wish for held, wish in leaves.options.items() if held not in unread})
+    updates = {key: builder.now(value) for key, value in updates.items()}
+    ends = [None if value is None else builder.now(value) for value in ends]
+    drop_dead(builder, [value for value in (*ends, *updates.values()) if value is not None])
+    unread = leaves.constants.keys() - {value for step in builder.steps for value in step.inputs()} - set(ends)
+    names = value_names(builder, {value: option for value, option in leaves.options.items() if value not in unread})
     batch = find_batch_dim([(leaf.path, leaf.shape) for leaf in leaves.inputs])  # literals have the shape ()
     graph = Graph(
         name=name,
@@ -187,10 +191,10 @@ def _finish(
         buffers=_buffers(leaves, updates, names),
         ops=ops_of(builder, names),
         outputs=tuple(
-            Output(path=path, value=names[end], number=isinstance(held, Number))
+            Output(path=path, value=names[end], number=isinstance(result, Number))
             if end is not None
-            else Output(path=path, literal=held)
-            for path, held, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
+            else Output(path=path, literal=result)
+            for path, result, end in zip(output_paths(_out_spec(traced)), results, ends, strict=True)
         ),
         batch=batch.size,
         notes=tuple(builder.notes),
@@ -208,19 +212,19 @@ def _out_spec(traced: Trace) -> pytree.TreeSpec:
 def _buffers(leaves: Leaves, updates: Mapping[str, str], names: Mapping[str, str]) -> tuple[Buffer, ...]:
     transient = {
         f"{path}.{key}" if path else key
-        for path, held in leaves.module.named_modules(remove_duplicate=False)
-        for key in held._non_persistent_buffers_set
+        for path, part in leaves.module.named_modules(remove_duplicate=False)
+        for key in part._non_persistent_buffers_set
     }
-    found: dict[str, Buffer] = {}
+    buffers: dict[str, Buffer] = {}
     for key, start in leaves.buffer_start.items():
         update = names[updates[key]] if updates[key] != start else None
         buffer = Buffer(value=names[start], key=key, persistent=key not in transient, update=update)
-        found.setdefault(start, buffer)
+        buffers.setdefault(start, buffer)
     for value in leaves.constants:
         if value in names:
-            key = f"constant.{len(found) - len(set(leaves.buffer_start.values()))}"
-            found[value] = Buffer(value=names[value], key=key, persistent=False)
-    return tuple(found.values())
+            key = f"constant.{len(buffers) - len(set(leaves.buffer_start.values()))}"
+            buffers[value] = Buffer(value=names[value], key=key, persistent=False)
+    return tuple(buffers.values())
 
 
 def _renamed(leaf: InputLeaf, names: Mapping[str, str], builder: GraphBuilder) -> InputLeaf:

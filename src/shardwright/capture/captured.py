@@ -89,5 +89,5 @@ def _number(tensor: torch.Tensor | None) -> Any:
     return tensor.item()
 
 
-def same_literal(one: object, other: object) -> bool:
-    return type(one) is type(other) and bool(one == other)
+def same_literal(first: object, other: object) -> bool:
+    return type(first) is type(other) and bool(first == other)

@@ -41,14 +41,14 @@ def with_source_line(module: nn.Module, refused: CaptureError, error: BaseExcept
 
 def culprit(module: nn.Module, error: BaseException) -> str:
     """The path of the innermost submodule whose code an error came from."""
-    paths = {id(vars(held)): path for path, held in module.named_modules()}  # in a trace they are proxies
-    found = ""
-    for seen in causes(error):
-        for frame, _ in traceback.walk_tb(seen.__traceback__):
-            held = frame.f_locals.get("self")
-            if isinstance(held, nn.Module):
-                found = paths.get(id(vars(held)), found)
-    return found
+    paths = {id(vars(part)): path for path, part in module.named_modules()}  # in a trace they are proxies
+    innermost = ""
+    for cause in causes(error):
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                innermost = paths.get(id(vars(owner)), innermost)
+    return innermost
 
 
 def unsupported(what: str, source: SourceLine | None, remedy: str) -> CaptureError:
@@ -83,18 +83,18 @@ def _advice(text: str, kind: str, reason: str) -> str:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An error and what it came from, outermost first."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _user_line(error: BaseException) -> SourceLine | None:
     """The innermost frame of the user's in the traceback of an error, or of what caused it."""
-    found: SourceLine | None = None
-    for seen in causes(error):
-        found = source_of("".join(traceback.format_tb(seen.__traceback__))) or found
-    return found
+    line: SourceLine | None = None
+    for cause in causes(error):
+        line = source_of("".join(traceback.format_tb(cause.__traceback__))) or line
+    return line
 
 
 def _quoted_trace(text: str) -> str:

@@ -33,13 +33,13 @@ def run(
     known = {**(captured.functions if isinstance(captured, CapturedGraph) else {}), **(functions or {})}
     values = _start(graph, inputs, parameters, buffers, constants)
     for op in graph.ops:
-        given = tuple(values[name] for name in op.inputs)
-        made = run_op(op, given, known)
-        if len(made) != len(op.outputs):
-            raise GraphError(f"{op} gave {len(made)} values, the graph says {len(op.outputs)}")
-        values.update(zip(op.outputs, made, strict=True))
+        op_inputs = tuple(values[name] for name in op.inputs)
+        op_outputs = run_op(op, op_inputs, known)
+        if len(op_outputs) != len(op.outputs):
+            raise GraphError(f"{op} gave {len(op_outputs)} values, the graph says {len(op.outputs)}")
+        values.update(zip(op.outputs, op_outputs, strict=True))
         if callback is not None:
-            callback(op, given, made)
+            callback(op, op_inputs, op_outputs)
     outputs = [None if output.value is None else values[output.value] for output in graph.outputs]
     updates = {buffer.key: values[buffer.update] for buffer in graph.buffers if buffer.update is not None}
     return outputs, updates, values
@@ -62,7 +62,7 @@ def _start(
 ) -> dict[str, torch.Tensor]:
     if len(inputs) != len(graph.inputs):
         raise InputError(f"{graph.name} takes {len(graph.inputs)} tensors, got {len(inputs)}")
-    values = {held.value: tensor for held, tensor in zip(graph.inputs, inputs, strict=True)}
+    values = {graph_input.value: tensor for graph_input, tensor in zip(graph.inputs, inputs, strict=True)}
     for parameter in graph.parameters:
         values[parameter.value] = _first(parameter.keys, parameters)
     for buffer in graph.buffers:
@@ -78,9 +78,9 @@ def _first(keys: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> torch.Te
 
 
 def run_op(
-    op: Op, given: Sequence[torch.Tensor], functions: Mapping[str, ImportedFunction]
+    op: Op, tensors: Sequence[torch.Tensor], functions: Mapping[str, ImportedFunction]
 ) -> tuple[torch.Tensor, ...]:
-    arguments = {name: filled(value, given) for name, value in op.arguments}
+    arguments = {name: filled(value, tensors) for name, value in op.arguments}
     with ExitStack() as stack:
         if op.no_grad:
             stack.enter_context(torch.no_grad())
@@ -91,8 +91,8 @@ def run_op(
             result = functions[op.target].call(*arguments.values())
         else:
             result = overload_of(op)(**arguments)
-    made = result if isinstance(result, tuple | list) else (result,)
-    return tuple(held for held in made if isinstance(held, torch.Tensor))
+    results = result if isinstance(result, tuple | list) else (result,)
+    return tuple(tensor for tensor in results if isinstance(tensor, torch.Tensor))
 
 
 def overload_of(op: Op) -> Any:
@@ -100,12 +100,12 @@ def overload_of(op: Op) -> Any:
     return getattr(getattr(getattr(torch.ops, space), name), overload)
 
 
-def filled(value: Any, given: Sequence[torch.Tensor]) -> Any:
+def filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """An argument with tensors in its slots, as torch wants it."""
     if isinstance(value, Slot):
-        return given[value.index]
+        return tensors[value.index]
     if isinstance(value, Dtype):
         return getattr(torch, value)
     if isinstance(value, tuple):
-        return [filled(held, given) for held in value]
+        return [filled(inner, tensors) for inner in value]
     return value

@@ -83,8 +83,8 @@ def _run(
     """Train the small graph on one device and under its plan."""
     reference = _reference(small, optimizer, steps)
     return compare_plan(
-        reference, small.plan, said=name, count=small.plan.size, limit=TOLERANCE[torch.float64], directory=directory,
-        method="threads", timeout=timeout,
+        reference, small.plan, plan_name=name, count=small.plan.size, limit=TOLERANCE[torch.float64],
+        directory=directory, method="threads", timeout=timeout,
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _reference(small: SmallPlan, optimizer: MakeOptimizer | str, steps: int) -> 
         finite = all(bool(tensor.isfinite().all()) for tensor in every if tensor is not None)
         if finite and largest(every) < BOUND:
             slow = f"trained with a learning rate of {rate}: larger ones leave all bounds" if rate < RATES[0] else ""
-            return Reference(side=side, run=run, checks=(), said=slow)
+            return Reference(side=side, run=run, checks=(), note=slow)
     raise NonFiniteError(
         f"{small.graph.name} does not train for {steps} steps from the random values of a rehearsal: outputs, "
         f"gradients or parameters are not finite, or beyond {BOUND:.0e}; pass steps=1 or another optimizer"

@@ -107,9 +107,9 @@ class SmallCall:
         outputs = {op.argument("op_key"): op.outputs for op in graph.ops if op.target == OPAQUE}
         calls: dict[str, OpaqueCall] = {}
         for call, _ in self._kept_calls(graph):
-            pairs = zip((graph.values[name] for name in outputs[call.key]), call.made, strict=True)
+            pairs = zip((graph.values[name] for name in outputs[call.key]), call.outputs, strict=True)
             shapes = tuple(OpaqueOutput(value.shape, getattr(torch, value.dtype), old.gradient) for value, old in pairs)
-            calls[call.key] = replace(call, made=shapes)
+            calls[call.key] = replace(call, outputs=shapes)
         return calls
 
     def _constants(self, graph: Graph) -> Mapping[str, Tensor]:

@@ -81,25 +81,25 @@ class CompiledSide:
         return self.model(*self.task.args, **self.task.kwargs)
 
     def gradients(self) -> Tensors:
-        own = {one.name: self._gradient(one) for one in self.holding.held if one.trainable}
-        every = [one for _, helds in self.holding.pp_ranks for one in helds]
-        whole = spread_out(own, self.holding.pp_ranks)
-        return {self.first[one.name]: whole[one.name] for one in every if one.trainable}
+        own = {spec.name: self._gradient(spec) for spec in self.holding.held if spec.trainable}
+        every = [spec for _, specs in self.holding.pp_ranks for spec in specs]
+        gathered = spread_out(own, self.holding.pp_ranks)
+        return {self.first[spec.name]: gathered[spec.name] for spec in every if spec.trainable}
 
-    def _gradient(self, held: ParameterSpec) -> Tensor | None:
+    def _gradient(self, spec: ParameterSpec) -> Tensor | None:
         groups = self.holding.groups
-        parameter: ShardedParameter = self.holding.parameters[held.name]
+        parameter: ShardedParameter = self.holding.parameters[spec.name]
         local = raw_gradient(parameter)
-        if local is None and held.level == 2 and parameter.shard is not None:
+        if local is None and spec.level == 2 and parameter.shard is not None:
             local = raw_gradient(parameter.shard)
         if local is None:
             return None
-        layout = storage_layout(held, groups.mesh.sizes) if held.level >= 2 else None
-        return gather_tensor(local, held, groups, layout)
+        layout = storage_layout(spec, groups.mesh.sizes) if spec.level >= 2 else None
+        return gather_tensor(local, spec, groups, layout)
 
     def parameters(self) -> Tensors:
-        whole = self.model.full_state_dict()
-        return {key: whole[key] for key, first in self.first.items() if key == first}
+        state = self.model.full_state_dict()
+        return {key: state[key] for key, first in self.first.items() if key == first}
 
     def buffers(self) -> Tensors:
         return {key: buffer.detach().clone() for key, buffer in self.holding.buffers.items()}

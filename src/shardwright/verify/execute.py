@@ -52,18 +52,18 @@ def step_through(ops: Iterable[Op], start: Mapping[str, Tensor], call: Call) -> 
     uses: dict[Use, Tensor] = {}
     for op in ops:
         seen: Counter[str] = Counter()
-        given = []
+        inputs = []
         for name in op.inputs:
             base = graph_value(name)
-            given.append(_own(values[name]))
-            uses[op.name, base, seen[base]] = given[-1]
+            inputs.append(_own(values[name]))
+            uses[op.name, base, seen[base]] = inputs[-1]
             seen[base] += 1
         try:
-            made = call(op, given)
+            outputs = call(op, inputs)
         except RuntimeError as error:
-            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(op.inputs, given, strict=True))
+            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(op.inputs, inputs, strict=True))
             raise ParityError(f"{op} can't run on its pieces ({shapes}): {error}") from error
-        for name, tensor in zip(op.outputs, made, strict=True):
+        for name, tensor in zip(op.outputs, outputs, strict=True):
             if tensor is not None:
                 values[name] = _own(tensor)
     return ObservedValues(values=values, uses=uses)
@@ -99,7 +99,7 @@ class ProgramInterpreter:
     ) -> ObservedValues:
         """Every value that the program makes of these inputs."""
         program, graph = self.program, self.program.graph
-        start = {held.value: self.piece(x, held.value) for held, x in zip(graph.inputs, inputs, strict=True)}
+        start = {source.value: self.shard(x, source.value) for source, x in zip(graph.inputs, inputs, strict=True)}
         for holding in program.parameters:
             local = shard_tensor(parameters[holding.key].detach(), holding.layout, program, self.at)
             start[holding.value] = local.requires_grad_(holding.trainable and local.is_floating_point())
@@ -110,9 +110,9 @@ class ProgramInterpreter:
             fixed = step_through(program.constants, start, self.call)
         return step_through(program.body, fixed.values, self.call)
 
-    def piece(self, whole: Tensor, value: str) -> Tensor:
-        local = shard_tensor(whole.detach(), self.program.layouts[value], self.program, self.at)
-        return local.requires_grad_(whole.requires_grad)
+    def shard(self, tensor: Tensor, value: str) -> Tensor:
+        local = shard_tensor(tensor.detach(), self.program.layouts[value], self.program, self.at)
+        return local.requires_grad_(tensor.requires_grad)
 
     def outputs(self, watched: ObservedValues) -> Any:
         """What the model returns."""
@@ -120,27 +120,27 @@ class ProgramInterpreter:
             [None if name is None else watched.values[name] for name in self.program.outputs]
         )
 
-    def call(self, op: Op, given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def call(self, op: Op, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         room, _, kind = op.target.partition(".")
         if room == "comm":
-            return (self._convert(op, kind, given[0]),)
+            return (self._convert(op, kind, tensors[0]),)
         if room == "runtime":
-            found = getattr(self, f"_{kind}")(_Arguments(op, given))
-            made = found if isinstance(found, tuple) else (found,)
-            return made[: len(op.outputs)]
+            result = getattr(self, f"_{kind}")(_Arguments(op, tensors))
+            outputs = result if isinstance(result, tuple) else (result,)
+            return outputs[: len(op.outputs)]
         key = op.argument("op_key") if op.target == OPAQUE else op.name if is_random(op) else None
         with self.random.drawing(key) if key is not None else nullcontext():
-            return run_op(replace(op, arguments=self._local(op.arguments)), given, self._functions)
+            return run_op(replace(op, arguments=self._local(op.arguments)), tensors, self._functions)
 
     @property
     def _functions(self) -> Mapping[str, ImportedFunction]:
         return self.captured.functions
 
-    def _local(self, held: Any) -> Any:
+    def _local(self, argument: Any) -> Any:
         """Arguments with this rank's sizes."""
-        if isinstance(held, Size):
-            return held.local(self.program.mesh.sizes, self.at)
-        return tuple(self._local(inner) for inner in held) if isinstance(held, tuple) else held
+        if isinstance(argument, Size):
+            return argument.local(self.program.mesh.sizes, self.at)
+        return tuple(self._local(inner) for inner in argument) if isinstance(argument, tuple) else argument
 
     def _convert(self, op: Op, kind: str, x: Tensor) -> Tensor:
         group = self.groups[op.argument("axes")]
@@ -178,13 +178,13 @@ class ProgramInterpreter:
         """The layer on this rank's experts, run as the opaque part that it is."""
         state = dict(zip(a["names"], a["held"], strict=True))
 
-        def layer(rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-            given = (rows, numbers, shares)
+        def layer(tokens: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+            arguments = (tokens, numbers, shares)
             with self.random.drawing(a["op_key"]):
-                found: Tensor = self._functions[OPAQUE].call(
-                    a["op_key"], a["batch"], a["rule"], given, tuple(state), tuple(state.values())
+                output: Tensor = self._functions[OPAQUE].call(
+                    a["op_key"], a["batch"], a["rule"], arguments, tuple(state), tuple(state.values())
                 )[0]
-            return found
+            return output
 
         hidden, index, weights = a["tensors"]
         return experts(layer, hidden, index, weights, self.groups[a["home"]], a["sharding"])
@@ -224,10 +224,10 @@ class ProgramInterpreter:
 
     def _custom_algorithm(self, a: _Arguments) -> Any:
         call = runtime.custom_algorithm(a["path"], a["label"], self.groups[a["axes"]], a["size"])
-        return custom_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.given)
+        return custom_call(call, replace(a.op, arguments=self._local(a.op.arguments)), a.tensors)
 
     def _dropout(self, a: _Arguments) -> Tensor:
-        return self.random.dropout(a.given[0], a["p"], a["op_key"], self._splits(a))
+        return self.random.dropout(a.tensors[0], a["p"], a["op_key"], self._splits(a))
 
     def _attention(self, a: _Arguments) -> Tensor:
         return self.random.attention(
@@ -236,42 +236,42 @@ class ProgramInterpreter:
         )  # fmt: skip
 
     def _splits(self, a: _Arguments) -> list[tuple[int, Group, Any]]:
-        return [(dim, self.groups[held.axis], held) for dim, held in a["splits"]]
+        return [(dim, self.groups[shard.axis], shard) for dim, shard in a["splits"]]
 
 
-def custom_call(call: Callable[..., Any], op: Op, given: Sequence[Tensor]) -> Any:
+def custom_call(call: Callable[..., Any], op: Op, tensors: Sequence[Tensor]) -> Any:
     """Call an own algorithm with the arguments of its op."""
-    pairs = [(name, filled(held, given)) for name, held in op.argument("given")]
-    return call(*(held for name, held in pairs if not name), **{name: held for name, held in pairs if name})
+    pairs = [(name, filled(value, tensors)) for name, value in op.argument("given")]
+    return call(*(value for name, value in pairs if not name), **{name: value for name, value in pairs if name})
 
 
 class _Arguments:
     """An op's arguments by name, tensors filled in, None for what was not given."""
 
-    def __init__(self, op: Op, given: Sequence[Tensor]) -> None:
-        self.op, self.given = op, given
+    def __init__(self, op: Op, tensors: Sequence[Tensor]) -> None:
+        self.op, self.tensors = op, tensors
 
     def __getitem__(self, name: str) -> Any:
         return self.get(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        held = self.op.argument(name, default)
-        if isinstance(held, tuple):
-            return tuple(self.given[inner.index] if isinstance(inner, Slot) else inner for inner in held)
-        return self.given[held.index] if isinstance(held, Slot) else default if held is None else held
+        value = self.op.argument(name, default)
+        if isinstance(value, tuple):
+            return tuple(self.tensors[inner.index] if isinstance(inner, Slot) else inner for inner in value)
+        return self.tensors[value.index] if isinstance(value, Slot) else default if value is None else value
 
 
-def shard_tensor(whole: Tensor, layout: Layout, program: LoweredProgram, at: Mapping[str, int]) -> Tensor:
+def shard_tensor(tensor: Tensor, layout: Layout, program: LoweredProgram, at: Mapping[str, int]) -> Tensor:
     """The piece of a whole tensor that the rank at some coordinates holds."""
-    piece = local_region(layout, whole.shape, program.mesh.sizes, at)
-    local = whole.new_empty(piece.local_shape)
-    for there, here, sizes in piece.boxes:
-        local[_slices(here, sizes)] = whole[_slices(there, sizes)]
+    region = local_region(layout, tensor.shape, program.mesh.sizes, at)
+    local = tensor.new_empty(region.local_shape)
+    for source, here, sizes in region.boxes:
+        local[_slices(here, sizes)] = tensor[_slices(source, sizes)]
     return local
 
 
 def unshard_tensor(
-    pieces: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: LoweredProgram
+    shards: Sequence[Tensor], layout: Layout, shape: Sequence[int], program: LoweredProgram
 ) -> list[Tensor] | None:
     """The whole from the pieces of all ranks, once for each copy there is; None if a piece has a wrong shape.
 
@@ -279,22 +279,22 @@ def unshard_tensor(
     """
     mesh = program.mesh
     copies: dict[tuple[int, ...], Tensor] = {}
-    reduction = next((held.op for _, held in layout.rest if hasattr(held, "op")), "sum")
+    reduction = next((placement.op for _, placement in layout.rest if hasattr(placement, "op")), "sum")
     first = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[reduction]
-    for rank, local in zip(mesh.devices, pieces, strict=True):
+    for rank, local in zip(mesh.devices, shards, strict=True):
         at = mesh.coordinates(rank)
-        piece = local_region(layout, shape, mesh.sizes, at)
-        if piece.local_shape != tuple(local.shape):
+        region = local_region(layout, shape, mesh.sizes, at)
+        if region.local_shape != tuple(local.shape):
             return None
         wide = local.detach().to(torch.complex128 if local.is_complex() else torch.float64)
         key = tuple(at[name] for name in mesh.names if name not in layout.axes or _is_copied(layout, name))
-        whole = copies.setdefault(key, wide.new_full(tuple(shape), first))
-        for there, here, sizes in piece.boxes:
-            place, part = _slices(there, sizes), wide[_slices(here, sizes)]
+        full = copies.setdefault(key, wide.new_full(tuple(shape), first))
+        for target, here, sizes in region.boxes:
+            place, part = _slices(target, sizes), wide[_slices(here, sizes)]
             if reduction == "sum":
-                whole[place] += part
+                full[place] += part
             else:
-                whole[place] = (torch.maximum if reduction == "max" else torch.minimum)(whole[place], part)
+                full[place] = (torch.maximum if reduction == "max" else torch.minimum)(full[place], part)
     return list(copies.values())
 
 

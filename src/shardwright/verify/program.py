@@ -28,8 +28,8 @@ class Compilation:
     @property
     def program(self) -> LoweredProgram:
         """The program of a plan without a pipeline."""
-        (found,) = self.programs
-        return found
+        (program,) = self.programs
+        return program
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -61,9 +61,9 @@ def compile_program(
         real, entry = (module, args, kwargs), "train" if module.training else "eval"
         captured = capture(copy_to_meta(module), args, kwargs, entry=entry, promote=promote, real=lambda: real)
     analysis = analyse(captured.graph, probing(captured.functions))
-    found = make_plan(captured.graph, analysis, plan, size, batching=batching)
-    if found.is_pipeline:
-        programs = lower_pipeline(captured.graph, found, analysis).programs
+    chosen = make_plan(captured.graph, analysis, plan, size, batching=batching)
+    if chosen.is_pipeline:
+        programs = lower_pipeline(captured.graph, chosen, analysis).programs
     else:
-        programs = (lower(captured.graph, found, analysis),)
-    return Compilation(captured=captured, plan=found, programs=programs)
+        programs = (lower(captured.graph, chosen, analysis),)
+    return Compilation(captured=captured, plan=chosen, programs=programs)

@@ -1,7 +1,7 @@
 """In-place writes made functional.
 
 An exported graph still writes in place (`x[:, 1:] = y`, `buffer.add_(1)`). Each exported
-tensor is a `Handle`: a root, or a view of another handle. A write to a view becomes a new
+tensor is a `TensorHandle`: a root, or a view of another handle. A write to a view becomes a new
 value of its root, and other views of that root are taken again when they are next read.
 
     w = zeros;  v = w[1:];  v.copy_(y);  w.sum()
@@ -90,31 +90,33 @@ def _scatter(builder: GraphBuilder, view: AliasView, parent: str, new: str, plac
     """The parent with the part that `view` takes from it replaced by `new`."""
     info = builder.infos[parent]
     kind = view.target.rsplit(".", 1)[0]
-    held = {name: value for name, value in view.arguments.items() if name not in ("self", "input")}
+    options = {name: value for name, value in view.arguments.items() if name not in ("self", "input")}
     both = {"self": ValueRef(parent), "src": ValueRef(new)}
     if kind in SHAPERS:
         if builder.infos[new].shape == info.shape:
             return new
         return builder.emit_one("aten.reshape.default", {"self": ValueRef(new), "shape": info.shape}, info, place)
     if kind in SELF_INVERSE:
-        return builder.emit_one(view.target, {"self": ValueRef(new), **held}, info, place)
+        return builder.emit_one(view.target, {"self": ValueRef(new), **options}, info, place)
     if kind == "aten.permute":
-        dims = [dim % len(info.shape) for dim in held["dims"]]
+        dims = [dim % len(info.shape) for dim in options["dims"]]
         inverse = tuple(dims.index(dim) for dim in range(len(dims)))
         return builder.emit_one("aten.permute.default", {"self": ValueRef(new), "dims": inverse}, info, place)
     if kind == "aten.as_strided":
-        numbers = element_numbers(builder, held["size"], held["stride"], held.get("storage_offset") or 0, place)
+        numbers = element_numbers(
+            builder, options["size"], options["stride"], options.get("storage_offset") or 0, place
+        )
         written = {"self": ValueRef(parent), "index": numbers, "source": ValueRef(new)}
         return builder.emit_one("aten.put.default", written, info, place)
     if kind in ("aten.slice", "aten.select", "aten.diagonal"):
         if kind == "aten.slice":
-            held = slice_bounds(held, info.shape)
-        return builder.emit_one(f"{kind}_scatter.default", {**both, **held}, info, place)
+            options = slice_bounds(options, info.shape)
+        return builder.emit_one(f"{kind}_scatter.default", {**both, **options}, info, place)
     if kind == "aten.unbind":
-        where = {"dim": held.get("dim", 0), "index": view.index}
+        where = {"dim": options.get("dim", 0), "index": view.index}
         return builder.emit_one("aten.select_scatter.default", {**both, **where}, info, place)
     if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.narrow"):
-        span = _span(builder, view, held, parent, new)
+        span = _span(builder, view, options, parent, new)
         return builder.emit_one("aten.slice_scatter.default", {**both, **span}, info, place)
     raise unsupported(
         f"it writes in place through a view made by {view.target}",
@@ -123,15 +125,15 @@ def _scatter(builder: GraphBuilder, view: AliasView, parent: str, new: str, plac
     )
 
 
-def _span(builder: GraphBuilder, view: AliasView, held: dict[str, Any], parent: str, new: str) -> dict[str, int]:
+def _span(builder: GraphBuilder, view: AliasView, options: dict[str, Any], parent: str, new: str) -> dict[str, int]:
     """Which slice of its parent an output of split, or a narrow, is."""
-    dim = held.get("dim", 0)
+    dim = options.get("dim", 0)
     length = builder.infos[new].shape[dim]
-    if "start" in held:
-        start = held["start"]
+    if "start" in options:
+        start = options["start"]
     elif view.target.startswith("aten.chunk"):
-        start = -(-builder.infos[parent].shape[dim] // held["chunks"]) * view.index
+        start = -(-builder.infos[parent].shape[dim] // options["chunks"]) * view.index
     else:
-        sizes: Any = held.get("split_sizes", held.get("split_size"))
+        sizes: Any = options.get("split_sizes", options.get("split_size"))
         start = sizes * view.index if isinstance(sizes, int) else sum(sizes[: view.index])
     return {"dim": dim, "start": start, "end": start + length}

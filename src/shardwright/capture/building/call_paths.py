@@ -17,14 +17,14 @@ from torch.utils import _pytree as pytree
 def input_paths(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """A path for every leaf of (args, kwargs), in the order in which they are flattened."""
     names = _positional_names(module, len(args))
-    found = []
+    paths = []
     for keys, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
         side: Any = keys[0]
         first: Any = keys[1]
         rest = keys[2:]
         head = names[first.idx] if side.idx == 0 else str(first.key)
-        found.append(head + pytree.keystr(rest))
-    return found
+        paths.append(head + pytree.keystr(rest))
+    return paths
 
 
 def _positional_names(module: nn.Module, count: int) -> list[str]:
@@ -45,7 +45,7 @@ def output_paths(spec: pytree.TreeSpec) -> list[str]:
     """A path for every leaf of the result; a single tensor is "output"."""
     mark = torch.empty(0, device="meta")  # containers may look at what they hold
     leaves = pytree.tree_unflatten([mark] * spec.num_leaves, spec)
-    found = []
+    paths = []
     for keys, _ in pytree.tree_flatten_with_path(leaves)[0]:
         text = pytree.keystr(keys)
         first = keys[0] if keys else None
@@ -53,8 +53,8 @@ def output_paths(spec: pytree.TreeSpec) -> list[str]:
             text = first.key + pytree.keystr(keys[1:])
         elif isinstance(first, pytree.GetAttrKey):
             text = first.name + pytree.keystr(keys[1:])
-        found.append(text or "output")
-    return found
+        paths.append(text or "output")
+    return paths
 
 
 def register_containers(tree: Any) -> None:
@@ -67,24 +67,24 @@ def register_containers(tree: Any) -> None:
     if node is not None and node.flatten_with_keys_fn is None:
         pytree.SUPPORTED_NODES[kind] = node._replace(flatten_with_keys_fn=_with_keys(node.flatten_fn))
     if isinstance(tree, Mapping):
-        held = list(tree.values())
+        children = list(tree.values())
     elif isinstance(tree, tuple | list):
-        held = list(tree)
+        children = list(tree)
     elif kind.__module__ == "transformers.cache_utils":
-        held = list(vars(tree).values())
+        children = list(vars(tree).values())
         if kind not in pytree.SUPPORTED_NODES:
             _register_by_attributes(kind)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        held = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+        children = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
         if kind not in pytree.SUPPORTED_NODES:
             torch.export.register_dataclass(kind)
     elif _is_record(tree):
-        held = list(vars(tree).values())
+        children = list(vars(tree).values())
         if kind not in pytree.SUPPORTED_NODES:
             _register_by_attributes(kind, every=True)
     else:
         return
-    for inner in held:
+    for inner in children:
         register_containers(inner)
 
 
@@ -134,14 +134,14 @@ def _register_by_attributes(kind: type, every: bool = False) -> None:
 
     def flatten_with_keys(tree: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
         children, context = flatten(tree)
-        return [(pytree.GetAttrKey(name), held) for name, held in zip(context[0], children, strict=True)], context
+        return [(pytree.GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
 
     def unflatten(children: Any, context: Any) -> Any:
         create: Any = kind.__new__
-        made = create(kind)
-        made.__dict__.update(dict(context[1]))
-        made.__dict__.update(zip(context[0], children, strict=True))
-        return made
+        instance = create(kind)
+        instance.__dict__.update(dict(context[1]))
+        instance.__dict__.update(zip(context[0], children, strict=True))
+        return instance
 
     pytree.register_pytree_node(
         kind,

@@ -38,7 +38,7 @@ class AtenCall:
         raise KeyError(f"{self.target} has no self")
 
     @property
-    def given(self) -> ValueInfo:
+    def input_info(self) -> ValueInfo:
         return self.builder.infos[self.first.name]
 
     def emit(self, target: str | None = None, kind: str | None = None, /, **arguments: Any) -> list[str]:
@@ -85,8 +85,8 @@ def _restride(call: AtenCall) -> list[str]:
 
 @_for("detach", "detach_")
 def _detach(call: AtenCall) -> list[str]:
-    if not call.given.gradient or call.place.no_grad:
-        return [call.first.name] if not call.given.gradient else call.emit("aten.detach.default", self=call.first)
+    if not call.input_info.gradient or call.place.no_grad:
+        return [call.first.name] if not call.input_info.gradient else call.emit("aten.detach.default", self=call.first)
     return call.emit("aten.detach.default", self=call.first)
 
 
@@ -99,14 +99,14 @@ def _dropout(call: AtenCall) -> list[str]:
 
 @_for("to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision")
 def cast(call: AtenCall) -> list[str]:
-    if call.given.dtype == call.info.dtype:
+    if call.input_info.dtype == call.info.dtype:
         return [call.first.name]
     return call.emit("aten._to_copy.default", self=call.first, dtype=Dtype(call.info.dtype))
 
 
 @_for("view.default", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
 def _reshape(call: AtenCall) -> list[str]:
-    if call.given.shape == call.info.shape:
+    if call.input_info.shape == call.info.shape:
         return [call.first.name]
     if call.target == "aten.view.default" and call.first.name not in call.builder.loose:
         return call.emit(self=call.first, size=call.info.shape)
@@ -115,7 +115,7 @@ def _reshape(call: AtenCall) -> list[str]:
 
 @_for("expand", "expand_as", "broadcast_to")
 def _expand(call: AtenCall) -> list[str]:
-    if call.given.shape == call.info.shape:
+    if call.input_info.shape == call.info.shape:
         return [call.first.name]
     return call.emit("aten.expand.default", self=call.first, size=call.info.shape)
 
@@ -123,17 +123,19 @@ def _expand(call: AtenCall) -> list[str]:
 @_for("broadcast_tensors", "meshgrid")
 def _broadcast(call: AtenCall) -> list[str]:
     """One expand for each tensor: values of one op share their gradient flag, these must not."""
-    found = []
+    names = []
     for index, (ref, info) in enumerate(zip(call.arguments["tensors"], call.infos, strict=True)):
-        held = call.builder.infos[ref.name]
+        source = call.builder.infos[ref.name]
         if call.target.startswith("aten.meshgrid"):
             swapped = call.arguments.get("indexing", "ij") == "xy" and len(call.infos) > 1 and index < 2
             dim = 1 - index if swapped else index
             shape = tuple(size if at == dim else 1 for at, size in enumerate(info.shape))
-            held = ValueInfo(shape, held.dtype)
-            ref = ValueRef(write(AtenCall(call.builder, "aten.reshape.default", {"self": ref}, [held], call.place))[0])
-        found += write(AtenCall(call.builder, "aten.expand.default", {"self": ref}, [info], call.place))
-    return found
+            source = ValueInfo(shape, source.dtype)
+            ref = ValueRef(
+                write(AtenCall(call.builder, "aten.reshape.default", {"self": ref}, [source], call.place))[0]
+            )
+        names += write(AtenCall(call.builder, "aten.expand.default", {"self": ref}, [info], call.place))
+    return names
 
 
 @_for("cat", "concat", "concatenate")
@@ -153,7 +155,7 @@ def _arithmetic(call: AtenCall) -> list[str]:
     """Times one and plus zero, where they also leave dtype and shape alone."""
     other = call.arguments.get("other")
     neutral = 1 if call.target in ("aten.mul.Tensor", "aten.div.Tensor") else 0
-    same = isinstance(call.arguments["self"], ValueRef) and (call.given.shape, call.given.dtype) == (
+    same = isinstance(call.arguments["self"], ValueRef) and (call.input_info.shape, call.input_info.dtype) == (
         call.info.shape,
         call.info.dtype,
     )
@@ -192,20 +194,20 @@ def _cross(call: AtenCall) -> list[str]:
 @_for("repeat_interleave")
 def _repeat_interleave(call: AtenCall) -> list[str]:
     """Without the size of the result: it is only a hint, and would be another one on each rank."""
-    return call.emit(**{name: held for name, held in call.arguments.items() if name != "output_size"})
+    return call.emit(**{name: value for name, value in call.arguments.items() if name != "output_size"})
 
 
 @_for("squeeze")
 def _squeeze(call: AtenCall) -> list[str]:
-    if call.given.shape == call.info.shape:
+    if call.input_info.shape == call.info.shape:
         return [call.first.name]
     return call.keep() if "dim" in call.arguments else _reshape(call)
 
 
 @_for("slice", "narrow")
 def _slice(call: AtenCall) -> list[str]:
-    bounds = slice_bounds(call.arguments, call.given.shape)
-    size = call.given.shape[bounds["dim"]]
+    bounds = slice_bounds(call.arguments, call.input_info.shape)
+    size = call.input_info.shape[bounds["dim"]]
     if bounds == {"dim": bounds["dim"], "start": 0, "end": size}:
         return [call.first.name]
     return call.emit("aten.slice.Tensor", self=call.first, **bounds)
@@ -227,12 +229,12 @@ def slice_bounds(arguments: dict[str, Any], shape: Sequence[int]) -> dict[str, i
 @_for("slice_scatter")
 def _slice_scatter(call: AtenCall) -> list[str]:
     source = call.arguments["src"]
-    return call.emit(self=call.first, src=source, **slice_bounds(call.arguments, call.given.shape))
+    return call.emit(self=call.first, src=source, **slice_bounds(call.arguments, call.input_info.shape))
 
 
 @_for("chunk", "unsafe_chunk", "unsafe_split", "split", "tensor_split", "split_with_sizes", "unsafe_split_with_sizes")
 def _split(call: AtenCall) -> list[str]:
-    dim = call.arguments.get("dim", 0) % len(call.given.shape)
+    dim = call.arguments.get("dim", 0) % len(call.input_info.shape)
     sizes = tuple(info.shape[dim] for info in call.infos)
     if len(sizes) == 1:
         return [call.first.name]
@@ -243,13 +245,13 @@ def _split(call: AtenCall) -> list[str]:
 
 @_for("t", "numpy_T", "mT", "matrix_H", "adjoint", "swapaxes", "swapdims", "transpose")
 def _transpose(call: AtenCall) -> list[str]:
-    rank = len(call.given.shape)
+    rank = len(call.input_info.shape)
     if rank == 0 or (call.target.split(".")[1] in ("t", "numpy_T") and rank < 2):
         return [call.first.name]
     if call.target == "aten.numpy_T.default" and rank > 2:
         return call.emit("aten.permute.default", self=call.first, dims=tuple(reversed(range(rank))))
-    held = [call.arguments.get(name) for name in ("dim0", "dim1", "axis0", "axis1")]
-    dims = [dim % rank for dim in held if dim is not None] or [rank - 2, rank - 1]
+    named_dims = [call.arguments.get(name) for name in ("dim0", "dim1", "axis0", "axis1")]
+    dims = [dim % rank for dim in named_dims if dim is not None] or [rank - 2, rank - 1]
     if dims[0] == dims[1]:
         return [call.first.name]
     return call.emit("aten.transpose.int", self=call.first, dim0=dims[0], dim1=dims[1])
@@ -257,7 +259,7 @@ def _transpose(call: AtenCall) -> list[str]:
 
 @_for("permute")
 def _permute(call: AtenCall) -> list[str]:
-    rank = len(call.given.shape)
+    rank = len(call.input_info.shape)
     if [dim % rank for dim in call.arguments["dims"]] == list(range(rank)):
         return [call.first.name]
     return call.keep()
@@ -266,14 +268,14 @@ def _permute(call: AtenCall) -> list[str]:
 @_for("sum.dim_IntList")
 def _sum(call: AtenCall) -> list[str]:
     """No dims are all of them, said so."""
-    if call.arguments.get("dim") in (None, ()) and call.given.shape:
-        return call.emit(**{**call.arguments, "dim": tuple(range(len(call.given.shape)))})
+    if call.arguments.get("dim") in (None, ()) and call.input_info.shape:
+        return call.emit(**{**call.arguments, "dim": tuple(range(len(call.input_info.shape)))})
     return call.keep()
 
 
 @_for("movedim", "moveaxis")
 def _movedim(call: AtenCall) -> list[str]:
-    rank = len(call.given.shape)
+    rank = len(call.input_info.shape)
     if rank == 0:
         return [call.first.name]
     source, target = call.arguments["source"], call.arguments["destination"]
@@ -292,7 +294,7 @@ def _create(call: AtenCall) -> list[str]:
 @_for("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 def _create_like(call: AtenCall) -> list[str]:
     arguments = {name: value for name, value in call.arguments.items() if name != "dtype"}
-    if call.given.dtype != call.info.dtype:
+    if call.input_info.dtype != call.info.dtype:
         arguments["dtype"] = Dtype(call.info.dtype)
     return call.emit(**arguments)
 
@@ -312,14 +314,14 @@ def _copy(call: AtenCall) -> list[str]:
     """What `x.copy_(y)` leaves in x: y, cast and expanded to x."""
     source = call.arguments["src"]
     info = ValueInfo(call.builder.infos[source.name].shape, call.info.dtype)
-    held = write(AtenCall(call.builder, "aten._to_copy.default", {"self": source}, [info], call.place))[0]
-    return write(AtenCall(call.builder, "aten.expand.default", {"self": ValueRef(held)}, call.infos, call.place))
+    converted = write(AtenCall(call.builder, "aten._to_copy.default", {"self": source}, [info], call.place))[0]
+    return write(AtenCall(call.builder, "aten.expand.default", {"self": ValueRef(converted)}, call.infos, call.place))
 
 
 @_for("fill", "zero")
 def _fill(call: AtenCall) -> list[str]:
     value = call.arguments.get("value", 0)
-    if call.given.gradient:  # which is zero, and not none
+    if call.input_info.gradient:  # which is zero, and not none
         target = "aten.fill.Tensor" if isinstance(value, ValueRef) else "aten.fill.Scalar"
         return call.emit(target, self=call.first, value=value)
     if isinstance(value, ValueRef):
@@ -353,11 +355,11 @@ def _conv(call: AtenCall) -> list[str]:
     bias = call.arguments.get("bias")
     if not isinstance(bias, ValueRef):
         return call.emit(**rest)
-    held = call.builder.infos[bias.name]
+    bias_info = call.builder.infos[bias.name]
     space = len(call.builder.infos[call.arguments["weight"].name].shape) - 2  # the input may come without a batch
-    shape = (*held.shape, *[1] * space)
+    shape = (*bias_info.shape, *[1] * space)
     y = call.builder.emit_one(call.target, rest, call.info, call.place)
-    info = ValueInfo(shape, held.dtype)
+    info = ValueInfo(shape, bias_info.dtype)
     viewed = call.builder.emit_one("aten.view.default", {"self": bias, "size": shape}, info, call.place, "bias_view")
     return call.emit("aten.add.Tensor", "bias", self=ValueRef(y), other=ValueRef(viewed))
 
@@ -382,13 +384,13 @@ def _instance_norm(call: AtenCall) -> list[str]:
 @_for("batch_norm")
 def _batch_norm(call: AtenCall) -> list[str]:
     """In training one op whose last two outputs are the new statistics (see convert.py)."""
-    if len(call.given.shape) < 2:
+    if len(call.input_info.shape) < 2:
         raise unsupported("a batch norm needs a dim of channels", call.place.source, "Give it two dims at least.")
     arguments = {name: value for name, value in call.arguments.items() if name != "cudnn_enabled"}
-    empty = 0 in call.given.shape and arguments.get("running_mean") is not None  # nothing is seen, nothing changes
+    empty = 0 in call.input_info.shape and arguments.get("running_mean") is not None  # nothing is seen, nothing changes
     if not arguments["training"] or empty:
         return call.emit(**{**arguments, "training": False, "cudnn_enabled": False})
-    channel = ValueInfo((call.given.shape[1],), call.given.dtype)
+    channel = ValueInfo((call.input_info.shape[1],), call.input_info.dtype)
     if arguments.get("running_mean") is None:
         arguments = {name: value for name, value in arguments.items() if not name.startswith("running")}
         infos = [call.info, channel, channel]

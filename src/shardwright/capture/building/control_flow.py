@@ -37,7 +37,7 @@ class BranchGraphs:
     def add(
         self,
         module: fx.GraphModule,
-        wish: str,
+        kind: str,
         infos: Sequence[ValueInfo],
         walk: Walk,
         place: OpOrigin,
@@ -47,7 +47,9 @@ class BranchGraphs:
         builder = GraphBuilder()
         nodes = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         handles = [TensorHandle(builder.value(info)) for info in infos]
-        options = {held.name: _wish(name, place) for held, name in zip(handles, names or nodes, strict=True)}
+        options = {
+            handle.name: _operand_name(name, place) for handle, name in zip(handles, names or nodes, strict=True)
+        }
         constants: list[Tensor] = []
 
         def constant(tensor: Tensor) -> TensorHandle:
@@ -58,9 +60,9 @@ class BranchGraphs:
             return handles[-1]
 
         results = walk(module, builder, handles[: len(infos)], constant)
-        if any(handle.version for handle in handles) or not all(isinstance(held, TensorHandle) for held in results):
+        if any(handle.version for handle in handles) or not all(isinstance(result, TensorHandle) for result in results):
             raise unsupported("it writes to its operands, or returns a number", place.source, "Return tensors only.")
-        ends = [held.read() for held in results]
+        ends = [result.read() for result in results]
         if self.promote:
             promote_floats(builder)
         join_repeats(builder)
@@ -70,7 +72,7 @@ class BranchGraphs:
         takes = [at for at, handle in enumerate(handles) if handle.name in read or names]
         names_of = value_names(builder, {handles[at].name: options[handles[at].name] for at in takes})
         graph = Graph(
-            name=wish, entry=place.path,
+            name=kind, entry=place.path,
             values=values_of(builder, names_of),
             inputs=tuple(Input(value=names_of[handles[at].name], path=options[handles[at].name]) for at in takes),
             parameters=(), buffers=(), ops=ops_of(builder, names_of),
@@ -101,7 +103,7 @@ def draws_in_branch(graph: Graph) -> bool:
     return any(op.draws for op in graph.ops)
 
 
-def _wish(node: str, place: OpOrigin) -> str:
+def _operand_name(node: str, place: OpOrigin) -> str:
     """The name of an operand, as the module that decides would call it."""
     return identifier(re.sub(r"^[pbc]_", "", node).removeprefix(f"{identifier(place.module)}_"))
 
@@ -124,19 +126,19 @@ def functions(run: Run) -> dict[str, ImportedFunction]:
     """The functions behind the three ops, for whoever runs a graph op by op."""
 
     def body(name: str) -> Callable[..., tuple[Tensor, ...]]:
-        return lambda *given: tuple(run(name, given))
+        return lambda *operands: tuple(run(name, operands))
 
     def cond(
         predicate: Tensor, then: str, then_takes: list[int], other: str, other_takes: list[int], operands: list[Tensor]
     ) -> Any:
-        one, two = ([operands[at] for at in takes] for takes in (then_takes, other_takes))
-        return control_flow.cond(predicate, body(then), one, body(other), two)
+        then_operands, other_operands = ([operands[at] for at in takes] for takes in (then_takes, other_takes))
+        return control_flow.cond(predicate, body(then), then_operands, body(other), other_operands)
 
-    def scan(step: str, init: list[Tensor], xs: list[Tensor], held: list[Tensor]) -> Any:
-        return control_flow.scan(body(step), init, xs, held)
+    def scan(step: str, init: list[Tensor], xs: list[Tensor], constants: list[Tensor]) -> Any:
+        return control_flow.scan(body(step), init, xs, constants)
 
-    def while_loop(test: str, turn: str, carried: list[Tensor], held: list[Tensor]) -> Any:
-        return control_flow.while_loop(lambda *given: run(test, given)[0], body(turn), carried, held)
+    def while_loop(test: str, turn: str, carried: list[Tensor], constants: list[Tensor]) -> Any:
+        return control_flow.while_loop(lambda *operands: run(test, operands)[0], body(turn), carried, constants)
 
     calls: Mapping[str, Callable[..., Any]] = {COND: cond, SCAN: scan, WHILE: while_loop}
     return {
@@ -146,6 +148,6 @@ def functions(run: Run) -> dict[str, ImportedFunction]:
 
 def operands_of(handles: Sequence[Any], place: OpOrigin) -> tuple[ValueRef, ...]:
     """Tensors given to a branch or a loop."""
-    if not all(isinstance(held, TensorHandle) for held in handles):
+    if not all(isinstance(handle, TensorHandle) for handle in handles):
         raise unsupported("a branch or a loop is given a number", place.source, "Pass it as a tensor.")
-    return tuple(ValueRef(held.read()) for held in handles)
+    return tuple(ValueRef(handle.read()) for handle in handles)

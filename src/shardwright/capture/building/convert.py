@@ -2,7 +2,7 @@
 
 The exported graph is not functional and nests regions as submodules. The walk gives every
 node a handle (aliases.py), reads arguments through the handles, turns writes into new
-values, and hands each call to normal.py.
+values, and hands each call to canonical.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from .source_lines import origin_of
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain", "_functional_assert")
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default", "aten.sym_size.int")
 MAYBE_VIEWS = frozenset({"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "detach_"})
-
-
 MakeConstant = Callable[[torch.Tensor], TensorHandle]
 
 
@@ -53,7 +51,7 @@ class Modes:
 @dataclass(slots=True)
 class GraphConversion:
     builder: GraphBuilder
-    kept: KeptCalls
+    user_calls: KeptCalls
     parameters: frozenset[str]  # their values: autocast casts each once
     constant: MakeConstant  # a handle for a tensor that stands in the graph itself
     branches: BranchGraphs
@@ -64,16 +62,16 @@ class GraphConversion:
     def run(self, graph: fx.GraphModule, arguments: Sequence[Any], modes: Modes) -> Any:
         """Walk a graph with handles (or literals) for its placeholders; what it returns."""
         env: dict[fx.Node, Any] = {}
-        given = iter(arguments)
+        placeholders = iter(arguments)
         checks = _checks(graph.graph)
         for node in graph.graph.nodes:
             if node in checks:
                 continue
             if node.op == "placeholder":
-                env[node] = next(given)
+                env[node] = next(placeholders)
             elif node.op == "get_attr":
-                held = getattr(graph, node.target)
-                env[node] = self.constant(held) if isinstance(held, torch.Tensor) else held
+                attribute = getattr(graph, node.target)
+                env[node] = self.constant(attribute) if isinstance(attribute, torch.Tensor) else attribute
             elif node.op == "output":
                 return refuse_selections(fx.node.map_arg(node.args[0], env.__getitem__))
             elif node.target is operator.getitem:
@@ -113,30 +111,31 @@ class GraphConversion:
         return self._op(op, args, kwargs, node.meta.get("val"), place)
 
     def _number(self, node: fx.Node, args: Any, kwargs: Any, place: OpOrigin) -> Any:
-        """A node that takes a number out of a tensor, or computes with one (numbers.py)."""
+        """A node that takes a number out of a tensor, or computes with one (python_numbers.py)."""
         op: Any = node.target
-        made = Numbers(self.builder, replace(place, autocast=None))
+        numbers_of = Numbers(self.builder, replace(place, autocast=None))
         if target_of(op) == "aten.sym_size.int":
-            held, dim = args
-            return made.count(held.mask) if dim == 0 else self.builder.infos[held.dense].shape[held.lead + dim - 1]
+            selection, dim = args
+            size = self.builder.infos[selection.dense].shape
+            return numbers_of.count(selection.mask) if dim == 0 else size[selection.lead + dim - 1]
         if target_of(op) in NUMBERS:
-            return made.take(args[0])
+            return numbers_of.take(args[0])
         if not isinstance(op, torch._ops.OpOverload):
-            return made.compute(op, args, node.meta["val"])
-        values = fx.node.map_arg((node.args, node.kwargs), lambda held: held.meta["val"])
-        found = made.apply(op, args, kwargs, node.meta["val"], torch.utils._pytree.tree_leaves(values))
-        if isinstance(found, TensorHandle):
-            return found
+            return numbers_of.compute(op, args, node.meta["val"])
+        values = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        result = numbers_of.apply(op, args, kwargs, node.meta["val"], torch.utils._pytree.tree_leaves(values))
+        if isinstance(result, TensorHandle):
+            return result
         if place.autocast and self.autocast.casts(place.autocast, op, *values):
             remedy = "Take the number after the autocast region, or leave .item() out."
             raise unsupported("autocast changes an op with a number taken out of a tensor", place.source, remedy)
-        return self._op(found[0], (), found[1], node.meta["val"], place)
+        return self._op(result[0], (), result[1], node.meta["val"], place)
 
     def _select(self, node: fx.Node, args: Any, kwargs: Any, place: OpOrigin) -> Any:
-        """An op on what a boolean mask selects (selected.py)."""
+        """An op on what a boolean mask selects (masked_selection.py)."""
         value = node.meta.get("val")
         dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
-        selection = SelectionOp(self.builder, node.target, place, dtype, lambda held: _read(held, place))
+        selection = SelectionOp(self.builder, node.target, place, dtype, lambda argument: _read(argument, place))
         if selections((args, kwargs)):
             return selection.apply(args, kwargs)
         if node.target is torch.ops.aten.masked_select.default:
@@ -159,57 +158,57 @@ class GraphConversion:
         if name == "cond" and not isinstance(args[0], TensorHandle):
             return self.run(args[1] if args[0] else args[2], args[3], modes)
         if name in ("cond", "scan", "while_loop"):
-            made = {"cond": self._cond, "scan": self._scan, "while_loop": self._while}[name](args, modes, place)
-            names = self.builder.emit(*made, value_infos(node.meta["val"], place.source), place)
+            call = {"cond": self._cond, "scan": self._scan, "while_loop": self._while}[name](args, modes, place)
+            names = self.builder.emit(*call, value_infos(node.meta["val"], place.source), place)
             self.builder.loose.update(names)
-            return [TensorHandle(held) for held in names]
+            return [TensorHandle(value) for value in names]
         remedy = "Write it with plain tensor operations, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"the graph has no way to say {name}", place.source, remedy)
 
     def _cond(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
-        predicate, one, other, given = args
-        operands = list(operands_of(given, place))
+        predicate, then, other, inputs = args
+        operands = list(operands_of(inputs, place))
         arguments: dict[str, Any] = {"predicate": ValueRef(predicate.read())}
-        for role, wish, module in (("then", "cond_then", one), ("other", "cond_else", other)):
-            infos = [self.builder.infos[held.name] for held in operands[: len(given)]]
-            name, takes, constants = self.branches.add(module, wish, infos, self._walk(modes), place)
+        for role, kind, module in (("then", "cond_then", then), ("other", "cond_else", other)):
+            infos = [self.builder.infos[operand.name] for operand in operands[: len(inputs)]]
+            name, takes, constants = self.branches.add(module, kind, infos, self._walk(modes), place)
             more = range(len(operands), len(operands) + len(constants))
             operands += [ValueRef(self.constant(tensor).read()) for tensor in constants]
-            numbers = [*range(len(given)), *more]
+            numbers = [*range(len(inputs)), *more]
             arguments |= {role: name, f"{role}_takes": tuple(numbers[at] for at in takes)}
         return COND, {**arguments, "operands": tuple(operands)}
 
     def _scan(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
-        step, *given = args
-        init, xs, held = (operands_of(group, place) for group in given)
+        step, *groups = args
+        init, xs, captured = (operands_of(group, place) for group in groups)
         known = self.builder.infos
-        rows = [replace(known[ref.name], shape=known[ref.name].shape[1:]) for ref in xs]
-        infos = [*(known[ref.name] for ref in init), *rows, *(known[ref.name] for ref in held)]
-        names = [*_numbered("carry", init), *_numbered("x", xs), *_numbered("held", held)]
+        slices = [replace(known[ref.name], shape=known[ref.name].shape[1:]) for ref in xs]
+        infos = [*(known[ref.name] for ref in init), *slices, *(known[ref.name] for ref in captured)]
+        names = [*_numbered("carry", init), *_numbered("x", xs), *_numbered("held", captured)]
         name, constants = self._loop_body(step, "scan_step", infos, names, modes, place)
-        return SCAN, {"step": name, "init": init, "xs": xs, "held": (*held, *constants)}
+        return SCAN, {"step": name, "init": init, "xs": xs, "held": (*captured, *constants)}
 
     def _while(self, args: Sequence[Any], modes: Modes, place: OpOrigin) -> tuple[str, dict[str, Any]]:
-        test, body, *given = args
-        carried, held = (operands_of(group, place) for group in given)
-        infos = [self.builder.infos[ref.name] for ref in (*carried, *held)]
-        names = [*_numbered("carry", carried), *_numbered("held", held)]
-        found = []
-        for module, wish in ((test, "while_test"), (body, "while_body")):
-            name, constants = self._loop_body(module, wish, infos, names, modes, place)
+        test, body, *groups = args
+        carried, captured = (operands_of(group, place) for group in groups)
+        infos = [self.builder.infos[ref.name] for ref in (*carried, *captured)]
+        names = [*_numbered("carry", carried), *_numbered("held", captured)]
+        graphs = []
+        for module, kind in ((test, "while_test"), (body, "while_body")):
+            name, constants = self._loop_body(module, kind, infos, names, modes, place)
             if constants:
                 remedy = "Make the constant a buffer, or make it before the loop and pass it in."
                 raise unsupported("a loop makes a constant tensor", place.source, remedy)
-            found.append(name)
-        return WHILE, {"test": found[0], "body": found[1], "carried": carried, "held": held}
+            graphs.append(name)
+        return WHILE, {"test": graphs[0], "body": graphs[1], "carried": carried, "held": captured}
 
     def _loop_body(
-        self, module: fx.GraphModule, wish: str, infos: list[ValueInfo], names: list[str], modes: Modes, place: OpOrigin
+        self, module: fx.GraphModule, kind: str, infos: list[ValueInfo], names: list[str], modes: Modes, place: OpOrigin
     ) -> tuple[str, list[ValueRef]]:
         """The graph of one turn, which takes everything it is given, and the constants that it wants besides."""
         if any(info.gradient for info in infos):  # what is carried may come to have a gradient
             infos = [replace(info, gradient=info.floating) for info in infos]
-        name, _, constants = self.branches.add(module, wish, infos, self._walk(modes), place, names)
+        name, _, constants = self.branches.add(module, kind, infos, self._walk(modes), place, names)
         refuse_draws(self.branches.graphs[name], place)
         return name, [ValueRef(self.constant(tensor).read()) for tensor in constants]
 
@@ -218,8 +217,8 @@ class GraphConversion:
             module: fx.GraphModule, builder: GraphBuilder, handles: Sequence[TensorHandle], constant: MakeConstant
         ) -> Sequence[Any]:
             inner = replace(self, builder=builder, parameters=frozenset(), constant=constant, _casts={})
-            found = inner.run(module, handles, modes)
-            return found if isinstance(found, tuple | list) else [found]
+            results = inner.run(module, handles, modes)
+            return results if isinstance(results, tuple | list) else [results]
 
         return walk
 
@@ -232,8 +231,8 @@ class GraphConversion:
                 "Keep it a tensor, compute it outside of the model and pass it, or keep the submodule out of the graph "
                 "with sw.opaque(submodule).",
             )
-        raw = {a.name: held for a, held in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
-        arguments = named_arguments(op, args, kwargs, lambda held: _read(held, place))
+        raw = {a.name: argument for a, argument in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+        arguments = named_arguments(op, args, kwargs, lambda argument: _read(argument, place))
         if op.namespace not in ("aten", "prims"):
             self.functions[target] = ImportedFunction(call=op, module="torch.ops", qualname=target)
         view = view_in_place(op)
@@ -268,37 +267,37 @@ class GraphConversion:
         def take(parent: str) -> list[str]:
             return write(AtenCall(self.builder, target, {**arguments, argument: ValueRef(parent)}, infos, place))
 
-        found: list[TensorHandle] = []
-        for index, (name, held) in enumerate(zip(names, values, strict=False)):
-            handle = TensorHandle(name, storage=_storage(held))
+        handles: list[TensorHandle] = []
+        for index, (name, tensor) in enumerate(zip(names, values, strict=False)):
+            handle = TensorHandle(name, storage=_storage(tensor))
             if isinstance(base, TensorHandle) and (op._opname not in MAYBE_VIEWS or handle.storage == base.storage):
                 handle.parent, handle.view = base, AliasView(take, target, arguments, index)
                 handle.seen = base.root().version
-            found.append(handle)
+            handles.append(handle)
         if many:
-            return found
-        return found[0] if found else None
+            return handles
+        return handles[0] if handles else None
 
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, place: OpOrigin) -> tuple[Any, Any, OpOrigin]:
         """The arguments of an op inside autocast, cast as autocast would."""
         assert place.autocast is not None
         op: Any = node.target
-        values = fx.node.map_arg((node.args, node.kwargs), lambda held: held.meta["val"])
+        values = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         casts = self.autocast.casts(place.autocast, op, *values)
         if casts is None:
             return args, kwargs, place
         place = replace(place, autocast=None)
         numbers = iter(range(len(node.all_input_nodes) * 64))
 
-        def change(held: Any) -> Any:
-            if isinstance(held, list | tuple):
-                return type(held)(change(inner) for inner in held)
-            if isinstance(held, dict):
-                return {name: change(inner) for name, inner in held.items()}
-            if not isinstance(held, TensorHandle):
-                return held
+        def change(argument: Any) -> Any:
+            if isinstance(argument, list | tuple):
+                return type(argument)(change(inner) for inner in argument)
+            if isinstance(argument, dict):
+                return {name: change(inner) for name, inner in argument.items()}
+            if not isinstance(argument, TensorHandle):
+                return argument
             dtype = casts.get(next(numbers))
-            return held if dtype is None else self._cast_once(held, str(dtype).removeprefix("torch."), place)
+            return argument if dtype is None else self._cast_once(argument, str(dtype).removeprefix("torch."), place)
 
         return change(tuple(args)), change(dict(kwargs)), place
 
@@ -309,31 +308,32 @@ class GraphConversion:
             return TensorHandle(self._casts[name, dtype])
         info = ValueInfo(self.builder.infos[name].shape, dtype)
         arguments = {"self": ValueRef(name), "dtype": Dtype(dtype)}
-        made = write(AtenCall(self.builder, "aten._to_copy.default", arguments, [info], place))[0]
+        converted = write(AtenCall(self.builder, "aten._to_copy.default", arguments, [info], place))[0]
         if name in self.parameters:
-            self._casts[name, dtype] = made
-        return TensorHandle(made)
+            self._casts[name, dtype] = converted
+        return TensorHandle(converted)
 
     def _call(self, args: Sequence[Any], values: Sequence[torch.Tensor], place: OpOrigin) -> list[TensorHandle]:
         """A marker as a call of what it stands for: a user's function, or an opaque submodule."""
-        call = self.kept.calls[args[0]]
+        call = self.user_calls.calls[args[0]]
         tensors = [ValueRef(handle.read()) for handle in args[1]]
         if isinstance(call, OpaqueCall):
             return self._opaque(call, tensors, value_infos(values, place.source), place)
         assert isinstance(call, Marker)
         own = registered_function(call)
         if own is not None:
-            path, given = own.path, own.names
+            path, parameters = own.path, own.names
             function = ImportedFunction(call=own.run, module="", qualname=path, plain=own.run_plain)
         else:
             cls: Any = call.function
-            path, given = f"{cls.__module__}.{cls.__qualname__}", tuple(f"arg{at}" for at in range(len(call.arguments)))
+            path = f"{cls.__module__}.{cls.__qualname__}"
+            parameters = tuple(f"arg{at}" for at in range(len(call.arguments)))
             function = ImportedFunction(call=cls.apply, module=cls.__module__, qualname=f"{cls.__qualname__}.apply")
             if call.changed:
                 remedy = "Register it with sw.register_op, or write it out of place."
                 raise unsupported(f"the autograd function {path} changes its input", place.source, remedy)
-        held = zip(given, map_places(call.arguments, tensors), strict=True)
-        arguments = {name: _read(value, place) for name, value in held}
+        pairs = zip(parameters, map_places(call.arguments, tensors), strict=True)
+        arguments = {name: _read(value, place) for name, value in pairs}
         target = f"call.{path}"
         self.functions[target] = function
         names = self.builder.emit(target, arguments, value_infos(values, place.source), place)
@@ -353,8 +353,8 @@ class GraphConversion:
             "held": tuple(tensors[call.tensors :]),
         }
         names = self.builder.emit(OPAQUE, arguments, infos, place, "experts" if call.rule else "opaque")
-        for name, made in zip(names, call.made, strict=True):
-            if not made.gradient:
+        for name, output in zip(names, call.outputs, strict=True):
+            if not output.gradient:
                 self.builder.infos[name] = replace(self.builder.infos[name], gradient=False)
         self.builder.loose.update(names)
         return [TensorHandle(name) for name in names]
@@ -364,20 +364,20 @@ def target_of(op: Any) -> str:
     return target_name(op) if isinstance(op, torch._ops.OpOverload) else ""
 
 
-def _numbered(word: str, held: Sequence[Any]) -> list[str]:
-    return [word] if len(held) == 1 else [f"{word}{at}" for at in range(len(held))]
+def _numbered(word: str, operands: Sequence[Any]) -> list[str]:
+    return [word] if len(operands) == 1 else [f"{word}{at}" for at in range(len(operands))]
 
 
 def _checks(graph: fx.Graph) -> set[fx.Node]:
     """The assertions, and the numbers that are taken out of tensors for them alone: they compute nothing."""
-    found: set[fx.Node] = set()
+    checks: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         asserts = any(word in getattr(node.target, "_opname", "") for word in ASSERTIONS)
         number = node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
         pure = not isinstance(node.target, torch._ops.HigherOrderOperator) and node.users
-        if asserts or (number and pure and all(user in found for user in node.users)):
-            found.add(node)
-    return found
+        if asserts or (number and pure and all(user in checks for user in node.users)):
+            checks.add(node)
+    return checks
 
 
 def _in_order(node: Any) -> bool:
@@ -385,14 +385,14 @@ def _in_order(node: Any) -> bool:
     return bool(value.is_contiguous() and value.storage_offset() == 0)
 
 
-def _read(held: Any, place: OpOrigin) -> Any:
-    if isinstance(held, ValueRef):
-        return held
-    if isinstance(held, TensorHandle):
-        return ValueRef(held.read())
-    if isinstance(held, list | tuple):
-        return tuple(_read(inner, place) for inner in held)
-    return literal(held, place.source)
+def _read(argument: Any, place: OpOrigin) -> Any:
+    if isinstance(argument, ValueRef):
+        return argument
+    if isinstance(argument, TensorHandle):
+        return ValueRef(argument.read())
+    if isinstance(argument, list | tuple):
+        return tuple(_read(inner, place) for inner in argument)
+    return literal(argument, place.source)
 
 
 def _storage(value: Any) -> int:

@@ -18,10 +18,10 @@ HALF = frozenset({"float32", "float16", "bfloat16"})
 
 
 def join_repeats(builder: GraphBuilder) -> None:
-    """Number equal steps without gradient as one (`draft.renamed` says what stands for what)."""
+    """Number equal steps without gradient as one (`builder.renamed` says what stands for what)."""
     same: dict[str, str] = {}
     seen: dict[Any, DraftOp] = {}
-    kept: list[DraftOp] = []
+    steps: list[DraftOp] = []
 
     def now(ref: ValueRef) -> ValueRef:
         return ValueRef(same.get(ref.name, ref.name))
@@ -29,17 +29,17 @@ def join_repeats(builder: GraphBuilder) -> None:
     for step in builder.steps:
         step.arguments = map_refs(step.arguments, now)
         if not _pure(builder, step):
-            kept.append(step)
+            steps.append(step)
             continue
         key = (step.target, step.place.autocast, repr(sorted(step.arguments.items(), key=lambda item: item[0])))
         first = seen.setdefault(key, step)
         if first is step:
-            kept.append(step)
+            steps.append(step)
             continue
         same.update(zip(step.outputs, first.outputs, strict=True))
         if first.place.region != step.place.region:
             first.place = replace(first.place, region=None)
-    builder.steps = kept
+    builder.steps = steps
     builder.renamed.update(same)
 
 
@@ -55,49 +55,49 @@ def is_pure(step: DraftOp) -> bool:
 def drop_dead(builder: GraphBuilder, wanted: Iterable[str]) -> None:
     """Keep the steps that the outputs and the buffer updates need."""
     needed = set(wanted)
-    kept: list[DraftOp] = []
+    steps: list[DraftOp] = []
     for step in reversed(builder.steps):
         if not needed.isdisjoint(step.outputs):
             needed.update(step.inputs())
-            kept.append(step)
-    builder.steps = kept[::-1]
+            steps.append(step)
+    builder.steps = steps[::-1]
 
 
 def promote_floats(builder: GraphBuilder) -> None:
     """Every float a float64, casts and creations included."""
 
-    def up(held: Any) -> Any:
-        if isinstance(held, Dtype):
-            return Dtype("float64") if held in HALF else held
-        return tuple(up(inner) for inner in held) if isinstance(held, tuple) else held
+    def up(value: Any) -> Any:
+        if isinstance(value, Dtype):
+            return Dtype("float64") if value in HALF else value
+        return tuple(up(inner) for inner in value) if isinstance(value, tuple) else value
 
     for name, info in builder.infos.items():
         builder.infos[name] = ValueInfo(info.shape, "float64" if info.dtype in HALF else info.dtype, info.gradient)
     same: dict[str, str] = {}
-    kept: list[DraftOp] = []
+    steps: list[DraftOp] = []
     for step in builder.steps:
         step.arguments = map_refs(step.arguments, lambda ref: ValueRef(same.get(ref.name, ref.name)))
         step.arguments = {name: up(value) for name, value in step.arguments.items()}
-        given: Any = step.arguments.get("self")
-        cast = step.target == "aten._to_copy.default" and isinstance(given, ValueRef)
-        if cast and builder.infos[given.name].dtype == builder.infos[step.outputs[0]].dtype:
-            same[step.outputs[0]] = given.name
+        source: Any = step.arguments.get("self")
+        cast = step.target == "aten._to_copy.default" and isinstance(source, ValueRef)
+        if cast and builder.infos[source.name].dtype == builder.infos[step.outputs[0]].dtype:
+            same[step.outputs[0]] = source.name
             continue
         step.place = replace(step.place, autocast=None)
-        kept.append(step)
-    builder.steps = kept
+        steps.append(step)
+    builder.steps = steps
     builder.renamed.update(same)
 
 
 def op_names(steps: Sequence[DraftOp]) -> list[str]:
     """The names "module.path / kind", a second one of a kind in a module " / kind.1"."""
     count: Counter[str] = Counter()
-    found = []
+    names = []
     for step in steps:
         name = f"{step.place.path} / {step.kind}" if step.place.path else f"/ {step.kind}"
-        found.append(f"{name}.{count[name]}" if count[name] else name)
+        names.append(f"{name}.{count[name]}" if count[name] else name)
         count[name] += 1
-    return found
+    return names
 
 
 def value_names(builder: GraphBuilder, fixed: Mapping[str, str]) -> dict[str, str]:
@@ -113,18 +113,18 @@ def value_names(builder: GraphBuilder, fixed: Mapping[str, str]) -> dict[str, st
         if source and (last[step.place.owner, source.file, source.line] == index or _ends_line(builder.steps, index)):
             assigned = assignment(source.code)
         for number, name in enumerate(step.outputs):
-            options[name] = _wish(step, assigned, number)
+            options[name] = _wanted_name(step, assigned, number)
     count: Counter[str] = Counter()
-    taken: set[str] = set()
-    found: dict[str, str] = {}
-    for name, wish in options.items():
-        chosen = wish
-        while chosen in taken:
-            count[wish] += 1
-            chosen = f"{wish}_{count[wish]}"
-        taken.add(chosen)
-        found[name] = chosen
-    return found
+    used: set[str] = set()
+    names: dict[str, str] = {}
+    for name, option in options.items():
+        chosen = option
+        while chosen in used:
+            count[option] += 1
+            chosen = f"{option}_{count[option]}"
+        used.add(chosen)
+        names[name] = chosen
+    return names
 
 
 def _ends_line(steps: Sequence[DraftOp], index: int) -> bool:
@@ -134,7 +134,7 @@ def _ends_line(steps: Sequence[DraftOp], index: int) -> bool:
     return here.path == here.owner and (after is None or (after.owner, after.source) != (here.owner, here.source))
 
 
-def _wish(step: DraftOp, assigned: tuple[str, ...], number: int) -> str:
+def _wanted_name(step: DraftOp, assigned: tuple[str, ...], number: int) -> str:
     if len(assigned) == len(step.outputs) or (len(assigned) > 1 and number < len(assigned) and len(step.outputs) > 1):
         return assigned[number]
     if len(assigned) == 1:
@@ -164,21 +164,21 @@ def identifier(text: str) -> str:
 
 def ops_of(builder: GraphBuilder, names: Mapping[str, str]) -> tuple[Op, ...]:
     """The steps as ops of a graph."""
-    found = []
+    ops = []
     for step, name in zip(builder.steps, op_names(builder.steps), strict=True):
         inputs = [ref.name for ref in refs(step.arguments)]  # a tensor given twice has two slots
         slots = iter([Slot(index) for index in range(len(inputs))])
         arguments = map_refs(step.arguments, partial(_next_slot, slots))
         place = step.place
-        found.append(
+        ops.append(
             Op(
                 name=name, target=step.target, arguments=tuple(arguments.items()),
-                inputs=tuple(names[held] for held in inputs), outputs=tuple(names[held] for held in step.outputs),
+                inputs=tuple(names[value] for value in inputs), outputs=tuple(names[value] for value in step.outputs),
                 source=place.source, module_path=place.module, region=place.region, autocast=place.autocast,
                 no_grad=place.no_grad, draws=is_random_call(torch_op(step.target), step.arguments),
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(ops)
 
 
 def _next_slot(slots: Iterator[Slot], _: ValueRef) -> Slot:

@@ -1,8 +1,8 @@
 """The graph while it is being made: steps in order, names that mean nothing yet.
 
-A `Draft` is what the conversion writes to and the clean-up reads from. It differs from
-an `ir.Graph` in that tensors stand in the arguments by name (`Ref`), names are plain
-counters, and each step remembers where in the user's model it came from (`Place`).
+A `GraphBuilder` is what the conversion writes to and the clean-up reads from. It differs from
+an `ir.Graph` in that tensors stand in the arguments by name (`ValueRef`), names are plain
+counters, and each step remembers where in the user's model it came from (`OpOrigin`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class GraphBuilder:
         place: OpOrigin,
         kind: str | None = None,
     ) -> list[str]:
-        """Append a step; `facts` describe its outputs, their gradient is worked out here."""
+        """Append a step; `infos` describe its outputs, their gradient is worked out here."""
         packet = target.rsplit(".", 1)[0]
         flows = not place.no_grad and packet not in NO_GRADIENT
         flows = flows and any(self.infos[ref.name].gradient for ref in refs(arguments))
@@ -128,18 +128,18 @@ def refs(arguments: Any) -> Iterator[ValueRef]:
     if isinstance(arguments, ValueRef):
         yield arguments
     elif isinstance(arguments, tuple | list):
-        for held in arguments:
-            yield from refs(held)
+        for inner in arguments:
+            yield from refs(inner)
     elif isinstance(arguments, Mapping):
-        for held in arguments.values():
-            yield from refs(held)
+        for inner in arguments.values():
+            yield from refs(inner)
 
 
 def map_refs(arguments: Any, change: Callable[[ValueRef], Any]) -> Any:
     if isinstance(arguments, ValueRef):
         return change(arguments)
     if isinstance(arguments, tuple | list):
-        return tuple(map_refs(held, change) for held in arguments)
+        return tuple(map_refs(inner, change) for inner in arguments)
     if isinstance(arguments, dict):
-        return {name: map_refs(held, change) for name, held in arguments.items()}
+        return {name: map_refs(inner, change) for name, inner in arguments.items()}
     return arguments

@@ -59,13 +59,13 @@ def _write_out(
     """An op that writes to `out=`. What its twin makes is cast as it would be when written there."""
     twin = _out_twin(op, written)
     handles = list(written.values())
-    given = {name: held for name, held in arguments.items() if name not in written}
-    made = value_infos(_try(builder, twin, given), place.source) if twin is not None else []
+    inputs = {name: value for name, value in arguments.items() if name not in written}
+    infos = value_infos(_try(builder, twin, inputs), place.source) if twin is not None else []
     wanted = [builder.infos[handle.read()] for handle in handles]
-    if [info.shape for info in made] != [info.shape for info in wanted]:
+    if [info.shape for info in infos] != [info.shape for info in wanted]:
         remedy = "Assign what it returns instead, or keep the submodule out with sw.opaque(submodule)."
         raise unsupported(f"{target_name(op)} resizes its out=, or has no form without", place.source, remedy)
-    names = write(AtenCall(builder, target_name(twin), given, made, place))
+    names = write(AtenCall(builder, target_name(twin), inputs, infos, place))
     for handle, name, info in zip(handles, names, wanted, strict=True):
         cast = AtenCall(builder, "aten._to_copy.default", {"self": ValueRef(name)}, [info], place)
         handle.write(builder, write(cast)[0], place)
@@ -80,7 +80,7 @@ def _try(builder: GraphBuilder, op: Any, arguments: dict[str, Any]) -> Any:
         info = builder.infos[ref.name]
         return torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
 
-    return op(**{name: filled(map_refs(held, empty), ()) for name, held in arguments.items()})
+    return op(**{name: filled(map_refs(value, empty), ()) for name, value in arguments.items()})
 
 
 def in_place_twin(op: Any) -> str | None:

@@ -45,29 +45,29 @@ class Leaves:
     inputs: list[InputLeaf] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
 
-    def placeholders(self, given: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+    def placeholders(self, arguments: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """A handle or a literal for each placeholder of the exported program."""
         owned = self._module_tensors()
-        user = iter(zip(given, paths, strict=True))
+        user = iter(zip(arguments, paths, strict=True))
         specs = self.traced.program.graph_signature.input_specs
         nodes = [node for node in self.traced.program.graph.nodes if node.op == "placeholder"]
-        found: list[Any] = [None] * len(specs)
+        handles: list[Any] = [None] * len(specs)
         by_storage: dict[int, TensorHandle] = {}
         for index, (spec, node) in enumerate(zip(specs, nodes, strict=True)):
             if spec.kind is InputKind.USER_INPUT:
-                found[index] = self._input(*next(user))
+                handles[index] = self._input(*next(user))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                found[index] = owned[str(spec.target)]
+                handles[index] = owned[str(spec.target)]
             elif spec.kind is not InputKind.CONSTANT_TENSOR:
                 kind = spec.kind.name.lower().replace("_", " ")
                 raise CaptureError(f"the model holds a {kind} ({spec.target}), which a graph can't say")
-            if isinstance(found[index], TensorHandle):
-                found[index].storage = node.meta["val"].untyped_storage()._cdata
-                by_storage[found[index].storage] = found[index]
+            if isinstance(handles[index], TensorHandle):
+                handles[index].storage = node.meta["val"].untyped_storage()._cdata
+                by_storage[handles[index].storage] = handles[index]
         for index, (spec, node) in enumerate(zip(specs, nodes, strict=True)):
             if spec.kind is InputKind.CONSTANT_TENSOR:
-                found[index] = self._constant(spec, node, by_storage)
-        return found
+                handles[index] = self._constant(spec, node, by_storage)
+        return handles
 
     def check_writes(self) -> None:
         """Buffers may change in a step; parameters and other tensors may not, and a caller's are left alone."""
@@ -132,10 +132,10 @@ class Leaves:
         handle = self.outside[str(spec.target)] = self.constant(tensor, str(spec.target))
         return handle
 
-    def constant(self, tensor: torch.Tensor, wish: str = "constant") -> TensorHandle:
+    def constant(self, tensor: torch.Tensor, name: str = "constant") -> TensorHandle:
         """A tensor that the model makes out of nothing."""
         handle = TensorHandle(self.builder.value(value_info(tensor)))
-        self.options[handle.name] = identifier(wish)
+        self.options[handle.name] = identifier(name)
         self.constants[handle.name] = tensor
         return handle
 

@@ -1,7 +1,7 @@
 """`x[mask]` and what is computed of it, as long as it ends in a sum, a mean or a loss.
 
 How many elements a boolean mask selects depends on data, and a graph has fixed shapes. So the selection stays in
-place: a `Selected` is the whole tensor, with zeros where nothing is selected, and its mask.
+place: a `MaskedSelection` is the full tensor, with zeros where nothing is selected, and its mask.
 
     x[mask].square().mean()       where(mask, where(mask, x, 0) ** 2, 0).sum() / mask.sum()
     cross_entropy(y[m], t[m])     cross_entropy(y, where(m, t, ignore_index))
@@ -96,19 +96,21 @@ class SelectionOp:
 
     def take_all(self, tensor: TensorHandle, mask: TensorHandle) -> MaskedSelection:
         """`torch.masked_select`: both are broadcast."""
-        shapes = [self._fact(held.read()).shape for held in (tensor, mask)]
+        shapes = [self._fact(handle.read()).shape for handle in (tensor, mask)]
         shape = tuple(_broadcast(*shapes))
         names = [
             self._write(
-                "aten.expand.default", {"self": ValueRef(held.read())}, replace(self._fact(held.read()), shape=shape)
+                "aten.expand.default",
+                {"self": ValueRef(handle.read())},
+                replace(self._fact(handle.read()), shape=shape),
             )
-            for held in (tensor, mask)
+            for handle in (tensor, mask)
         ]
         return self._masked(MaskedSelection(names[0], names[1], len(shape), self.place), 0)
 
     def apply(self, args: Sequence[Any], kwargs: dict[str, Any]) -> MaskedSelection | TensorHandle | list[Any]:
         """What an op makes of selections; a refusal if it is none that can be said with the whole tensor."""
-        named = {a.name: held for a, held in zip(self.op._schema.arguments, args, strict=False)} | dict(kwargs)
+        named = {a.name: argument for a, argument in zip(self.op._schema.arguments, args, strict=False)} | dict(kwargs)
         kind = self.op._opname
         if kind == "index_put_" and len(named["indices"]) == 1 and not named.get("accumulate"):
             if not isinstance(named["self"], TensorHandle) or not isinstance(named["indices"][0], TensorHandle):
@@ -116,9 +118,12 @@ class SelectionOp:
             return self.put(named["self"], named["indices"][0], named["values"])
         kind = kind.removesuffix("_")  # what was selected is a copy: written in place, it is another one
         first, *others = selections(named)
-        if any(held.lead != first.lead or not _same(self.builder, held.mask, first.mask) for held in others):
+        if any(other.lead != first.lead or not _same(self.builder, other.mask, first.mask) for other in others):
             raise self._refusal("two different masks")
-        if kind == "broadcast_tensors" and len({self._fact(held.dense).shape for held in (first, *others)}) == 1:
+        if (
+            kind == "broadcast_tensors"
+            and len({self._fact(selection.dense).shape for selection in (first, *others)}) == 1
+        ):
             return list(named["tensors"])
         if kind in _POINTWISE:
             return self._pointwise(named, first)
@@ -153,10 +158,13 @@ class SelectionOp:
 
     def _pointwise(self, named: dict[str, Any], first: MaskedSelection) -> MaskedSelection:
         info, rest = self._fact(first.dense), self._rest(first)
-        for held in named.values():
-            if isinstance(held, TensorHandle) and tuple(_broadcast(self._fact(held.read()).shape, rest)) != rest:
+        for argument in named.values():
+            if (
+                isinstance(argument, TensorHandle)
+                and tuple(_broadcast(self._fact(argument.read()).shape, rest)) != rest
+            ):
                 raise self._refusal("what a boolean mask selects, together with a tensor of other rows")
-            if isinstance(held, MaskedSelection) and self._fact(held.dense).shape != info.shape:
+            if isinstance(argument, MaskedSelection) and self._fact(argument.dense).shape != info.shape:
                 raise self._refusal("selections of different shapes")
         return replace(first, dense=self._emit(named, info))
 
@@ -168,8 +176,8 @@ class SelectionOp:
         places = sorted(dim % (1 + len(rest)) for dim in dims)
         if places and places[0] > 0:  # within a row: the rows stay
             within = tuple(first.lead + dim - 1 for dim in places)
-            kept = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
-            shape = kept if keepdim else [size for at, size in enumerate(kept) if at not in within]
+            sizes = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
+            shape = sizes if keepdim else [size for at, size in enumerate(sizes) if at not in within]
             info = ValueInfo(tuple(shape), self.dtype)
             arguments = {"self": ValueRef(first.dense), "dim": within, **({"keepdim": True} if keepdim else {})}
             return replace(
@@ -183,30 +191,32 @@ class SelectionOp:
         """The largest or smallest element: what is not selected is the other end. Of nothing it is nan."""
         if not self._fact(first.dense).dtype.startswith(("float", "bfloat")):
             raise self._refusal(f"{kind} of integers that a boolean mask selects")
-        held = self._masked(first, -math.inf if kind == "max" else math.inf)
-        found = self._write(f"aten.{kind}.default", {"self": ValueRef(held.dense)}, ValueInfo((), self.dtype))
+        masked = self._masked(first, -math.inf if kind == "max" else math.inf)
+        extreme = self._write(f"aten.{kind}.default", {"self": ValueRef(masked.dense)}, ValueInfo((), self.dtype))
         some = self._write("aten.any.default", {"self": ValueRef(first.mask)}, ValueInfo((), "bool"))
         none = self._write("aten.logical_not.default", {"self": ValueRef(some)}, ValueInfo((), "bool"))
-        arguments = {"self": ValueRef(found), "mask": ValueRef(none), "value": math.nan}
+        arguments = {"self": ValueRef(extreme), "mask": ValueRef(none), "value": math.nan}
         return TensorHandle(self._write("aten.masked_fill.Scalar", arguments, ValueInfo((), self.dtype)))
 
     def _norm(self, first: MaskedSelection, named: dict[str, Any]) -> MaskedSelection | TensorHandle:
         """A norm: zeros add nothing to it."""
         rest = self._rest(first)
         dims = named.get("dim")
-        given: dict[str, Any] = {"self": ValueRef(self._masked(first, 0).dense)}
-        given |= {"ord": named["ord"]} if "ord" in named else {}
+        arguments: dict[str, Any] = {"self": ValueRef(self._masked(first, 0).dense)}
+        arguments |= {"ord": named["ord"]} if "ord" in named else {}
         if not dims:
-            return TensorHandle(self._write("aten.linalg_vector_norm.default", given, ValueInfo((), self.dtype)))
+            return TensorHandle(self._write("aten.linalg_vector_norm.default", arguments, ValueInfo((), self.dtype)))
         places = sorted(dim % (1 + len(rest)) for dim in dims)
         if places[0] == 0:
             raise self._refusal("a norm over some dims of what a boolean mask selects")
         within = tuple(first.lead + dim - 1 for dim in places)
-        kept = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
+        sizes = [1 if at in within else size for at, size in enumerate(self._fact(first.dense).shape)]
         keepdim = bool(named.get("keepdim"))
-        shape = tuple(size for at, size in enumerate(kept) if keepdim or at not in within)
-        given |= {"dim": within, **({"keepdim": True} if keepdim else {})}
-        return replace(first, dense=self._write("aten.linalg_vector_norm.default", given, ValueInfo(shape, self.dtype)))
+        shape = tuple(size for at, size in enumerate(sizes) if keepdim or at not in within)
+        arguments |= {"dim": within, **({"keepdim": True} if keepdim else {})}
+        return replace(
+            first, dense=self._write("aten.linalg_vector_norm.default", arguments, ValueInfo(shape, self.dtype))
+        )
 
     def _expand(self, named: dict[str, Any], first: MaskedSelection) -> MaskedSelection:
         """`x[mask].expand_as(y[mask])`: each row on its own."""
@@ -272,24 +282,27 @@ class SelectionOp:
         labels = self._masked(target, named.get("ignore_index", -100))
         count = math.prod(self._fact(first.dense).shape[: first.lead])
         flat = []
-        for held, shape in ((scores, (count, *self._rest(scores))), (labels, (count,))):
-            info = replace(self._fact(held.dense), shape=shape)
+        for selection, shape in ((scores, (count, *self._rest(scores))), (labels, (count,))):
+            info = replace(self._fact(selection.dense), shape=shape)
             flat.append(
-                ValueRef(self._write("aten.reshape.default", {"self": ValueRef(held.dense), "shape": shape}, info))
+                ValueRef(self._write("aten.reshape.default", {"self": ValueRef(selection.dense), "shape": shape}, info))
             )
         values = {**named, "self": flat[0], "target": flat[1]}
         return TensorHandle(self._emit(values, ValueInfo((), self._fact(scores.dense).dtype)))
 
-    def _masked(self, held: MaskedSelection, fill: float) -> MaskedSelection:
-        info = self._fact(held.dense)
-        mask = replace(self._fact(held.mask), shape=(*info.shape[: held.lead], *(1 for _ in info.shape[held.lead :])))
-        wide = self._write("aten.reshape.default", {"self": ValueRef(held.mask), "shape": mask.shape}, mask)
+    def _masked(self, selection: MaskedSelection, fill: float) -> MaskedSelection:
+        info = self._fact(selection.dense)
+        mask = replace(
+            self._fact(selection.mask),
+            shape=(*info.shape[: selection.lead], *(1 for _ in info.shape[selection.lead :])),
+        )
+        wide = self._write("aten.reshape.default", {"self": ValueRef(selection.mask), "shape": mask.shape}, mask)
         other = self._write("aten.bitwise_not.default", {"self": ValueRef(wide)}, mask)
-        arguments = {"self": ValueRef(held.dense), "mask": ValueRef(other), "value": fill}
-        return replace(held, dense=self._write("aten.masked_fill.Scalar", arguments, info))
+        arguments = {"self": ValueRef(selection.dense), "mask": ValueRef(other), "value": fill}
+        return replace(selection, dense=self._write("aten.masked_fill.Scalar", arguments, info))
 
-    def _rest(self, held: MaskedSelection) -> tuple[int, ...]:
-        return self._fact(held.dense).shape[held.lead :]
+    def _rest(self, selection: MaskedSelection) -> tuple[int, ...]:
+        return self._fact(selection.dense).shape[selection.lead :]
 
     def _fact(self, name: str) -> ValueInfo:
         return self.builder.infos[name]
@@ -297,8 +310,8 @@ class SelectionOp:
     def _emit(self, named: dict[str, Any], info: ValueInfo) -> str:
         """The op itself, with whole tensors in the places of selections."""
 
-        def convert(held: Any) -> Any:
-            return ValueRef(held.dense) if isinstance(held, MaskedSelection) else self.read(held)
+        def convert(argument: Any) -> Any:
+            return ValueRef(argument.dense) if isinstance(argument, MaskedSelection) else self.read(argument)
 
         arguments = named_arguments(self.op, (), named, convert)
         target = in_place_twin(self.op) if self.op._opname.endswith("_") else target_name(self.op)
@@ -319,15 +332,15 @@ class SelectionOp:
 
 def selections(tree: Any) -> list[MaskedSelection]:
     """The selections among some arguments."""
-    return [held for held in pytree.tree_leaves(tree) if isinstance(held, MaskedSelection)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, MaskedSelection)]
 
 
 def refuse_selections(outputs: Any) -> Any:
     """What a graph returns, none of which may be of a size that depends on data."""
-    for held in selections(outputs):
+    for selection in selections(outputs):
         what = "it returns what a boolean mask selects, and its size depends on the values of a tensor"
-        error = unsupported(what, held.place.source, _REMEDY)
-        error.path = held.place.module
+        error = unsupported(what, selection.place.source, _REMEDY)
+        error.path = selection.place.module
         raise error
     return outputs
 
@@ -341,15 +354,15 @@ def is_selection(op: Any, args: Sequence[Any], builder: GraphBuilder) -> bool:
     return builder.infos[args[1][0].read()].dtype == "bool"
 
 
-def _same(builder: GraphBuilder, one: str, other: str) -> bool:
+def _same(builder: GraphBuilder, first: str, other: str) -> bool:
     """Whether two values are computed in the same way of the same values: `t != 3`, written twice."""
-    if one == other:
+    if first == other:
         return True
     makers = {name: step for step in builder.steps for name in step.outputs}
-    if one not in makers or other not in makers:
+    if first not in makers or other not in makers:
         return False
-    mine, theirs = makers[one], makers[other]
-    if mine.target != theirs.target or not is_pure(mine) or mine.outputs.index(one) != theirs.outputs.index(other):
+    mine, theirs = makers[first], makers[other]
+    if mine.target != theirs.target or not is_pure(mine) or mine.outputs.index(first) != theirs.outputs.index(other):
         return False
     mine_refs, their_refs = list(refs(mine.arguments)), list(refs(theirs.arguments))
     return (
@@ -359,7 +372,7 @@ def _same(builder: GraphBuilder, one: str, other: str) -> bool:
     )
 
 
-def _broadcast(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    rank = max(len(one), len(other))
-    pairs = zip((1,) * (rank - len(one)) + tuple(one), (1,) * (rank - len(other)) + tuple(other), strict=True)
+def _broadcast(first: Sequence[int], other: Sequence[int]) -> list[int]:
+    rank = max(len(first), len(other))
+    pairs = zip((1,) * (rank - len(first)) + tuple(first), (1,) * (rank - len(other)) + tuple(other), strict=True)
     return [b if a == 1 else a for a, b in pairs]

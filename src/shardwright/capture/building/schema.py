@@ -33,12 +33,12 @@ def is_random_call(op: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers: torch tags such ops, and a dropout of 0 or in evaluation draws none."""
     if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    given = {
+    values = {
         argument.name: arguments.get(argument.name, argument.default_value if argument.has_default_value() else None)
         for argument in op._schema.arguments
     }
-    chances = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), int | float)]
-    return 0 not in chances and not any(given.get(name) is False for name in ("train", "training"))
+    chances = [values[name] for name in ("dropout_p", "dropout", "p") if isinstance(values.get(name), int | float)]
+    return 0 not in chances and not any(values.get(name) is False for name in ("train", "training"))
 
 
 def named_arguments(
@@ -48,21 +48,21 @@ def named_arguments(
     convert: Callable[[Any], Any],
 ) -> dict[str, Any]:
     """The arguments of a call under their schema names, defaults left out."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for index, argument in enumerate(op._schema.arguments):
         if index < len(args):
-            given = args[index]
+            argument_value = args[index]
         elif argument.name in kwargs:
-            given = kwargs[argument.name]
+            argument_value = kwargs[argument.name]
         else:
             continue
         if op.namespace == "aten" and (argument.name in DROPPED or _is_hint(argument)):
             continue
-        value = convert(given)
+        value = convert(argument_value)
         if argument.has_default_value() and _same(value, argument.default_value):
             continue
-        found[argument.name] = value
-    return found
+        named[argument.name] = value
+    return named
 
 
 def _is_hint(argument: Any) -> bool:
@@ -83,9 +83,9 @@ def literal(value: Any, source: SourceLine | None) -> Any:
     if isinstance(value, torch.dtype):
         return Dtype(str(value).removeprefix("torch."))
     if isinstance(value, list | tuple):
-        return tuple(literal(held, source) for held in value)
+        return tuple(literal(inner, source) for inner in value)
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: literal(held, source) for name, held in value.items()}
+        return {name: literal(inner, source) for name, inner in value.items()}
     if isinstance(value, complex | torch.device | torch.layout | torch.memory_format):
         return str(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):

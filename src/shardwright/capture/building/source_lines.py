@@ -49,10 +49,10 @@ def origin_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> O
     path = module = owner = ""
     if stack:
         path, module = _call_path(*stack[-1]), _clean(stack[-1][1][0])
-    for key, held in stack:
-        name = held[1] if isinstance(held[1], str) else held[1].__module__
+    for key, entry in stack:
+        name = entry[1] if isinstance(entry[1], str) else entry[1].__module__
         if not name.startswith(("torch.nn.", "transformers.activations.")):
-            owner = _call_path(key, held)
+            owner = _call_path(key, entry)
     region = (meta.get("custom") or {}).get(REGION)
     source = source_of(meta.get("stack_trace"))
     return OpOrigin(
@@ -60,9 +60,9 @@ def origin_of(meta: dict[str, Any], *, no_grad: bool, autocast: str | None) -> O
     )
 
 
-def _call_path(key: str, held: tuple[str, Any]) -> str:
+def _call_path(key: str, entry: tuple[str, Any]) -> str:
     """The path "blocks.0.attn@1" of the key "L__self__blocks.0.attn@1". In branches the key is a mere number."""
-    key = held[0] if key.isdigit() else key
+    key = entry[0] if key.isdigit() else key
     for prefix in ("L__self___", "L__self__", "L['self']."):
         if key.startswith(prefix):
             key = key[len(prefix) :]

@@ -17,13 +17,13 @@ from ..user_calls.kept import KeptCalls, current
 
 
 @contextmanager
-def traceable_bincount(kept: KeptCalls) -> Iterator[None]:
+def traceable_bincount(user_calls: KeptCalls) -> Iterator[None]:
     """For the length of a trace, counts of a known length are sums into that many places."""
     original = torch.bincount
     method = torch.Tensor.bincount
 
     def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        if current() is not kept or not minlength:
+        if current() is not user_calls or not minlength:
             return original(input, weights, minlength)
         added = torch.ones_like(input, dtype=torch.long) if weights is None else weights
         return torch.zeros(minlength, dtype=added.dtype, device=input.device).scatter_add(0, input.long(), added)

@@ -47,15 +47,15 @@ _KNOWN: dict[types.CodeType, CodeReads] = {}
 
 def reads_of(code: types.CodeType) -> CodeReads:
     """What a code object reads."""
-    found = _KNOWN.get(code)
-    if found is None:
-        found = _KNOWN[code] = _read(code)
-    return found
+    reads = _KNOWN.get(code)
+    if reads is None:
+        reads = _KNOWN[code] = _read(code)
+    return reads
 
 
 def _read(code: types.CodeType) -> CodeReads:
     chains: dict[Chain, None] = {}
-    names = {held for held in code.co_consts if isinstance(held, str) and held.isidentifier()}
+    names = {literal for literal in code.co_consts if isinstance(literal, str) and literal.isidentifier()}
     chain: Chain | None = None
     constant: Any = None  # of the instruction before, if that was one and followed a chain
     line = code.co_firstlineno
@@ -87,7 +87,7 @@ def _read(code: types.CodeType) -> CodeReads:
             end()
             chain = constant = None
     end()
-    inner = tuple(held for held in code.co_consts if isinstance(held, types.CodeType))
+    inner = tuple(literal for literal in code.co_consts if isinstance(literal, types.CodeType))
     return CodeReads(tuple(chains), frozenset(names), inner)
 
 

@@ -3,7 +3,7 @@
 A program does the same at every call. A forward that caches a mask, or keeps a loss for somebody to look at, does so
 too; one that goes on from the hidden state of its last call, or counts its calls and scales by the count, does not.
 They are told apart by tracing once more, with the attributes as the first call has left them: what is read the next
-time shows in the graph. What is known (known.py) may be read, since it would only be made again.
+time shows in the graph. What is known (constant_values.py) may be read, since it would only be made again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 def attributes(module: nn.Module) -> Attributes:
     """The numbers and tensors in attributes that are neither parameters, buffers nor submodules."""
-    found: Attributes = {}
-    for path, held in module.named_modules():
-        for name, value in vars(held).items():
+    values: Attributes = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
             if name not in _STANDARD and name != "_flat_weights" and _is_state(value):  # parameters, in a list
-                found[path, name] = pytree.tree_map(lambda leaf: leaf, value)  # a list is a list of its own
-    return found
+                values[path, name] = pytree.tree_map(lambda leaf: leaf, value)  # a list is a list of its own
+    return values
 
 
 def _is_state(value: Any) -> bool:
@@ -44,14 +44,14 @@ def _is_state(value: Any) -> bool:
 
 def left_behind(before: Attributes, after: Attributes, known: ConstantValues) -> Attributes:
     """What a call has changed, with tensors that have a shape only; without what is known."""
-    found: Attributes = {}
+    changed: Attributes = {}
     for key, value in after.items():
         if key in before and _same(before[key], value):
             continue
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         if not tensors or not all(known.knows(leaf) for leaf in tensors):
-            found[key] = pytree.tree_map_only(Tensor, _without_values, value)
-    return found
+            changed[key] = pytree.tree_map_only(Tensor, _without_values, value)
+    return changed
 
 
 def _without_values(x: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def _without_values(x: Tensor) -> Tensor:
         return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
 
 
-def _same(one: Any, other: Any) -> bool:
-    (mine, spec), (theirs, others) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+def _same(first: Any, other: Any) -> bool:
+    (mine, spec), (theirs, others) = pytree.tree_flatten(first), pytree.tree_flatten(other)
     return spec == others and all(
         a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b) for a, b in zip(mine, theirs, strict=True)
     )
@@ -73,16 +73,16 @@ def with_attributes(module: nn.Module, values: Attributes) -> Iterator[None]:
     undo = []
     try:
         for (path, name), value in values.items():
-            held = vars(module.get_submodule(path))
-            undo.append((held, name, held.get(name, missing)))
-            held[name] = value
+            slots = vars(module.get_submodule(path))
+            undo.append((slots, name, slots.get(name, missing)))
+            slots[name] = value
         yield
     finally:
-        for held, name, value in undo:
+        for slots, name, value in undo:
             if value is missing:
-                held.pop(name, None)
+                slots.pop(name, None)
             else:
-                held[name] = value
+                slots[name] = value
 
 
 def carried(module: nn.Module, names: Sequence[tuple[str, str]]) -> CaptureError:

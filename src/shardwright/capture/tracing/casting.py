@@ -34,10 +34,10 @@ def cast(module: nn.Module, precision: Precision) -> nn.Module:
         dtype = _wanted(key, parameter, precision, buffer=False)
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
-    for path, held in module.named_modules():
-        for name, buffer in held._buffers.items():
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
             if buffer is not None:
-                held._buffers[name] = buffer.to(_wanted(f"{path}.{name}".lstrip("."), buffer, precision, buffer=True))
+                part._buffers[name] = buffer.to(_wanted(f"{path}.{name}".lstrip("."), buffer, precision, buffer=True))
     return module
 
 
@@ -47,8 +47,8 @@ def _wanted(key: str, tensor: Tensor, precision: Precision, buffer: bool) -> tor
 
 
 def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _check_tied(parameters: dict[str, nn.Parameter], precision: Precision) -> None:
@@ -64,33 +64,37 @@ def _check_tied(parameters: dict[str, nn.Parameter], precision: Precision) -> No
 @contextmanager
 def casting(module: nn.Module, precision: Precision, device: str = "cpu") -> Iterator[None]:
     """Within this, calls of the module cast what a precision casts. Captures are made as if on the CPU."""
-    before = {held: vars(held).get("forward") for held in module.modules()}
+    before = {part: vars(part).get("forward") for part in module.modules()}
     try:
-        for path, held in module.named_modules() if precision.overrides else ():
-            dtype = _own_dtype(path, held, precision)
-            if dtype is not None and held is not module:
-                held.forward = _apart(held.forward, dtype, device)
+        for path, part in module.named_modules() if precision.overrides else ():
+            dtype = _own_dtype(path, part, precision)
+            if dtype is not None and part is not module:
+                part.forward = _apart(part.forward, dtype, device)
         if precision.compute or precision.inputs:
             module.forward = _around(module.forward, precision, device)
         yield
     finally:
-        for held, own in before.items():
-            vars(held).pop("forward", None)
+        for part, own in before.items():
+            vars(part).pop("forward", None)
             if own is not None:
-                held.forward = own
+                part.forward = own
 
 
 def _own_dtype(path: str, module: nn.Module, precision: Precision) -> torch.dtype | None:
     """The dtype that overrides give to the parameters that a module has itself."""
     lead = f"{path}." if path else ""
-    own = {name: held for name, held in module._parameters.items() if held is not None and held.is_floating_point()}
-    found = {name: precision.override(lead + name) for name in own}
-    kinds = {dtype for dtype in found.values() if dtype is not None}
+    own = {
+        name: parameter
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point()
+    }
+    overrides = {name: precision.override(lead + name) for name in own}
+    kinds = {dtype for dtype in overrides.values() if dtype is not None}
     if not kinds:
         return None
-    if len(kinds) > 1 or None in found.values():
+    if len(kinds) > 1 or None in overrides.values():
         raise InputError(
-            f"overrides give the parameters of {path} several dtypes ({found}), and a module computes in one; "
+            f"overrides give the parameters of {path} several dtypes ({overrides}), and a module computes in one; "
             f"use the pattern '{lead}*'"
         )
     return _dtype(kinds.pop())

@@ -62,10 +62,10 @@ class ConstantValues(TorchFunctionMode):
             if self.values:
                 self._forget_written(func, name, args, kwargs)
             return func(*args, **kwargs)  # nearly all calls: nothing can be known of what comes out
-        given = [held for held in pytree.tree_leaves((args, kwargs)) if isinstance(held, torch.Tensor)]
-        known = all(self.knows(held) for held in _deciding(name, given)) and not _is_foreign(func)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = all(self.knows(leaf) for leaf in _deciding(name, tensors)) and not _is_foreign(func)
         known = known and not _DRAWS.search(name)
-        if name in _QUESTIONS and given and known:
+        if name in _QUESTIONS and tensors and known:
             return self.run(func, args, kwargs)
         if name in _ABOUT:  # arange(height), where height is a tensor
             like = args[:1] if name in _LIKE else ()
@@ -81,46 +81,50 @@ class ConstantValues(TorchFunctionMode):
         """What a call gives for the values, beside the trace; None if it is asked with a number that is a symbol."""
         with _disable_current_modes(), torch.no_grad():
             args, kwargs = pytree.tree_map(self._real, (args, kwargs))
-            if any(isinstance(held, _SYMBOLS) for held in pytree.tree_leaves((args, kwargs))):
+            if any(isinstance(leaf, _SYMBOLS) for leaf in pytree.tree_leaves((args, kwargs))):
                 return None
             return func(*args, **kwargs)
 
     def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, written: bool) -> None:
-        tensors = [held for held in pytree.tree_leaves(result) if isinstance(held, torch.Tensor)]
-        large = any(held.numel() > _LARGEST or held.requires_grad for held in tensors)
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        large = any(leaf.numel() > _LARGEST or leaf.requires_grad for leaf in tensors)
         if (tensors or written) and not large:
             values = pytree.tree_leaves(self.run(func, args, kwargs))
-            self.values.update(dict(_pairs(tensors, [held for held in values if isinstance(held, torch.Tensor)])))
+            self.values.update(dict(_pairs(tensors, [leaf for leaf in values if isinstance(leaf, torch.Tensor)])))
 
     def _forget_written(self, func: Any, name: str, args: Any, kwargs: Any, mirrored: bool = False) -> None:
         unseen = name in _UPDATING or _is_foreign(func)
         if unseen or writes(name, kwargs):
             written = (args, kwargs) if unseen else args[0] if kwargs.get("out") is None else kwargs["out"]
-            for held in pytree.tree_leaves(written):
-                if isinstance(held, torch.Tensor):
-                    self._forget(held, mirrored)
+            for leaf in pytree.tree_leaves(written):
+                if isinstance(leaf, torch.Tensor):
+                    self._forget(leaf, mirrored)
 
     def _forget(self, tensor: torch.Tensor, mirrored: bool = False) -> None:
         """A tensor was written to: what shares its memory is known only if its value was written to as well."""
         storage = tensor.untyped_storage()._cdata
-        kept = self.values[tensor].untyped_storage()._cdata if mirrored and tensor in self.values else None
+        mirror = self.values[tensor].untyped_storage()._cdata if mirrored and tensor in self.values else None
         if _from_outside(tensor):
             self.written[tensor] = True
-        for held in [held for held in self.values if held.untyped_storage()._cdata == storage]:
-            if self.values[held].untyped_storage()._cdata != kept:
-                del self.values[held]
+        for other in [other for other in self.values if other.untyped_storage()._cdata == storage]:
+            if self.values[other].untyped_storage()._cdata != mirror:
+                del self.values[other]
 
-    def _number(self, held: Any) -> Any:
-        if isinstance(held, torch.Tensor) and held.dim() == 0 and self.knows(held):
+    def _number(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor) and argument.dim() == 0 and self.knows(argument):
             with _disable_current_modes():
-                return self.values[held].item()
-        return held
+                return self.values[argument].item()
+        return argument
 
-    def _real(self, held: Any) -> Any:
+    def _real(self, argument: Any) -> Any:
         """A known tensor as its values; a like-tensor needs only a shape; everything is on the CPU."""
-        if isinstance(held, torch.Tensor):
-            return self.values[held] if held in self.values else torch.empty((), dtype=held.dtype).expand(held.shape)
-        return torch.device("cpu") if isinstance(held, torch.device) else held
+        if isinstance(argument, torch.Tensor):
+            return (
+                self.values[argument]
+                if argument in self.values
+                else torch.empty((), dtype=argument.dtype).expand(argument.shape)
+            )
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
 def _from_outside(tensor: torch.Tensor) -> bool:
@@ -146,7 +150,7 @@ def writes(name: str, kwargs: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or re.fullmatch(r"__i\w+__", name) is not None
 
 
-def _pairs(made: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for held, value in zip(made, values, strict=True):
-        if held.shape == value.shape and held.dtype == value.dtype:
-            yield held, value
+def _pairs(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for tensor, value in zip(tensors, values, strict=True):
+        if tensor.shape == value.shape and tensor.dtype == value.dtype:
+            yield tensor, value

@@ -35,14 +35,14 @@ def ctc_loss(
     reduction: str | int = "mean", zero_infinity: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """`F.ctc_loss` while a model is traced; None where it is as it is."""
-    kept = current()
-    if kept is None:
+    user_calls = current()
+    if user_calls is None:
         return None
     lengths = [
-        held if isinstance(held, Tensor) else torch.tensor(list(held), dtype=torch.long)
-        for held in (input_lengths, target_lengths)
+        length if isinstance(length, Tensor) else torch.tensor(list(length), dtype=torch.long)
+        for length in (input_lengths, target_lengths)
     ]
-    losses: Tensor = mark(kept, _CALLEE, [log_probs, targets, *lengths, blank, zero_infinity])
+    losses: Tensor = mark(user_calls, _CALLEE, [log_probs, targets, *lengths, blank, zero_infinity])
     if reduction in ("none", 0):
         return losses
     if reduction in ("sum", 2):

@@ -57,7 +57,7 @@ class Trace:
     """The exported program (not functional, at global shape) and what export would have dropped."""
 
     program: ExportedProgram
-    kept: KeptCalls
+    user_calls: KeptCalls
     stand_in: FakeTensors
     notes: tuple[str, ...] = ()
     left: Attributes = field(default_factory=dict)  # attributes that the call has changed
@@ -76,18 +76,18 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
     seen: dict[str, list[ObservedCall]] = {}
     walk = VariableWalk(module)
     while True:
-        kept, before, draws = KeptCalls(), WrittenVariables(walk.found.values()), PythonDraws()
+        user_calls, before, draws = KeptCalls(), WrittenVariables(walk.variables.values()), PythonDraws()
         try:
-            with as_called(GRAD_MODE in walk.found):
-                traced = _export(module, args, kwargs, kept, seen, (False,) if parts else (False, True))
+            with as_called(GRAD_MODE in walk.variables):
+                traced = _export(module, args, kwargs, user_calls, seen, (False,) if parts else (False, True))
         except CaptureError:
-            if kept.wanting is None or kept.wanting[0] in seen:
+            if user_calls.wanting is None or user_calls.wanting[0] in seen:
                 raise
-            seen.update(observe_calls(real, module, [kept.wanting[0]]))
+            seen.update(observe_calls(real, module, [user_calls.wanting[0]]))
             continue
 
         def again() -> str:
-            with as_called(GRAD_MODE in walk.found):
+            with as_called(GRAD_MODE in walk.variables):
                 return str(_export(module, args, kwargs, KeptCalls(), seen, (False,)).program.graph)
 
         written = before.changed()
@@ -96,13 +96,13 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rea
         if traced.left or written:
             _check_next(module, again, traced, written)
         walk.go_on(name for _, name in traced.reads)
-        notes = (*traced.notes, *_checked(kept, module, real, seen))
-        return replace(traced, notes=notes, variables=tuple(walk.found.values()))
+        notes = (*traced.notes, *_checked(user_calls, module, real, seen))
+        return replace(traced, notes=notes, variables=tuple(walk.variables.values()))
 
 
 def _refuse_scripted(module: nn.Module) -> None:
-    for path, held in module.named_modules():
-        if isinstance(held, torch.jit.ScriptModule):
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
             name = f"model.{path}" if path else "the model"
             raise CaptureError(
                 f"{name} is a module of torch.jit, whose code can't be seen. Use the module that torch.jit.script or "
@@ -112,7 +112,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 
 def _check_next(module: nn.Module, again: Callable[[], str], traced: Trace, written: Sequence[Variable]) -> None:
-    """Refuse a forward that would be another one at its next call (state.py, written.py)."""
+    """Refuse a forward that would be another one at its next call (carried_state.py, written_variables.py)."""
     with with_attributes(module, traced.left):
         try:
             graph = again()
@@ -122,9 +122,13 @@ def _check_next(module: nn.Module, again: Callable[[], str], traced: Trace, writ
         raise carried(module, list(traced.left)) if traced.left else refuse_written(written)
 
 
-def _checked(kept: KeptCalls, module: nn.Module, real: Real, seen: dict[str, list[ObservedCall]]) -> tuple[str, ...]:
+def _checked(
+    user_calls: KeptCalls, module: nn.Module, real: Real, seen: dict[str, list[ObservedCall]]
+) -> tuple[str, ...]:
     """Notes, after holding opaque submodules to what they say of their rows."""
-    paths = dict.fromkeys(call.path for call in kept.calls.values() if isinstance(call, OpaqueCall) and call.batch)
+    paths = dict.fromkeys(
+        call.path for call in user_calls.calls.values() if isinstance(call, OpaqueCall) and call.batch
+    )
     if not paths:
         return ()
     missing = [path for path in paths if path not in seen]
@@ -139,13 +143,13 @@ def _export(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    kept: KeptCalls,
+    user_calls: KeptCalls,
     seen: Mapping[str, Sequence[ObservedCall]],
-    ways: Sequence[bool],
+    modes: Sequence[bool],
 ) -> Trace:
     first: BaseException | None = None
     listens = True  # to what is read; dynamo, which captures the bodies of scan, stumbles over a listener
-    todo = list(ways)
+    todo = list(modes)
     while todo:
         strict = todo.pop(0)
         stand_in, checks, known = FakeTensors(), PassedChecks(), ConstantValues()
@@ -155,20 +159,20 @@ def _export(
             _quiet(),
             user_frames(),
             stand_in.in_place_of(module),
-            fixing(module, fake_args, fake_kwargs) as (given, named),
-            keeping(kept),
-            marking(module, kept, seen),
-            traceable_bincount(kept),
-            traceable_statistics(kept),
-            vectorizing(kept),
+            fixing(module, fake_args, fake_kwargs) as (positional, named),
+            keeping(user_calls),
+            marking(module, user_calls, seen),
+            traceable_bincount(user_calls),
+            traceable_statistics(user_calls),
+            vectorizing(user_calls),
             _watching(module, strict, known, left),
-            nullcontext() if strict else _modes(kept, checks, known),
+            nullcontext() if strict else _modes(user_calls, checks, known),
             unvalidated(),
             _use_lazy_graph_module(not strict),  # export writes its graph out as Python thirty times, for nobody
             reading(module) if listens and not strict else nullcontext(everything(module)) as reads,
         ):
             try:
-                program = torch.export.export(module, given, named, strict=strict)
+                program = torch.export.export(module, positional, named, strict=strict)
             except Exception as error:
                 first = first or error
                 if any(isinstance(cause, CaptureError) for cause in causes(error)):
@@ -177,9 +181,9 @@ def _export(
                     listens, first = False, None
                     todo.insert(0, False)
                 continue
-        if strict and (kept.calls or kept.regions):
+        if strict and (user_calls.calls or user_calls.regions):
             break  # dynamo has no notion of our markers: better no graph than a wrong one
-        return Trace(program, kept, stand_in, checks.notes(), left, frozenset(reads))
+        return Trace(program, user_calls, stand_in, checks.notes(), left, frozenset(reads))
     assert first is not None
     refused = next((error for error in causes(first) if isinstance(error, CaptureError)), None)
     if refused is not None:
@@ -188,12 +192,12 @@ def _export(
 
 
 @contextmanager
-def _modes(kept: KeptCalls, checks: PassedChecks, known: ConstantValues) -> Iterator[None]:
+def _modes(user_calls: KeptCalls, checks: PassedChecks, known: ConstantValues) -> Iterator[None]:
     """What looks at the calls of torch while a model is traced by running it, the innermost last."""
     with ExitStack() as stack:
         for mode in (
             noting_grad_mode(), KnownDraws(), OwnParameters(), checks, known, TensorData(), EqualSelections(),
-            KnownSizes(known), traceable_masks(kept, known),
+            KnownSizes(known), traceable_masks(user_calls, known),
         ):  # fmt: skip
             stack.enter_context(mode)
         yield
@@ -242,7 +246,9 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|copyreg)(\.|$)")
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")  # see state.py
+        warnings.filterwarnings(
+            "ignore", message=r"The tensor attributes? .* assigned during export"
+        )  # see carried_state.py
         inside = r"(torch\.(export|_export|fx|_dynamo)|shardwright\.capture)(\.|$)"  # where modes pass calls on
         warnings.filterwarnings("ignore", category=UserWarning, module=inside)
         export.print = lambda *args, **kwargs: None  # it prints half of a graph when it fails

@@ -47,21 +47,21 @@ class FakeTensors:
     def in_place_of(self, module: nn.Module) -> Iterator[None]:
         """Swap the tensors of a module for fakes, and put them back whatever happens."""
         undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        modes = [(held, held.training) for held in module.modules()]
+        modes = [(part, part.training) for part in module.modules()]
         random_state = torch.get_rng_state()
         try:
-            for held in module.modules():
-                both: list[dict[str, Any]] = [held._parameters, held._buffers]
+            for part in module.modules():
+                both: list[dict[str, Any]] = [part._parameters, part._buffers]
                 for slots in both:
                     undo.append((slots, dict(slots)))
                     slots.update({key: self.same(t) for key, t in slots.items() if t is not None})
-                plain = {k: v for k, v in held.__dict__.items() if isinstance(v, torch.Tensor) and v.is_meta}
-                undo.append((held.__dict__, plain))
-                held.__dict__.update({key: self.same(tensor) for key, tensor in plain.items()})
+                plain = {k: v for k, v in part.__dict__.items() if isinstance(v, torch.Tensor) and v.is_meta}
+                undo.append((part.__dict__, plain))
+                part.__dict__.update({key: self.same(tensor) for key, tensor in plain.items()})
             yield
         finally:
             for slots, before in reversed(undo):
                 slots.update(before)
-            for held, training in modes:
-                held.training = training
+            for part, training in modes:
+                part.training = training
             torch.set_rng_state(random_state)

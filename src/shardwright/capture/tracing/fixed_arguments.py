@@ -33,13 +33,15 @@ def fixing(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any
     if not fixed:
         yield args, kwargs
         return
-    words = [f"{_WORD} {at}" if is_fixed(leaf) else leaf for at, leaf in enumerate(leaves)]
+    placeholders = [f"{_WORD} {at}" if is_fixed(leaf) else leaf for at, leaf in enumerate(leaves)]
 
-    def put_back(_module: nn.Module, given: Any, named: Any) -> Any:
-        return pytree.tree_map(lambda leaf: fixed.get(leaf, leaf) if isinstance(leaf, str) else leaf, (given, named))
+    def put_back(_module: nn.Module, positional: Any, named: Any) -> Any:
+        return pytree.tree_map(
+            lambda leaf: fixed.get(leaf, leaf) if isinstance(leaf, str) else leaf, (positional, named)
+        )
 
     hook = module.register_forward_pre_hook(put_back, with_kwargs=True, prepend=True)
     try:
-        yield pytree.tree_unflatten(words, spec)
+        yield pytree.tree_unflatten(placeholders, spec)
     finally:
         hook.remove()

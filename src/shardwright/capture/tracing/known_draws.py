@@ -40,10 +40,10 @@ class KnownDraws(TorchFunctionMode):
             for outcome, holds in known.items():
                 if holds(args[1]):
                     return torch.tensor(outcome, device=args[0].device)
-        found = func(*args, **(kwargs or {}))
-        if func is torch.rand and found.dim() == 0:
-            self.drawn.add(found)
-        return found
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and result.dim() == 0:
+            self.drawn.add(result)
+        return result
 
     def _is_draw(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and any(value is held for held in self.drawn)
+        return isinstance(value, torch.Tensor) and any(value is draw for draw in self.drawn)

@@ -31,13 +31,13 @@ def check_hooks(model: nn.Module) -> None:
     """Refuse a model with hooks that a compiled program would not run."""
     opaque = tuple(path for path, _ in opaque_parts(model))
     faults = [
-        f"{path or 'the model'} ({type(part).__name__}) has a {kind}: {_said(hook)}"
+        f"{path or 'the model'} ({type(part).__name__}) has a {kind}: {_describe_hook(hook)}"
         for path, part in model.named_modules()
-        if not any(path == held or path.startswith(f"{held}.") for held in opaque)
+        if not any(path == opaque_path or path.startswith(f"{opaque_path}.") for opaque_path in opaque)
         for kind, hook in _hooks(part)
     ]
     faults += [
-        f"every module has a {kind}: {_said(hook)}"
+        f"every module has a {kind}: {_describe_hook(hook)}"
         for name, kind in _KINDS.items()
         for hook in getattr(of_all, f"_global{name}").values()
     ]
@@ -62,7 +62,7 @@ def _module_of(hook: Any) -> str:
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
-def _said(hook: Callable[..., Any]) -> str:
+def _describe_hook(hook: Callable[..., Any]) -> str:
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     return f"{name} of {code.co_filename}:{code.co_firstlineno}" if code is not None else str(name)

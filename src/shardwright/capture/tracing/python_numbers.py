@@ -101,9 +101,9 @@ class Numbers:
         if function not in _ARITHMETIC:
             raise self._refusal(f"{getattr(function, '__name__', function)} of a number")
         kind = _kind(value)
-        given = [_kind(held) if not isinstance(held, Number) else held.dtype for held in args]
-        wide = "float64" if "float64" in (*given, kind) else "int64" if "int64" in given else "bool"
-        names = [self._as(held, wide) for held in args]
+        dtypes = [_kind(argument) if not isinstance(argument, Number) else argument.dtype for argument in args]
+        wide = "float64" if "float64" in (*dtypes, kind) else "int64" if "int64" in dtypes else "bool"
+        names = [self._as(argument, wide) for argument in args]
         op = _ARITHMETIC[function]
         if op is None:
             return Number(names[0], wide)
@@ -116,7 +116,7 @@ class Numbers:
         `value` is what the op gives, `tensors` are those that it is given, both as the trace has them.
         """
         target = target_name(op)
-        named = {a.name: held for a, held in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+        named = {a.name: argument for a, argument in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
         if target in _FILLED and isinstance(named.get("fill_value", named.get("s")), Number):
             return self._filled(named.get("fill_value", named.get("s")), value)
         other = named.get("alpha", 1)
@@ -131,19 +131,19 @@ class Numbers:
         compares = op._opname.rstrip("_") in _COMPARISONS
         dtype = _name(value.dtype if not compares or first is None else self._common(first, named))
         wanted = {a.name: str(a.type) for a in op._schema.arguments}
-        found = {key: self._tensor(held, dtype, wanted[key]) for key, held in named.items()}
-        if any(isinstance(held, Number) for held in pytree.tree_leaves(found)):
+        converted = {key: self._tensor(argument, dtype, wanted[key]) for key, argument in named.items()}
+        if any(isinstance(argument, Number) for argument in pytree.tree_leaves(converted)):
             raise self._refusal(f"{target} with a number that was taken out of a tensor")
-        return op, found
+        return op, converted
 
-    def _tensor(self, held: Any, dtype: str, wanted: str) -> Any:
-        if "Tensor" not in wanted or isinstance(held, TensorHandle) or held is None:
-            return held
-        return TensorHandle(self._as(held, dtype))
+    def _tensor(self, argument: Any, dtype: str, wanted: str) -> Any:
+        if "Tensor" not in wanted or isinstance(argument, TensorHandle) or argument is None:
+            return argument
+        return TensorHandle(self._as(argument, dtype))
 
     def _common(self, tensor: torch.Tensor, named: dict[str, Any]) -> torch.dtype:
         """The dtype that a tensor is compared in with a number of Python."""
-        kinds = {held.dtype for held in named.values() if isinstance(held, Number)}
+        kinds = {argument.dtype for argument in named.values() if isinstance(argument, Number)}
         return torch.result_type(tensor, 1.0 if "float64" in kinds else 1 if "int64" in kinds else True)
 
     def _filled(self, number: Any, value: torch.Tensor) -> TensorHandle:
@@ -155,11 +155,11 @@ class Numbers:
             )
         return TensorHandle(self._write("aten.clone.default", {"self": ValueRef(name)}, self.builder.infos[name]))
 
-    def _as(self, held: Any, dtype: str) -> str:
+    def _as(self, argument: Any, dtype: str) -> str:
         """A number, or a literal, as a value of a dtype."""
-        if isinstance(held, Number):
-            return self._cast(held.name, dtype)
-        arguments = {"size": (), "fill_value": held, "dtype": Dtype(dtype)}
+        if isinstance(argument, Number):
+            return self._cast(argument.name, dtype)
+        arguments = {"size": (), "fill_value": argument, "dtype": Dtype(dtype)}
         return self._write("aten.full.default", arguments, ValueInfo((), dtype))
 
     def _cast(self, name: str, dtype: str) -> str:
@@ -183,7 +183,7 @@ class Numbers:
 
 def numbers(tree: Any) -> list[Number]:
     """The numbers among some arguments."""
-    return [held for held in pytree.tree_leaves(tree) if isinstance(held, Number)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Number)]
 
 
 def _kind(value: Any) -> str:

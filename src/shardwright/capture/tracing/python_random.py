@@ -24,7 +24,7 @@ class PythonDraws:
     def __init__(self) -> None:
         self._before = _states()
 
-    def made(self) -> list[str]:
+    def used(self) -> list[str]:
         """Whose generators have been drawn from since."""
         now = _states()
         return [name for name, state in self._before.items() if now[name] != state]
@@ -56,7 +56,7 @@ def draws_kept() -> Iterator[None]:
 def drawing(number: float) -> Iterator[None]:
     """Within this, draws of one number between 0 and 1 give this one."""
 
-    def one(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def fixed_draw(plain: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: plain(*args, **kwargs) if args or kwargs else number
 
     def between(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,32 +66,32 @@ def drawing(number: float) -> Iterator[None]:
         return draw
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(random, "random", one(random.random)))
+        stack.enter_context(mock.patch.object(random, "random", fixed_draw(random.random)))
         stack.enter_context(mock.patch.object(random, "uniform", between(random.uniform)))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             for name in ("rand", "random", "random_sample"):
                 plain = getattr(numpy.random, name)
-                stack.enter_context(mock.patch.object(numpy.random, name, one(plain)))
+                stack.enter_context(mock.patch.object(numpy.random, name, fixed_draw(plain)))
             stack.enter_context(mock.patch.object(numpy.random, "uniform", between(numpy.random.uniform)))
         yield
 
 
 def check_draws(draws: PythonDraws, graph: str, trace_again: Callable[[], str], places: list[str]) -> None:
     """Refuse a trace that depends on what it has drawn. `trace_again` gives the graph of another trace."""
-    made = draws.made()
-    for number in (0.0, _LARGEST) if made else ():
+    generators = draws.used()
+    for number in (0.0, _LARGEST) if generators else ():
         with drawing(number):
             again = PythonDraws()
-            if trace_again() != graph or again.made():
-                raise _refusal(made, places)
+            if trace_again() != graph or again.used():
+                raise _refusal(generators, places)
 
 
-def _refusal(made: list[str], places: list[str]) -> CaptureError:
+def _refusal(generators: list[str], places: list[str]) -> CaptureError:
     where = f" ({', '.join(sorted(set(places))[:3])})" if places else ""
     return CaptureError(
-        f"the forward draws a number from {' and '.join(made)}{where}, which a program would draw once and then never "
-        "again. Draw it with torch (torch.rand, F.dropout) where it is computed with; where it decides which layers "
-        "run, draw it outside and pass it to the forward (a bool or an int is a constant of a program of its own); or "
-        "leave the submodule as it is with sw.opaque."
+        f"the forward draws a number from {' and '.join(generators)}{where}, which a program would draw once and then "
+        "never again. Draw it with torch (torch.rand, F.dropout) where it is computed with; where it decides which "
+        "layers run, draw it outside and pass it to the forward (a bool or an int is a constant of a program of its "
+        "own); or leave the submodule as it is with sw.opaque."
     )

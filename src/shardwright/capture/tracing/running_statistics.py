@@ -19,7 +19,7 @@ from ..user_calls.kept import KeptCalls, current
 
 
 @contextmanager
-def traceable_statistics(kept: KeptCalls) -> Iterator[None]:
+def traceable_statistics(user_calls: KeptCalls) -> Iterator[None]:
     """For the length of a trace, these statistics are updated by ops that can be seen."""
     instance_norm, forward = F.instance_norm, _BatchNorm.forward
 
@@ -28,7 +28,7 @@ def traceable_statistics(kept: KeptCalls) -> Iterator[None]:
         weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
-        seen = current() is kept and use_input_stats and running_mean is not None and running_var is not None
+        seen = current() is user_calls and use_input_stats and running_mean is not None and running_var is not None
         if seen and running_mean is not None and running_var is not None:
             dims = tuple(range(2, input.dim()))
             with torch.no_grad():
@@ -38,7 +38,7 @@ def traceable_statistics(kept: KeptCalls) -> Iterator[None]:
         return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
     def batch_norm_seen(self: _BatchNorm, input: Tensor) -> Tensor:
-        if current() is kept and self.training and self.momentum is None and self.track_running_stats:
+        if current() is user_calls and self.training and self.momentum is None and self.track_running_stats:
             return _batch_norm_over_all(self, input)
         return forward(self, input)
 
@@ -53,15 +53,15 @@ def traceable_statistics(kept: KeptCalls) -> Iterator[None]:
 
 def _batch_norm_over_all(norm: nn.Module, input: Tensor) -> Tensor:
     """A batch norm with the average over all batches: with a momentum of 1 it gives the statistics of this one."""
-    held: Any = norm
-    held._check_input_dim(input)
-    mean, var = torch.zeros_like(held.running_mean), torch.zeros_like(held.running_var)
-    normalized = F.batch_norm(input, mean, var, held.weight, held.bias, True, 1.0, held.eps)
+    layer: Any = norm
+    layer._check_input_dim(input)
+    mean, var = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
+    normalized = F.batch_norm(input, mean, var, layer.weight, layer.bias, True, 1.0, layer.eps)
     with torch.no_grad():
-        held.num_batches_tracked.add_(1)
-        factor = 1.0 / held.num_batches_tracked.to(held.running_mean.dtype)
-        _average(held.running_mean, mean, factor)
-        _average(held.running_var, var, factor)
+        layer.num_batches_tracked.add_(1)
+        factor = 1.0 / layer.num_batches_tracked.to(layer.running_mean.dtype)
+        _average(layer.running_mean, mean, factor)
+        _average(layer.running_var, var, factor)
     return normalized
 
 

@@ -1,6 +1,7 @@
 """Sizes that are given as tensors, while a model is traced.
 
-Where a tensor that is known (known.py: it depends on no input) says how large a result is, the result has a fixed size:
+Where a tensor that is known (constant_values.py: it depends on no input) says how large a result is, the result has a
+fixed size:
 
     x[:, keep]                      an index by the places where the mask `keep` is true
     torch.nonzero(keep)             those places, as a constant
@@ -9,7 +10,7 @@ Where a tensor that is known (known.py: it depends on no input) says how large a
 
 `narrow` by a start that is a tensor has a fixed size anyhow, and is an index from there on. `torch.cov` and
 `corrcoef` look at values only to check them, and are written out. `histogramdd` is the
-two ops that it is made of. `equal` and `allclose` give a number (numbers.py),
+two ops that it is made of. `equal` and `allclose` give a number (python_numbers.py),
 which may be returned and decides nothing.
 """
 
@@ -51,13 +52,13 @@ class KnownSizes(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _COUNTED or (name == "where" and len(args) == 1 and not kwargs):
-            tensors = [held for held in pytree.tree_leaves((args, kwargs)) if isinstance(held, Tensor)]
-            if tensors and all(self.known.knows(held) for held in tensors):
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if tensors and all(self.known.knows(leaf) for leaf in tensors):
                 return self.known.run(func, args, kwargs)
         if name in self.forms:
-            found = self.forms[name](*args, **kwargs)
-            if found is not None:
-                return found
+            result = self.forms[name](*args, **kwargs)
+            if result is not None:
+                return result
         return func(*args, **kwargs)
 
     def _index(self, x: Tensor, index: Any) -> Tensor | None:
@@ -65,20 +66,20 @@ class KnownSizes(TorchFunctionMode):
         masks = [item for item in items if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim()]
         if not masks or not all(self.known.knows(mask) for mask in masks):
             return None
-        found: list[Any] = []
+        indices: list[Any] = []
         for item in items:
             places = self._places(item) if any(item is mask for mask in masks) else (item,)
-            found += places
-        return x[tuple(found)]
+            indices += places
+        return x[tuple(indices)]
 
     def _masked_select(self, x: Tensor, mask: Tensor) -> Tensor | None:
         return x[self._places(mask)] if x.shape == mask.shape and self.known.knows(mask) else None
 
-    def _tensor_split(self, x: Tensor, indices: Any = None, dim: int = 0, **given: Any) -> Any:
-        cut = given.get("tensor_indices_or_sections", indices)
-        if not isinstance(cut, Tensor) or not self.known.knows(cut):
+    def _tensor_split(self, x: Tensor, indices: Any = None, dim: int = 0, **options: Any) -> Any:
+        boundaries = options.get("tensor_indices_or_sections", indices)
+        if not isinstance(boundaries, Tensor) or not self.known.knows(boundaries):
             return None
-        return torch.tensor_split(x, self.known.run(Tensor.tolist, (cut,), {}), dim)
+        return torch.tensor_split(x, self.known.run(Tensor.tolist, (boundaries,), {}), dim)
 
     def _repeat_interleave(
         self, x: Tensor, repeats: Any = None, dim: int | None = None, output_size: int | None = None
@@ -87,10 +88,10 @@ class KnownSizes(TorchFunctionMode):
             return None
         x, dim = (x.reshape(-1), 0) if dim is None else (x, dim)
 
-        def rows(counts: Tensor) -> Tensor:
+        def indices(counts: Tensor) -> Tensor:
             return torch.arange(x.shape[dim]).repeat_interleave(counts)
 
-        return x.index_select(dim, self.known.run(rows, (repeats,), {}))
+        return x.index_select(dim, self.known.run(indices, (repeats,), {}))
 
     def _equal(self, x: Tensor, other: Tensor) -> Any:
         if x.dtype is not other.dtype or self._know(x, other):
@@ -104,8 +105,8 @@ class KnownSizes(TorchFunctionMode):
         return all(self.known.knows(tensor) for tensor in tensors)
 
     def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.known.run(lambda held: held.nonzero(as_tuple=True), (mask,), {})
-        return found
+        places: tuple[Tensor, ...] = self.known.run(lambda tensor: tensor.nonzero(as_tuple=True), (mask,), {})
+        return places
 
 
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Tensor | None:
@@ -127,13 +128,13 @@ def _histogramdd(
 ) -> Any:  # fmt: skip
     """It is two ops for torch; together they return a list beside a tensor, which a graph can't say."""
     aten: Any = torch.ops.aten
-    if isinstance(bins, list | tuple) and all(isinstance(held, Tensor) for held in bins):
-        found = aten._histogramdd_from_bin_tensors(x, bins, weight=weight, density=density)
-        return torch.return_types.histogramdd((found, tuple(bins)))
+    if isinstance(bins, list | tuple) and all(isinstance(edge, Tensor) for edge in bins):
+        histogram = aten._histogramdd_from_bin_tensors(x, bins, weight=weight, density=density)
+        return torch.return_types.histogramdd((histogram, tuple(bins)))
     counts = [bins] * x.shape[-1] if isinstance(bins, int) else list(bins)
-    given = {"range": range, "weight": weight, "density": density}
-    edges = aten._histogramdd_bin_edges(x, counts, **given)
-    return torch.return_types.histogramdd((aten._histogramdd_from_bin_cts(x, counts, **given), tuple(edges)))
+    options = {"range": range, "weight": weight, "density": density}
+    edges = aten._histogramdd_bin_edges(x, counts, **options)
+    return torch.return_types.histogramdd((aten._histogramdd_from_bin_cts(x, counts, **options), tuple(edges)))
 
 
 def _cov(
@@ -142,21 +143,21 @@ def _cov(
     """Without `aweights`, whose gradient would be rounded in another order than torch's."""
     if x.dim() > 2 or x.dtype is torch.bool or aweights is not None:
         return None
-    rows = x.unsqueeze(0) if x.dim() < 2 else x
+    variables = x.unsqueeze(0) if x.dim() < 2 else x
     if fweights is None:
-        count = rows.shape[1]
-        centered = rows - (rows.sum(1) / count).unsqueeze(1)
+        count = variables.shape[1]
+        centered = variables - (variables.sum(1) / count).unsqueeze(1)
         return (centered @ centered.t().conj() / max(count - correction, 0)).squeeze()
     total = fweights.sum()
-    centered = rows - ((rows * fweights).sum(1) / total).unsqueeze(1)
+    centered = variables - ((variables * fweights).sum(1) / total).unsqueeze(1)
     return (centered @ (centered * fweights).t().conj() / (total - correction).clamp_min(0)).squeeze()
 
 
 def _corrcoef(x: Tensor) -> Tensor | None:
-    found = _cov(x)
-    if found is None or found.is_complex():
+    covariance = _cov(x)
+    if covariance is None or covariance.is_complex():
         return None
-    if found.dim() == 0:
-        return found / found
-    deviations = found.diag().sqrt()
-    return (found / deviations.view(-1, 1) / deviations.view(1, -1)).clip(-1, 1)
+    if covariance.dim() == 0:
+        return covariance / covariance
+    deviations = covariance.diag().sqrt()
+    return (covariance / deviations.view(-1, 1) / deviations.view(1, -1)).clip(-1, 1)

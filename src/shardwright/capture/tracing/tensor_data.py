@@ -55,9 +55,9 @@ class TensorData(TorchFunctionMode):
     def _refuse(self, written: Any) -> None:
         for tensor in pytree.tree_leaves(written):
             if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                found = self.trained.get(tensor.untyped_storage()._cdata)
-                if found is not None:
-                    raise _refusal(found)
+                trained = self.trained.get(tensor.untyped_storage()._cdata)
+                if trained is not None:
+                    raise _refusal(trained)
 
 
 def _refusal(tensor: Tensor) -> CaptureError:

@@ -86,9 +86,9 @@ def _unseen(func: FunctionType) -> FunctionType:
     """The same function, not handed to modes as a whole."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
-    made = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
+    copied = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
+    copied.__kwdefaults__ = func.__kwdefaults__
+    return copied
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
@@ -107,13 +107,13 @@ def _checks(path: str) -> dict[int, bool]:
         tree = ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:
         return {}
-    found: dict[int, bool] = {}
+    conditions: dict[int, bool] = {}
     for node in ast.walk(tree):
         raises = isinstance(node, ast.If) and not node.orelse and isinstance(node.body[0], ast.Raise)
         if not raises and not isinstance(node, ast.Assert):
             continue
         test: ast.expr = node.test  # type: ignore[attr-defined]
-        if not any(isinstance(held, ast.Not) for held in ast.walk(test)):
+        if not any(isinstance(part, ast.Not) for part in ast.walk(test)):
             lines = range(test.lineno, (test.end_lineno or test.lineno) + 1)
-            found.update(dict.fromkeys(lines, isinstance(node, ast.Assert)))
-    return found
+            conditions.update(dict.fromkeys(lines, isinstance(node, ast.Assert)))
+    return conditions

@@ -1,9 +1,10 @@
 """Variables outside of modules that a forward may read: globals, closure variables, class attributes.
 
-What a trace reads of them is fixed in the graph, as attributes of modules are (reads.py). Nothing tells when Python
-reads a global, so they are found in the code: from the `forward` of every module through all functions, methods and
-classes that its names lead to. More may be found than is read, never less but for what is computed by name
-(`globals()[key]`). Code of torch and of the standard library is not looked into, and neither are variables of theirs.
+What a trace reads of them is fixed in the graph, as attributes of modules are (attribute_reads.py). Nothing tells
+when Python reads a global, so they are found in the code: from the `forward` of every module through all functions,
+methods and classes that its names lead to. More may be found than is read, never less but for what is computed by
+name (`globals()[key]`). Code of torch and of the standard library is not looked into, and neither are variables of
+theirs.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _reader(value: Any, kind: str) -> Callable[[Any, Any], Any] | None:
         return lambda key, default: value[key] if -len(value) <= key < len(value) else default
     if kind == "attribute" and not hasattr(value, "__dict__"):
         return partial(getattr, value) if hasattr(type(value), "__slots__") else None
-    held = vars(value) if kind == "attribute" else value
-    return held.get if isinstance(held, dict | types.MappingProxyType) else None
+    container = vars(value) if kind == "attribute" else value
+    return container.get if isinstance(container, dict | types.MappingProxyType) else None
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class VariableWalk:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.found: dict[Any, Variable] = {}
+        self.variables: dict[Any, Variable] = {}
         self.draws: list[str] = []  # where random numbers of Python and numpy are drawn
         self._names = {"forward"}
         self._seen: dict[int, Any] = {}  # by id, with what has it, so that no id is given twice
@@ -122,7 +123,9 @@ class VariableWalk:
                 self._function(*self._functions.pop())
 
     def _progress(self) -> int:
-        return len(self._names) + len(self._seen) + len(self.found) + sum(len(n.own) for n in self._classes.values())
+        return (
+            len(self._names) + len(self._seen) + len(self.variables) + sum(len(n.own) for n in self._classes.values())
+        )
 
     def _module(self, part: nn.Module) -> None:
         self._class(type(part))
@@ -211,18 +214,18 @@ class VariableWalk:
             steps.append((kind, name))
             shown += f".{name}" if kind == "attribute" else f"[{name!r}]"
         if isinstance(value, types.ModuleType) and is_library(value.__name__):
-            self._asked(value, chain, len(steps), place)
+            self._keep_setting(value, chain, len(steps), place)
             return
         if isinstance(getattr(value, "__self__", None), random.Random) or _is_of_numpy_random(value):
             self.draws.append(place)
         self._keep((key, chain.name, tuple(steps)), shown, place, start, tuple(steps))
         if isinstance(value, types.ModuleType):
-            for name in [name for name, held in vars(value).items() if isinstance(held, _PLAIN)]:
+            for name in [name for name, member in vars(value).items() if isinstance(member, _PLAIN)]:
                 self._keep((id(vars(value)), name), f"{shown}.{name}", place, (vars(value).get, name))
         else:
             self._object(value)
 
-    def _asked(self, library: types.ModuleType, chain: Chain, at: int, place: str) -> None:
+    def _keep_setting(self, library: types.ModuleType, chain: Chain, at: int, place: str) -> None:
         """What a forward asks of torch and of the environment."""
         name = chain.steps[at][1] if at < len(chain.steps) else ""
         if library.__name__ == "random" or (library.__name__ == "numpy" and name == "random"):
@@ -239,7 +242,7 @@ class VariableWalk:
                 self._keep("environ", "os.environ", place, (vars(os.environ).get, "_data"))
 
     def _keep(self, key: Any, name: str, place: str, start: Hop, steps: tuple[Step, ...] = ()) -> None:
-        self.found.setdefault(key, Variable(key, name, place, start, steps))
+        self.variables.setdefault(key, Variable(key, name, place, start, steps))
 
 
 _PLAIN = (bool, int, float, complex, str, bytes)

@@ -30,7 +30,7 @@ _NESTED = ("grad_increment_nesting", "jvp_increment_nesting")
 
 
 @contextmanager
-def vectorizing(kept: KeptCalls) -> Iterator[None]:
+def vectorizing(user_calls: KeptCalls) -> Iterator[None]:
     """For the length of a trace, vmap is the ops that it comes to, and derivatives inside of a model are refused."""
     patched: Any = apis
     transforms: Any = eager_transforms
@@ -42,7 +42,7 @@ def vectorizing(kept: KeptCalls) -> Iterator[None]:
         func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kw: Any
     ) -> Any:
         nonlocal inside
-        if current() is not kept or inside or torch.compiler.is_dynamo_compiling():
+        if current() is not user_calls or inside or torch.compiler.is_dynamo_compiling():
             return vmap(func, in_dims, out_dims, randomness, chunk_size, *args, **kw)
         inside = True
         try:
@@ -58,7 +58,7 @@ def vectorizing(kept: KeptCalls) -> Iterator[None]:
         )
 
     def refuse_seen(name: str) -> Any:
-        return lambda *args: refuse() if current() is kept else nested[name](*args)
+        return lambda *args: refuse() if current() is user_calls else nested[name](*args)
 
     try:
         patched.vmap_impl = vmap_seen
@@ -67,8 +67,8 @@ def vectorizing(kept: KeptCalls) -> Iterator[None]:
         yield
     finally:
         patched.vmap_impl = vmap
-        for name, held in nested.items():
-            setattr(transforms, name, held)
+        for name, original in nested.items():
+            setattr(transforms, name, original)
 
 
 class _NotedGradMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,17 +100,17 @@ def _batched(call: Any, args: Any, kwargs: Any) -> Any:
     returned: list[Any] = []
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
-        given = list(leaves)
+        inputs = list(leaves)
         for at, tensor in zip(places, tensors, strict=True):
-            given[at] = tensor
-        a, k = pytree.tree_unflatten(given, spec)
+            inputs[at] = tensor
+        a, k = pytree.tree_unflatten(inputs, spec)
         with _NotedGradMode():  # type: ignore[no-untyped-call]
-            made, made_spec = pytree.tree_flatten(call(*a, **k))
+            outputs, made_spec = pytree.tree_flatten(call(*a, **k))
         returned[:] = [made_spec]
-        return made
+        return outputs
 
     tensors = [leaves[at] for at in places]
     with _disable_current_modes(), torch._C.DisableTorchFunction(), traceback.preserve_node_meta():
         graph = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*tensors)
-    found = _Again(graph).run(*tensors)  # in the trace of the model
-    return pytree.tree_unflatten(list(found), returned[0])
+    results = _Again(graph).run(*tensors)  # in the trace of the model
+    return pytree.tree_unflatten(list(results), returned[0])

@@ -1,7 +1,7 @@
 """Variables outside of modules that a forward writes to: a global counter, a list that it appends to.
 
 A program writes to none of them. A variable that a trace has changed is harmless if it says the same at the next
-call (a warning that was given, a table that is filled once), which is seen by tracing again (trace.py). One that holds
+call (a warning that was given, a table that is filled once), which is seen by tracing again (export.py). One that holds
 tensors of the trace is refused: they have no values, and the next call would put nothing there.
 """
 
@@ -29,14 +29,14 @@ class WrittenVariables:
 
     def changed(self) -> list[Variable]:
         """Those that the trace has changed; refuses tensors that it has left in one."""
-        found = []
+        variables = []
         for variable, _, before in self._before:
             value, now = _mark(variable)
             if now != before:
-                if any(isinstance(held, Tensor) and is_fake(held) for held in _inside(value)):
+                if any(isinstance(inner, Tensor) and is_fake(inner) for inner in _inside(value)):
                     raise _refusal([variable], "keeps a tensor of its call in it")
-                found.append(variable)
-        return found
+                variables.append(variable)
+        return variables
 
 
 def refuse_written(variables: Sequence[Variable]) -> CaptureError:
@@ -57,18 +57,18 @@ def _mark(variable: Variable) -> tuple[Any, Any]:
     value = variable.look()[0]
     if isinstance(value, bool | int | float | complex | str | bytes):
         return value, (type(value), repr(value))
-    return value, [id(held) for held in _inside(value)]
+    return value, [id(inner) for inner in _inside(value)]
 
 
 def _inside(value: Any) -> list[Any]:
     """A value and what is in it, in the containers of containers too."""
-    found: list[Any] = []
+    values: list[Any] = []
     todo = [value]
-    while todo and len(found) < _MOST:
-        held = todo.pop()
-        found.append(held)
-        if isinstance(held, dict):
-            todo += held.values()
-        elif isinstance(held, _CONTAINERS):
-            todo += held
-    return found
+    while todo and len(values) < _MOST:
+        current = todo.pop()
+        values.append(current)
+        if isinstance(current, dict):
+            todo += current.values()
+        elif isinstance(current, _CONTAINERS):
+            todo += current
+    return values

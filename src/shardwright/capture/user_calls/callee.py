@@ -55,11 +55,11 @@ class Callee:
     def _run(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         tensors = flat(values)
         copies = {at: tensors[at].clone() for at in self.changed}
-        given = replace_tensors(values, [copies.get(at, x) for at, x in enumerate(tensors)])
-        result = self._call(function, given) if self.compared else self._compare(function, given)
-        made = tensors_of(result)
-        made += [copy for copy in copies.values() if not any(copy is held for held in made)]
-        return made[0] if len(made) == 1 else tuple(made)
+        arguments = replace_tensors(values, [copies.get(at, x) for at, x in enumerate(tensors)])
+        result = self._call(function, arguments) if self.compared else self._compare(function, arguments)
+        results = tensors_of(result)
+        results += [copy for copy in copies.values() if not any(copy is tensor for tensor in results)]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def shapes(self, *values: Any) -> Any:
         """Call it on tensors without numbers, unless shapes were given. A compiled function is called as written."""
@@ -69,10 +69,10 @@ class Callee:
         tensors = flat(values)
         like = next((x for x in tensors if x.is_floating_point()), tensors[0] if tensors else torch.empty(0))
 
-        def empty(held: Any) -> Any:
-            if isinstance(held, tuple | list) and all(isinstance(size, int) for size in held):
-                return like.new_empty(tuple(held))
-            return tuple(empty(inner) for inner in held) if isinstance(held, tuple | list) else held
+        def empty(shape: Any) -> Any:
+            if isinstance(shape, tuple | list) and all(isinstance(size, int) for size in shape):
+                return like.new_empty(tuple(shape))
+            return tuple(empty(inner) for inner in shape) if isinstance(shape, tuple | list) else shape
 
         assert self.describe is not None
         return empty(self._call(self.describe, values))
@@ -83,9 +83,9 @@ class Callee:
         before = [x.detach().clone() for x in tensors]
         wanted = [(tuple(x.shape), x.dtype) for x in tensors_of(self._described(values))]
         result = self._call(function, values)
-        given = [(tuple(x.shape), x.dtype) for x in tensors_of(result)]
-        if given != wanted:
-            raise InputError(f"{self.path} returned {_shown(given)}, and its shapes= says {_shown(wanted)}")
+        returned = [(tuple(x.shape), x.dtype) for x in tensors_of(result)]
+        if returned != wanted:
+            raise InputError(f"{self.path} returned {_shown(returned)}, and its shapes= says {_shown(wanted)}")
         for at, (x, y) in enumerate(zip(tensors, before, strict=True)):
             if at not in self.changed and not torch.equal(x, y):
                 raise InputError(
@@ -110,8 +110,8 @@ def _signature_of(function: Callable[..., Any], path: str) -> inspect.Signature:
         ) from error
 
 
-def _shown(made: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype in made) or "no tensor"
+def _shown(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors) or "no tensor"
 
 
 def keep_as_one_op(callee: Callee) -> Callable[..., Any]:
@@ -119,10 +119,10 @@ def keep_as_one_op(callee: Callee) -> Callable[..., Any]:
 
     @functools.wraps(uncompiled(callee.function))
     def call(*args: Any, **kwargs: Any) -> Any:
-        kept = current()
-        if kept is None:
+        user_calls = current()
+        if user_calls is None:
             return callee.function(*args, **kwargs)
-        return mark(kept, callee, callee.values(args, kwargs))
+        return mark(user_calls, callee, callee.values(args, kwargs))
 
     vars(call)[REGISTERED] = callee.function
     return call
@@ -130,15 +130,15 @@ def keep_as_one_op(callee: Callee) -> Callable[..., Any]:
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that torch.compile was given, or the function itself."""
-    found: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
-    return found
+    original: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
+    return original
 
 
 def flat(values: Any) -> list[torch.Tensor]:
     """The tensors among some values, in order."""
     if isinstance(values, torch.Tensor):
         return [values]
-    return [x for held in values for x in flat(held)] if isinstance(values, list | tuple) else []
+    return [x for value in values for x in flat(value)] if isinstance(values, list | tuple) else []
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -153,9 +153,9 @@ def replace_tensors(values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> l
     """The values with other tensors."""
     left = iter(tensors)
 
-    def change(held: Any) -> Any:
-        if isinstance(held, torch.Tensor):
+    def change(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
             return next(left)
-        return rebuilt(held, change) if isinstance(held, list | tuple) else held
+        return rebuilt(value, change) if isinstance(value, list | tuple) else value
 
-    return [change(held) for held in values]
+    return [change(value) for value in values]

@@ -41,12 +41,12 @@ def fits(leaves: Sequence[Any]) -> bool:
     )
 
 
-def rule_of(module: nn.Module, held: Mapping[str, Tensor]) -> str:
+def rule_of(module: nn.Module, state: Mapping[str, Tensor]) -> str:
     """The rule of a layer: tokens and experts, and for the known layers what lies between the two products."""
-    count = getattr(module, "num_experts", None) or next((len(x) for x in held.values() if x.dim()), 0)
+    count = getattr(module, "num_experts", None) or next((len(x) for x in state.values() if x.dim()), 0)
     terms = ["t d^", "t k^", "t k^"]
-    inside = _inside(module, held) if is_known(module) else {}
-    for at, (name, tensor) in enumerate(held.items()):
+    inside = _inside(module, state) if is_known(module) else {}
+    for at, (name, tensor) in enumerate(state.items()):
         blocked = " ".join(f"{label}^" if label != "1" else label for label in label_dims(tensor.shape[1:], f"p{at}"))
         if tensor.dim() and tensor.shape[0] == count and count > 1:
             terms.append(f"e {inside.get(name) or blocked}")
@@ -56,10 +56,10 @@ def rule_of(module: nn.Module, held: Mapping[str, Tensor]) -> str:
     return f"{text.replace(', e ', ', e=experts@t ', 1)} -> t d^"
 
 
-def _inside(module: Any, held: Mapping[str, Tensor]) -> dict[str, str]:
+def _inside(module: Any, state: Mapping[str, Tensor]) -> dict[str, str]:
     """The dims of known parameters, f being what the first product makes and the second sums."""
     known = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
-    if set(held) - known:  # something else comes between, or after
+    if set(state) - known:  # something else comes between, or after
         return {}
     wide = ("(2 f+)" if module.is_concatenated else "(f+ 2)") if module.has_gate else "f+"
     first = "gate_up_proj" if module.has_gate else "up_proj"

@@ -39,7 +39,9 @@ def widen(module: nn.Module, error: CaptureError) -> bool:
     reason = one_line(error)
     vars(module.get_submodule(path))[MARK] = OpaqueRequest(reason=reason)
     warnings.warn(
-        f"{_said(path)} is not captured and stays as it is, whole on every device. {reason}", UserWarning, stacklevel=4
+        f"{_python_path(path)} is not captured and stays as it is, whole on every device. {reason}",
+        UserWarning,
+        stacklevel=4,
     )
     return True
 
@@ -49,7 +51,7 @@ def name_submodule(error: CaptureError) -> CaptureError:
     if error.path is None:
         return error
     if error.path:
-        text = str(error).replace("sw.opaque(submodule)", f"sw.opaque({_said(error.path)})")
+        text = str(error).replace("sw.opaque(submodule)", f"sw.opaque({_python_path(error.path)})")
     else:
         own = "sw.opaque(submodule).\nIt stands in the forward of the model itself: move it to a submodule for that, or"
         own += "\ncompile heavy submodules only and leave the model as it is, with parts=[...]"
@@ -65,7 +67,7 @@ def one_line(error: CaptureError) -> str:
     return f"{where}{code}{': ' if lines else ''}{' '.join(lines).split('. ')[0]}"
 
 
-def _said(path: str) -> str:
+def _python_path(path: str) -> str:
     """A submodule as one would write it."""
     return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
 

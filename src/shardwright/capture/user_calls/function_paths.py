@@ -32,10 +32,10 @@ def replace_at(path: str, make: Callable[[Any], Any]) -> Any:
         original = getattr(holder, last)
     except (ImportError, AttributeError) as error:
         raise RuleError(f"{path} can't be registered: {error}") from error
-    made = make(getattr(original, REGISTERED, original))
-    if made is not original:
+    replacement = make(getattr(original, REGISTERED, original))
+    if replacement is not original:
         for module in list(sys.modules.values()):
-            for key in [key for key, held in vars(module).items() if held is original] if module is not None else []:
-                setattr(module, key, made)
-        setattr(holder, last, made)
-    return made
+            for key in [key for key, value in vars(module).items() if value is original] if module is not None else []:
+                setattr(module, key, replacement)
+        setattr(holder, last, replacement)
+    return replacement

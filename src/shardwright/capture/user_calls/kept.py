@@ -75,19 +75,19 @@ class UserCall:
             result = self._try(map_places(self.arguments, copies))
         register_containers(result)
         leaves, spec = pytree.tree_flatten(result)
-        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._check_nesting(result, len(made))
-        numbers = iter(range(len(made)))
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._check_nesting(result, len(outputs))
+        numbers = iter(range(len(outputs)))
         fixed = [Position(next(numbers)) if isinstance(leaf, torch.Tensor) else self._fixed(leaf) for leaf in leaves]
         self.result = pytree.tree_unflatten(fixed, spec)
         own = registered_function(self)
         unseen = own.changed if own is not None and own.describe is not None else ()
         for at, tensor in enumerate(copies):
             if _storage(tensor) in writes.storages or at in unseen:
-                known = [index for index, leaf in enumerate(made) if leaf is tensor]
-                self.changed[at] = known[0] if known else len(made)
-                made += [] if known else [tensor]
-        return [torch.empty_like(tensor) for tensor in made]
+                known = [index for index, leaf in enumerate(outputs) if leaf is tensor]
+                self.changed[at] = known[0] if known else len(outputs)
+                outputs += [] if known else [tensor]
+        return [torch.empty_like(tensor) for tensor in outputs]
 
     def _try(self, arguments: list[Any]) -> Any:
         """What it makes of tensors without values; a registered function may say so instead of being run."""
@@ -109,7 +109,7 @@ class UserCall:
     def _check_nesting(self, result: Any, count: int) -> None:
         """Autograd follows the tensors that a Function returns, and not those inside of what it returns."""
         outer = result if isinstance(result, tuple) else (result,)
-        if isinstance(self.function, type) and sum(isinstance(held, torch.Tensor) for held in outer) < count:
+        if isinstance(self.function, type) and sum(isinstance(value, torch.Tensor) for value in outer) < count:
             raise CaptureError(
                 f"the autograd function {path_of(self.function)} returns tensors inside of a list, a dict or an "
                 "object, and autograd gives them no gradient. Return a tuple of tensors."
@@ -172,10 +172,10 @@ class _Context(torch.autograd.function.FunctionCtx):
 
 
 def _call_shapes(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    kept = _current.get()
-    if kept is None:
+    user_calls = _current.get()
+    if user_calls is None:
         raise RuntimeError("the marker for functions that are kept was called outside of capture")
-    return kept.calls[key].shapes(tensors)
+    return user_calls.calls[key].shapes(tensors)
 
 
 class _Writes(TorchDispatchMode):
@@ -186,9 +186,9 @@ class _Writes(TorchDispatchMode):
         self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for held, given in zip(func._schema.arguments, args, strict=False):
-            if held.alias_info is not None and held.alias_info.is_write and isinstance(given, torch.Tensor):
-                self.storages.add(_storage(given))
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                self.storages.add(_storage(value))
         return func(*args, **(kwargs or {}))
 
 
@@ -206,17 +206,17 @@ def path_of(function: type[torch.autograd.Function] | RegisteredFunction) -> str
     return f"{function.__module__}.{function.__qualname__}" if isinstance(function, type) else function.path
 
 
-def map_places(held: Any, tensors: Sequence[Any]) -> Any:
+def map_places(value: Any, tensors: Sequence[Any]) -> Any:
     """Arguments with tensors where their positions stand."""
-    if isinstance(held, Position):
-        return tensors[held.index]
-    return rebuilt(held, lambda inner: map_places(inner, tensors)) if isinstance(held, list | tuple) else held
+    if isinstance(value, Position):
+        return tensors[value.index]
+    return rebuilt(value, lambda inner: map_places(inner, tensors)) if isinstance(value, list | tuple) else value
 
 
-def rebuilt(held: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(sequence: Any, change: Callable[[Any], Any]) -> Any:
     """A list, a tuple or a named tuple with other items."""
-    items = [change(inner) for inner in held]
-    return type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
+    items = [change(inner) for inner in sequence]
+    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
 torch.library.register_fake("shardwright_capture::call", _call_shapes, lib=_library)
@@ -228,71 +228,75 @@ def _forward(function: type[torch.autograd.Function] | RegisteredFunction, argum
     if function.setup_context is not torch.autograd.Function.setup_context:
         return function.forward(*arguments)
     context = _Context()
-    context.needs_input_grad = tuple(isinstance(held, torch.Tensor) and held.is_floating_point() for held in arguments)
+    context.needs_input_grad = tuple(
+        isinstance(argument, torch.Tensor) and argument.is_floating_point() for argument in arguments
+    )
     return function.forward(context, *arguments)
 
 
-def mark(kept: KeptCalls, function: type[torch.autograd.Function] | RegisteredFunction, args: Sequence[Any]) -> Any:
+def mark(
+    user_calls: KeptCalls, function: type[torch.autograd.Function] | RegisteredFunction, args: Sequence[Any]
+) -> Any:
     """The call of a user's function as one marker op."""
     tensors: list[torch.Tensor] = []
 
-    def position(held: Any) -> Any:
-        if isinstance(held, torch.Tensor):
-            tensors.append(held)
+    def position(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
             return Position(len(tensors) - 1)
-        return rebuilt(held, position) if isinstance(held, list | tuple) else held
+        return rebuilt(value, position) if isinstance(value, list | tuple) else value
 
-    arguments = [position(held) for held in args]
-    key = f"#{len(kept.calls)}"
-    call = kept.calls[key] = UserCall(function, arguments)
-    found = torch.ops.shardwright_capture.call(key, tensors)
+    arguments = [position(value) for value in args]
+    key = f"#{len(user_calls.calls)}"
+    call = user_calls.calls[key] = UserCall(function, arguments)
+    outputs = torch.ops.shardwright_capture.call(key, tensors)
     own = registered_function(call)
     if own is not None:
         own.changed = tuple(call.changed)
-    return pytree.tree_map_only(Position, lambda at: found[at.index], call.result)
+    return pytree.tree_map_only(Position, lambda at: outputs[at.index], call.result)
 
 
 @contextmanager
-def _region(kept: KeptCalls) -> Iterator[None]:
-    name = f"r{kept.regions}"
-    kept.regions += 1
+def _region(user_calls: KeptCalls) -> Iterator[None]:
+    name = f"r{user_calls.regions}"
+    user_calls.regions += 1
     with torch.fx.traceback.annotate({REGION: name}):
         yield
 
 
-def _checkpointed(kept: KeptCalls, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+def _checkpointed(user_calls: KeptCalls, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        if _current.get() is not kept:
+        if _current.get() is not user_calls:
             yield from original(function, *args, **kwargs)
             return
-        with _region(kept):
+        with _region(user_calls):
             yield
 
     return generator
 
 
 @contextmanager
-def keeping(kept: KeptCalls) -> Iterator[None]:
+def keeping(user_calls: KeptCalls) -> Iterator[None]:
     """Patch `Function.apply` and the two roads through `checkpoint` for the length of a trace."""
     original = torch.autograd.Function.__dict__["apply"]
     generator = checkpointing._checkpoint_without_reentrant_generator
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if _current.get() is not kept:  # another thread, which computes while this one traces
+        if _current.get() is not user_calls:  # another thread, which computes while this one traces
             return original.__get__(None, cls)(*args, **kwargs)
         if cls is checkpointing.CheckpointFunction:
             function, _, *rest = args
-            with _region(kept):
+            with _region(user_calls):
                 return function(*rest)
         if cls.__module__.split(".")[0] == "torch" or kwargs:
             return original.__get__(None, cls)(*args, **kwargs)
-        return mark(kept, cls, args)
+        return mark(user_calls, cls, args)
 
-    token = _current.set(kept)
+    token = _current.set(user_calls)
     patched: Any = torch.autograd.Function
     try:
         patched.apply = classmethod(apply)
-        checkpointing._checkpoint_without_reentrant_generator = _checkpointed(kept, generator)
+        checkpointing._checkpoint_without_reentrant_generator = _checkpointed(user_calls, generator)
         with torch.fx.traceback.preserve_node_meta():
             yield
     finally:

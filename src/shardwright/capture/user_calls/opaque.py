@@ -89,56 +89,57 @@ def opaque_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def marking(
-    module: nn.Module, kept: KeptCalls, real: Mapping[str, Sequence[ObservedCall]]
+    module: nn.Module, user_calls: KeptCalls, real: Mapping[str, Sequence[ObservedCall]]
 ) -> AbstractContextManager[None]:
     """For the length of a trace, opaque submodules put a marker in the graph. `real` is what was seen of them."""
     return forwards(
-        (part, _marked(kept, path, part, part.forward, real.get(path, ()))) for path, part in opaque_parts(module)
+        (part, _marked(user_calls, path, part, part.forward, real.get(path, ()))) for path, part in opaque_parts(module)
     )
 
 
 def _marked(
-    kept: KeptCalls, path: str, part: nn.Module, original: Callable[..., Any], seen: Sequence[ObservedCall]
+    user_calls: KeptCalls, path: str, part: nn.Module, original: Callable[..., Any], seen: Sequence[ObservedCall]
 ) -> Any:
-    wish = opaque_request(part)
-    assert wish is not None
+    request = opaque_request(part)
+    assert request is not None
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if current() is not kept:
+        if current() is not user_calls:
             return original(*args, **kwargs)
-        if wish.experts and not fits(pytree.tree_leaves((args, kwargs))):
+        if request.experts and not fits(pytree.tree_leaves((args, kwargs))):
             if MARK in vars(part):
                 what = "its forward does not take tokens [t, d], the experts of each [t, k] and their weights [t, k]"
                 raise CaptureError(f"{path} is no layer of experts: {what}.", path=path)
             return original(*args, **kwargs)
-        number = sum(isinstance(call, OpaqueCall) and call.path == path for call in kept.calls.values())
+        number = sum(isinstance(call, OpaqueCall) and call.path == path for call in user_calls.calls.values())
         register_containers((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         places = iter(range(len(tensors)))
         arguments = tuple(Position(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        held = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+        state = {**dict(part.named_parameters()), **dict(part.named_buffers())}
         call = OpaqueCall(
-            key=f"{path}@{number}" if number else path, path=path, batch=wish.batch, arguments=arguments, in_spec=spec,
-            names=tuple(held), tensors=len(tensors), rule=rule_of(part, held) if wish.experts else "",
+            key=f"{path}@{number}" if number else path, path=path, batch=request.batch, arguments=arguments,
+            in_spec=spec, names=tuple(state), tensors=len(tensors),
+            rule=rule_of(part, state) if request.experts else "",
             lasting=MARK in vars(part),  # layers of transformers that are known have no checkpoints inside
         )  # fmt: skip
-        kept.calls[call.key] = call
-        if wish.experts:
+        user_calls.calls[call.key] = call
+        if request.experts:
             call.settle_as(tensors[0])
         elif number < len(seen):
-            one = seen[number]
-            call.settle(one.result, one.written if wish.batch else one.buffers, known=False)
+            observed = seen[number]
+            call.settle(observed.result, observed.written if request.batch else observed.buffers, known=False)
         else:
-            result, changed = tried(call, [*tensors, *held.values()])
-            call.settle(result, {name: held[name] for name in changed}, known=True)
-        found = torch.ops.shardwright_capture.call(call.key, [*tensors, *held.values()])
-        made = len(call.made) - len(call.changed)
+            result, changed = tried(call, [*tensors, *state.values()])
+            call.settle(result, {name: state[name] for name in changed}, known=True)
+        outputs = torch.ops.shardwright_capture.call(call.key, [*tensors, *state.values()])
+        returned = len(call.outputs) - len(call.changed)
         with torch.no_grad():
-            for name, new in zip(call.changed, found[made:], strict=True):
-                held[name].copy_(new)
-        results = [found[leaf.index] if isinstance(leaf, Position) else leaf for leaf in call.results]
+            for name, new in zip(call.changed, outputs[returned:], strict=True):
+                state[name].copy_(new)
+        results = [outputs[leaf.index] if isinstance(leaf, Position) else leaf for leaf in call.results]
         assert call.out_spec is not None
         return pytree.tree_unflatten(results, call.out_spec)
 
@@ -149,7 +150,7 @@ def _marked(
         except CaptureError:
             raise
         except Exception as error:  # whatever it is, only a run with real data will tell
-            kept.wanting = (path, error)
+            user_calls.wanting = (path, error)
             raise CaptureError(f"{path} has to be seen running", path=path) from None
 
     return forward
@@ -180,13 +181,13 @@ class _Norms(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if "batch_norm" in func.__name__ and any(held is True for held in args):
-            self.written.update(id(held) for held in args[3:5] if held is not None)
+        if "batch_norm" in func.__name__ and any(argument is True for argument in args):
+            self.written.update(id(argument) for argument in args[3:5] if argument is not None)
         return func(*args, **(kwargs or {}))
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
-    return made.requires_grad_().clone() if tensor.requires_grad else made  # no leaf: it may be written to
+        return nn.Parameter(fake, tensor.requires_grad)
+    return fake.requires_grad_().clone() if tensor.requires_grad else fake  # no leaf: it may be written to

@@ -29,7 +29,7 @@ class OpaqueOutput:
 
 @dataclass(slots=True, kw_only=True)
 class OpaqueCall:
-    """One call of an opaque submodule. `made` and what follows it are known once its forward was tried."""
+    """One call of an opaque submodule. `outputs` and what follows it are known once its forward was tried."""
 
     key: str  # the path, with "@1" for the second call
     path: str
@@ -37,44 +37,44 @@ class OpaqueCall:
     arguments: tuple[Any, ...]  # the leaves of (args, kwargs), with a Position for each tensor
     in_spec: pytree.TreeSpec
     names: tuple[str, ...]  # of its parameters and buffers, as it calls them
-    made: tuple[OpaqueOutput, ...] = ()
+    outputs: tuple[OpaqueOutput, ...] = ()
     results: tuple[Any, ...] = ()  # the leaves of what it returns, with a Position for each tensor
     out_spec: pytree.TreeSpec | None = None
     changed: tuple[str, ...] = ()
     tensors: int = 0  # how many of its inputs are arguments
     rule: str = ""  # how it may be split, where more is known of it: a layer of experts
-    looked: bool = False  # whether it had to be seen running on real data
+    observed: bool = False  # whether it had to be seen running on real data
     lasting: bool = True  # its tensors stay after a call: a checkpoint inside of it may run it again in backward
 
     def shapes(self, tensors: list[Tensor]) -> list[Tensor]:
         """Empty tensors of the shapes that the call gives: what the marker op stands for in a trace."""
-        return [torch.empty(made.shape, dtype=made.dtype) for made in self.made]
+        return [torch.empty(output.shape, dtype=output.dtype) for output in self.outputs]
 
     def settle(self, result: Any, changed: Mapping[str, Tensor], *, known: bool) -> None:
         """Take down what a call gave. Unless it is `known` without data, a number in it may be another next time."""
-        self.looked = self.batch or not known
+        self.observed = self.batch or not known
         register_containers(result)
         leaves, self.out_spec = pytree.tree_flatten(result)
-        made: list[OpaqueOutput] = []
+        outputs: list[OpaqueOutput] = []
         results: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                results.append(Position(len(made)))
-                made.append(OpaqueOutput(self._sizes(leaf), leaf.dtype, leaf.requires_grad or not known))
+                results.append(Position(len(outputs)))
+                outputs.append(OpaqueOutput(self._sizes(leaf), leaf.dtype, leaf.requires_grad or not known))
                 continue
             if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) or not (known or leaf is None):
                 raise self._refusal(f"it returns {leaf!r}, which may depend on data", "Return tensors only")
             results.append(leaf)
         for tensor in changed.values():
-            made.append(OpaqueOutput(tuple(tensor.shape), tensor.dtype, False))
-        self.made, self.results, self.changed = tuple(made), tuple(results), tuple(changed)
+            outputs.append(OpaqueOutput(tuple(tensor.shape), tensor.dtype, False))
+        self.outputs, self.results, self.changed = tuple(outputs), tuple(results), tuple(changed)
         if self.batch:
             self._check_rows()
 
     def settle_as(self, tensor: Tensor) -> None:
         """It gives one tensor like another, without having been tried."""
         _, self.out_spec = pytree.tree_flatten(0)
-        self.made, self.results = (OpaqueOutput(tuple(tensor.shape), tensor.dtype),), (Position(0),)
+        self.outputs, self.results = (OpaqueOutput(tuple(tensor.shape), tensor.dtype),), (Position(0),)
 
     @property
     def rows(self) -> bool:
@@ -91,7 +91,7 @@ class OpaqueCall:
         if self.changed:
             what = f"batch=True says that rows are independent, but it writes to its buffer {self.changed[0]}"
             raise self._refusal(what, "Leave batch out")
-        shapes = [list(made.shape) for made in self.made]
+        shapes = [list(output.shape) for output in self.outputs]
         if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
             what = f"batch=True says that all it returns has the same rows, but the shapes are {shapes}"
             raise self._refusal(what, "Return tensors with one row for each row of the batch, or leave batch out")
@@ -100,7 +100,9 @@ class OpaqueCall:
         return refusal(self.path, what, remedy)
 
     def call(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        leaves = [tensors[held.index] if isinstance(held, Position) else held for held in self.arguments]
+        leaves = [
+            tensors[argument.index] if isinstance(argument, Position) else argument for argument in self.arguments
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self.in_spec)
         before = [_version(tensor) for tensor in tensors]
         result = forward(*args, **kwargs)
@@ -126,29 +128,29 @@ class OpaqueBody:
                 for key, tensor in slots.items():
                     name = first.setdefault(id(tensor), f"{path}.{key}" if path else key)
                     self.slots.setdefault(name, []).append((owner, slots, key))
-        self.given: dict[str, tuple[Tensor, int]] = {}
+        self.state: dict[str, tuple[Tensor, int]] = {}
 
     def give(self, state: Mapping[str, Tensor]) -> None:
         """Put tensors in their places (tied weights have several)."""
-        self.given = {name: (tensor, _version(tensor)) for name, tensor in state.items()}
+        self.state = {name: (tensor, _version(tensor)) for name, tensor in state.items()}
         for name, tensor in state.items():
             for owner, slots, key in self.slots[name]:
                 slots[key] = tensor
                 if isinstance(owner, nn.RNNBase):
-                    owner._flat_weights = [getattr(owner, held, None) for held in owner._flat_weights_names]
+                    owner._flat_weights = [getattr(owner, weight, None) for weight in owner._flat_weights_names]
 
     def now(self, name: str) -> Tensor:
         _, slots, key = self.slots[name][0]
-        found: Tensor = slots[key]
-        return found
+        tensor: Tensor = slots[key]
+        return tensor
 
     def changed(self, path: str) -> list[str]:
         """The buffers that were written to, or exchanged, since they were given."""
-        found = [n for n, (tensor, v) in self.given.items() if self.now(n) is not tensor or _version(tensor) != v]
-        for name in found:
+        names = [n for n, (tensor, v) in self.state.items() if self.now(n) is not tensor or _version(tensor) != v]
+        for name in names:
             if self.slots[name][0][1] is self.slots[name][0][0]._parameters:
                 raise refusal(path, f"its forward writes to its parameter {name}", "Make it a buffer (register_buffer)")
-        return found
+        return names
 
 
 @contextmanager
@@ -188,32 +190,34 @@ class OpaqueModule:
     ) -> None:
         self.call, self.body, self.flags = call, body, tuple(flags)
         self.path, self.names = call.path, call.names
-        self.dtypes = tuple(dtypes) or tuple(made.dtype for made in call.made)
+        self.dtypes = tuple(dtypes) or tuple(output.dtype for output in call.outputs)
 
     def __call__(self, tensors: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """What the user's forward gives for these arguments, parameters and buffers, and the changed buffers."""
         call, body = self.call, self.body
         for module, flag in zip(body.part.modules(), self.flags, strict=True):
             module.training = flag
-        body.give({name: held.clone() if name in call.changed else held for name, held in state.items()})
+        body.give({name: tensor.clone() if name in call.changed else tensor for name, tensor in state.items()})
         if call.rule and hasattr(body.part, "num_experts"):  # this rank may have some of them only
             vars(body.part)["num_experts"] = next(iter(state.values())).shape[0]
         result = call.call(body.part.forward, tensors)
         if set(body.changed(call.path)) - set(call.changed):
             raise refusal(call.path, "it changed a buffer, and did not when it was captured", "Always write to it")
         leaves, spec = pytree.tree_flatten(result)
-        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._expect(spec, leaves, found)
-        found = list(tie_to_operands(found, tensors)) if call.batch else found  # its rows decide, and ranks have others
-        found += [body.now(name).detach() for name in call.changed]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._expect(spec, leaves, outputs)
+        outputs = (
+            list(tie_to_operands(outputs, tensors)) if call.batch else outputs
+        )  # its rows decide, and ranks have others
+        outputs += [body.now(name).detach() for name in call.changed]
         if not call.lasting:  # else weights that were gathered for this call would live on
-            body.give({name: torch.empty_like(held, device="meta") for name, held in state.items()})
-        return tuple(held.to(dtype) for held, dtype in zip(found, self.dtypes, strict=True))
+            body.give({name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()})
+        return tuple(tensor.to(dtype) for tensor, dtype in zip(outputs, self.dtypes, strict=True))
 
-    def _expect(self, spec: pytree.TreeSpec, leaves: Sequence[Any], found: Sequence[Tensor]) -> None:
+    def _expect(self, spec: pytree.TreeSpec, leaves: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         call = self.call
-        wanted = [made.shape[1:] if call.rows else made.shape for made in call.made][: len(found)]
-        shapes = [tuple(held.shape)[1:] if call.rows else tuple(held.shape) for held in found]
+        wanted = [output.shape[1:] if call.rows else output.shape for output in call.outputs][: len(outputs)]
+        shapes = [tuple(output.shape)[1:] if call.rows else tuple(output.shape) for output in outputs]
         rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         known = [leaf for leaf in call.results if not isinstance(leaf, Position)]
         if spec != call.out_spec or shapes != wanted or rest != known:
@@ -228,11 +232,11 @@ def runner(calls: Mapping[str, OpaqueCall], module: nn.Module, bodies: dict[str,
     """The function behind the op "call.opaque", for whoever runs a graph op by op."""
 
     def run(
-        key: str, batch: bool, rule: str, tensors: Sequence[Tensor], names: Sequence[str], held: Sequence[Tensor],
+        key: str, batch: bool, rule: str, tensors: Sequence[Tensor], names: Sequence[str], state: Sequence[Tensor],
         axes: Any = (),
     ) -> Any:  # fmt: skip
         call = calls[key]
         part = OpaqueModule(call, bodies[call.path], [m.training for m in module.get_submodule(call.path).modules()])
-        return part(tensors, dict(zip(names, held, strict=True)))
+        return part(tensors, dict(zip(names, state, strict=True)))
 
     return run

@@ -49,36 +49,36 @@ def observe_calls(real: Real, skeleton: nn.Module, paths: Iterable[str]) -> dict
             "example are on meta or fake; pass a model and an example with values"
         )
     copied = copy_module(module, {id(parameter): parameter for parameter in module.parameters()})
-    for held, like in zip(copied.modules(), skeleton.modules(), strict=True):
-        held.training = like.training
-    found: dict[str, list[ObservedCall]] = {path: [] for path in paths}
+    for copy, like in zip(copied.modules(), skeleton.modules(), strict=True):
+        copy.training = like.training
+    calls: dict[str, list[ObservedCall]] = {path: [] for path in paths}
 
     def looking(path: str, part: nn.Module) -> None:
         versions: dict[str, tuple[int, int]] = {}
-        given: list[int] = []
+        argument_versions: list[int] = []
 
         def before(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            versions.update({name: (id(held), held._version) for name, held in part.named_buffers()})
-            given[:] = _versions((args, kwargs))
+            versions.update({name: (id(copy), copy._version) for name, copy in part.named_buffers()})
+            argument_versions[:] = _versions((args, kwargs))
 
         def after(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             buffers = dict(part.named_buffers())
-            if _versions((args, kwargs)) != given:
+            if _versions((args, kwargs)) != argument_versions:
                 raise refusal(path, "it changes one of its arguments in place", "Write x = x + 1 instead of x += 1")
             written = {name: x for name, x in buffers.items() if versions.get(name) != (id(x), x._version)}
-            found[path].append(ObservedCall(part, args, kwargs, result, buffers, written))
+            calls[path].append(ObservedCall(part, args, kwargs, result, buffers, written))
 
         part.register_forward_pre_hook(before, with_kwargs=True)
         part.register_forward_hook(after, prepend=True, with_kwargs=True)
 
-    for path in found:
+    for path in calls:
         looking(path, copied.get_submodule(path))
     with torch.no_grad(), torch.random.fork_rng():
         copied(*args, **kwargs)
-    for path, every in found.items():
+    for path, every in calls.items():
         if not every:
             raise refusal(path, "it was not called when the model ran on its example", "Call it, not its forward")
-    return found
+    return calls
 
 
 def refusal(path: str, what: str, remedy: str) -> CaptureError:
@@ -100,43 +100,43 @@ def check_rows(path: str, seen: ObservedCall) -> str:
     Returns a note if that can't be told.
     """
     leaves, spec = pytree.tree_flatten((seen.args, seen.kwargs))
-    rows = next(leaf.shape[0] for leaf in pytree.tree_leaves(seen.result) if isinstance(leaf, Tensor))
+    batch = next(leaf.shape[0] for leaf in pytree.tree_leaves(seen.result) if isinstance(leaf, Tensor))
     mixes = [torch.randn_like(x) for x in pytree.tree_leaves(seen.result) if isinstance(x, Tensor) and _floats(x)]
 
     def run(start: int, end: int, seed: int = 0) -> list[list[Tensor]]:
         """Outputs, gradients of row inputs, gradients that are sums over the rows."""
-        cut = [leaf[start:end] if _has_rows(leaf, rows) else leaf for leaf in leaves]
-        cut = [leaf.detach().requires_grad_() if _floats(leaf) else leaf for leaf in cut]
-        args, kwargs = pytree.tree_unflatten(cut, spec)
+        shard = [leaf[start:end] if _has_rows(leaf, batch) else leaf for leaf in leaves]
+        shard = [leaf.detach().requires_grad_() if _floats(leaf) else leaf for leaf in shard]
+        args, kwargs = pytree.tree_unflatten(shard, spec)
         with torch.enable_grad(), torch.random.fork_rng():
             torch.manual_seed(seed)
             outputs = [x for x in pytree.tree_leaves(seen.part.forward(*args, **kwargs)) if isinstance(x, Tensor)]
             floats = [x for x in outputs if x.is_floating_point()]
             total = sum((x * mix[start:end]).sum() for x, mix in zip(floats, mixes, strict=True) if x.requires_grad)
-            own = [leaf for leaf in cut if _floats(leaf) and _has_rows(leaf, end - start)]
-            rest = [leaf for leaf in cut if _floats(leaf) and not _has_rows(leaf, end - start)]
+            own = [leaf for leaf in shard if _floats(leaf) and _has_rows(leaf, end - start)]
+            rest = [leaf for leaf in shard if _floats(leaf) and not _has_rows(leaf, end - start)]
             rest += [p for p in seen.part.parameters() if p.requires_grad]
         if not isinstance(total, Tensor):
             return [outputs, [], []]
-        found = torch.autograd.grad(total, [*own, *rest], materialize_grads=True)
-        return [outputs, list(found[: len(own)]), list(found[len(own) :])]
+        gradients = torch.autograd.grad(total, [*own, *rest], materialize_grads=True)
+        return [outputs, list(gradients[: len(own)]), list(gradients[len(own) :])]
 
-    whole = run(0, rows)
-    if _apart(run(0, rows, seed=1), whole) > 0:
+    full = run(0, batch)
+    if _apart(run(0, batch, seed=1), full) > 0:
         return f"{path} draws random numbers, so that its rows are independent could not be checked"
-    if rows < 2:
+    if batch < 2:
         return f"the example has one row, so that the rows of {path} are independent could not be checked"
-    cut = max(1, rows // 3)
-    one, other = run(0, cut), run(cut, rows)
-    joined = [[torch.cat(pair) for pair in zip(a, b, strict=True)] for a, b in zip(one[:2], other[:2], strict=True)]
-    joined.append([a + b for a, b in zip(one[2], other[2], strict=True)])
-    limit = max(TOLERANCE.get(x.dtype, 1e-2) for x in (*whole[0], torch.zeros((), dtype=torch.float64)))
-    for what, mine, theirs in zip(("what it returns", "a gradient", "a gradient"), joined, whole, strict=True):
+    split = max(1, batch // 3)
+    first, other = run(0, split), run(split, batch)
+    joined = [[torch.cat(pair) for pair in zip(a, b, strict=True)] for a, b in zip(first[:2], other[:2], strict=True)]
+    joined.append([a + b for a, b in zip(first[2], other[2], strict=True)])
+    limit = max(TOLERANCE.get(x.dtype, 1e-2) for x in (*full[0], torch.zeros((), dtype=torch.float64)))
+    for what, mine, theirs in zip(("what it returns", "a gradient", "a gradient"), joined, full, strict=True):
         apart = _apart([mine], [theirs])
         if apart > limit:
             raise CaptureError(
                 f"{path} is said to have independent rows (batch=True), but {what} differs by {apart:.2g} when its "
-                f"{rows} rows are computed as {cut} and {rows - cut}; leave batch out, so that it runs whole",
+                f"{batch} rows are computed as {split} and {batch - split}; leave batch out, so that it runs whole",
                 path=path,
             )
     return ""
@@ -146,14 +146,14 @@ def _floats(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+def _has_rows(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
-def _apart(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> float:
+def _apart(first: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> float:
     """The largest deviation, relative to the largest entry."""
     worst = 0.0
-    for mine, theirs in zip(one, other, strict=True):
+    for mine, theirs in zip(first, other, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             if a.shape != b.shape:
                 return float("inf")
