@@ -115,7 +115,7 @@ def test_two_plan_files_are_compared(net, capsys):
 
     assert main(["diff", "tp.json", "dp.json"]) == 0
     out = capsys.readouterr().out
-    assert "waiting for communication" in out
+    assert "blocking communication" in out
     assert "up / linear" in out
     assert main(["diff", "dp.json", "zero.json", "--model", net]) == 0
     out = capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_verify_says_no_and_where(net, capsys, monkeypatch):
 
     out = " ".join(capsys.readouterr().out.split())
     assert "tensors differ" in out
-    assert "the first difference: down / bias < fan_in down" in out
+    assert "the first difference: down / bias < all_reduce down" in out
 
 
 def test_verify_without_a_plan_tries_one_of_each_kind(net, capsys):
@@ -224,7 +224,7 @@ def test_verify_without_a_plan_says_which_kind_is_wrong_and_where(net, capsys, m
 
     out = " ".join(capsys.readouterr().out.split())
     assert "under tp=2" in out
-    assert "the first difference: down / bias < fan_in down" in out
+    assert "the first difference: down / bias < all_reduce down" in out
 
 
 def test_verify_does_not_search_for_one_rank(net, capsys):
