@@ -251,7 +251,7 @@ class Counts(Net):
         self.counts = {"rows": 0}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.counts["per_replica"] += len(batch[1])
+        self.counts["rows"] += len(batch[1])
         return super().training_step(batch, batch_idx)
 
 
@@ -322,7 +322,7 @@ class Many(Net):
         return loss
 
     def on_validation_epoch_end(self) -> None:
-        self.log("sum", float(sum(held["per_replica"].sum() for held in self.said)))
+        self.log("sum", float(sum(held["rows"].sum() for held in self.said)))
         self.said.clear()
 
 
