@@ -115,7 +115,7 @@ def test_two_plan_files_are_compared(net, capsys):
 
     assert main(["diff", "tp.json", "dp.json"]) == 0
     out = capsys.readouterr().out
-    assert "waiting for communication" in out
+    assert "blocking communication" in out
     assert "up / linear" in out
     assert main(["diff", "dp.json", "zero.json", "--model", net]) == 0
     out = capsys.readouterr().out

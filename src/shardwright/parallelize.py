@@ -90,22 +90,22 @@ def parallelize(
     _check_batching(microbatches, microbatch_semantics, backward)
     exact = _exact(precision, model, optimizer)
     model = unwrapped(model)
-    world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
+    world, requested = start(timeout=timeout), read_asked(constraints, model, plan)
     check_optimizers(model, several(optimizer), rows=inputs == "per_replica" and world.size > 1)
     if parts is not None:
         _check_parts(example, constraints, exact.casts, unbatched)
         replace_parts(model, optimizer, parts, plan, world, inputs, accumulate, seed, Path(directory), opaque)
         return model if optimizer is None else (model, optimizer)
     training = training_of(next(iter(several(optimizer)), None), accumulate, exact)
-    options = SearchOptions(memory=read_bytes(memory), constraints=asked)
+    options = SearchOptions(memory=read_bytes(memory), constraints=requested)
     setting = _setting(plan, cluster, world, training, options, inputs)
     compiler = Compiler(
         model, optimizer, world, plan, inputs, Path(directory), seed, setting=setting, outputs=outputs,
         batching=Batching(microbatches=microbatches, local=microbatch_semantics == "local"), backward=backward,
         precision=exact, unbatched=unbatched,
     )  # fmt: skip
-    made = _made(model, compiler, example, accumulate, opaque, reduction)
-    return made if optimizer is None else (made, optimizer)
+    compiled = _make_model(model, compiler, example, accumulate, opaque, reduction)
+    return compiled if optimizer is None else (compiled, optimizer)
 
 
 def _setting(
@@ -118,30 +118,30 @@ def _setting(
     return PlanningTask(cluster=known, training=training, options=options, rows=inputs == "per_replica")
 
 
-def _made(
+def _make_model(
     model: nn.Module, compiler: Compiler, example: Any, accumulate: int, opaque: How, reduction: Kind
 ) -> ParallelModel:
     check_names(model, compiler.call_inputs.unbatched)
     compiler.stated = {"accumulate": accumulate, "reduction": reduction, "opaque": opaque}
     find_opaque(compiler.skeleton, opaque)
-    made = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
+    compiled = ParallelModel(compiler.skeleton, compiler.world, compiler, compiler.mode, accumulate, reduction)
     with watch.calling():
         compiler.agree()
     if example is not None:
-        made.prepare(*arguments_of(example))
+        compiled.prepare(*arguments_of(example))
     else:
-        made.show(model)
-    return made
+        compiled.show(model)
+    return compiled
 
 
 def _exact(precision: PrecisionLike, model: nn.Module, optimizer: Optimizers) -> Precision:
-    found = read_precision(precision)
-    if found.master and optimizer is None and model.training:
+    requested = read_precision(precision)
+    if requested.master and optimizer is None and model.training:
         raise InputError(
             f"precision={precision!r} has float32 masters, which the optimizer updates, and there is none; pass the "
             "optimizer, or call model.eval() before if it is not trained, or say {'base': ..., 'master': False}"
         )
-    return found
+    return requested
 
 
 def _check(inputs: str, outputs: str, accumulate: int, reduction: str) -> None:
@@ -217,12 +217,12 @@ def plan(
 
     What the plan is predicted to cost is in its `predicted`; `explain` shows it.
     """
-    made, _ = planned(
+    result, _ = planned(
         model, example=example, plan=plan, cluster=cluster, entry=entry, memory=memory, optimizer=optimizer,
         precision=precision, accumulate=accumulate, inputs=inputs, outputs=outputs, opaque=opaque, seconds=seconds,
         constraints=constraints, progress=progress, microbatches=microbatches, unbatched=unbatched,
     )  # fmt: skip
-    return made
+    return result
 
 
 def planned(
@@ -255,9 +255,9 @@ def planned(
         rows=inputs == "per_replica",
         progress=progress,
     )
-    asked = Batching(microbatches=microbatches)
+    batching = Batching(microbatches=microbatches)
     analysis = analyse(captured.graph, probing(captured.functions))
-    return make_plan(captured.graph, analysis, plan, count, setting, asked), captured
+    return make_plan(captured.graph, analysis, plan, count, setting, batching), captured
 
 
 def captured_graph(
@@ -269,9 +269,9 @@ def captured_graph(
     args, kwargs = arguments_of(example)
     model = unwrapped(model)
     skeleton = find_opaque(cast(copy_to_meta(model), exact), opaque)
-    held = entry or ("train" if model.training else "eval")
+    entry_name = entry or ("train" if model.training else "eval")
     with casting(skeleton, exact):
-        return capture(skeleton, args, kwargs, entry=held, real=lambda: (model, args, kwargs))
+        return capture(skeleton, args, kwargs, entry=entry_name, real=lambda: (model, args, kwargs))
 
 
 def read_asked(constraints: ConstraintsLike | None, model: nn.Module, plan: PlanLike) -> Constraints:

@@ -62,45 +62,48 @@ def make_plan(
     batching: Batching | None = None,
 ) -> Plan:
     """The plan that was asked for, for a graph on `world` devices. With a setting it says what it costs."""
-    asked = batching or Batching()
+    requested = batching or Batching()
     if isinstance(wish, Plan):
         plan = wish
     elif isinstance(wish, Path) or (isinstance(wish, str) and wish.endswith(".json")):
         plan = load_plan(wish, graph)
     elif wish == "auto":
-        given = setting or PlanningTask(cluster=cluster_of(world))
-        options = replace(given.options, microbatches=asked.microbatches, local=asked.local)
-        return find_plan(analysis, world, replace(given, options=options)).plan
+        task = setting or PlanningTask(cluster=cluster_of(world))
+        options = replace(task.options, microbatches=requested.microbatches, local=requested.local)
+        return find_plan(analysis, world, replace(task, options=options)).plan
     elif isinstance(wish, str):
-        plan = _drawn(graph, analysis, parse_plan_string(wish, world), asked, str(setting.cluster) if setting else "")
+        plan = _drawn(
+            graph, analysis, parse_plan_string(wish, world), requested, str(setting.cluster) if setting else ""
+        )
     else:
         plan = wish(graph, world)
     if not (isinstance(wish, str) and not wish.endswith(".json")):
-        _check_batching(plan, asked)
+        _check_batching(plan, requested)
     if plan.size != world:
         raise PlanError(f"the plan is for {plan.size} devices ({plan.mesh}), and there are {world} processes")
     plan.check_against(graph)
     return priced(plan, analysis, setting) if setting is not None and not plan.is_pipeline else plan
 
 
-def _check_batching(plan: Plan, asked: Batching) -> None:
+def _check_batching(plan: Plan, requested: Batching) -> None:
     """Refuse a plan that says other microbatches than were asked for."""
-    if asked.microbatches not in (None, plan.microbatches):
+    if requested.microbatches not in (None, plan.microbatches):
         raise PlanError(
-            f"the plan has {plan.microbatches} microbatches, and {asked.microbatches} are asked for; leave that to it"
+            f"the plan has {plan.microbatches} microbatches, and {requested.microbatches} are asked for; "
+            "leave that to it"
         )
-    if plan.local != asked.local:
-        how, said = ("local", "global") if plan.local else ("global", "local")
+    if plan.local != requested.local:
+        how, other = ("local", "global") if plan.local else ("global", "local")
         raise PlanError(
-            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{said}" is '
+            f'the plan is for microbatch_semantics="{how}" with microbatches={plan.microbatches}, and "{other}" is '
             "asked for; ask for what the plan is for, or make another"
         )
 
 
-def _drawn(graph: Graph, analysis: Analysis, request: PolicyRequest, asked: Batching, cluster: str) -> Plan:
+def _drawn(graph: Graph, analysis: Analysis, request: PolicyRequest, requested: Batching, cluster: str) -> Plan:
     """What a plan string asks for."""
-    if request.stages or (asked.microbatches or 1) > 1:
-        return build_pipeline(graph, request, analysis, cluster, asked.microbatches, asked.local)
+    if request.stages or (requested.microbatches or 1) > 1:
+        return build_pipeline(graph, request, analysis, cluster, requested.microbatches, requested.local)
     return build_plan(graph, request, analysis, cluster)
 
 
@@ -115,32 +118,34 @@ def find_plan(analysis: Analysis, world: int, setting: PlanningTask) -> JointRes
             f'with inputs="per_replica" every axis splits the batch and is called dp, not {", ".join(strange)}'
         )
     with without_collection():
-        found = find_joint(analysis, setting.cluster, setting.training, options, size=world, progress=setting.progress)
-        return replace(found, plan=_told(found, analysis, setting))
+        result = find_joint(analysis, setting.cluster, setting.training, options, size=world, progress=setting.progress)
+        return replace(result, plan=_told(result, analysis, setting))
 
 
-def _told(found: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan:
+def _told(result: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan:
     """The plan that was found, with what it costs, and how it compares with plans of the other kind."""
-    entry, note = analysis.graph.entry, note_of(found)
-    if found.pipeline is not None:
-        said = predicted(found, setting.cluster, setting.training, analysis.graph)
-        plan = replace(found.plan, predicted={**found.plan.predicted, entry: said})
+    entry, note = analysis.graph.entry, note_of(result)
+    if result.pipeline is not None:
+        prediction = predicted(result, setting.cluster, setting.training, analysis.graph)
+        plan = replace(result.plan, predicted={**result.plan.predicted, entry: prediction})
     else:
-        plan = priced(found.plan, analysis, setting, found.flat)
-        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **pipeline_summary(found)}})
+        plan = priced(result.plan, analysis, setting, result.flat)
+        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **beside(result)}})
     return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 
-def priced(plan: Plan, analysis: Analysis, setting: PlanningTask, found: SearchResult | None = None) -> Plan:
+def priced(plan: Plan, analysis: Analysis, setting: PlanningTask, result: SearchResult | None = None) -> Plan:
     """A plan with what it is predicted to cost."""
     entry = analysis.graph.entry
     rows = replica_axes(plan.mesh) if setting.rows else ()
     limit = setting.options.memory
-    memory = found.best.memory if found is not None else None
-    said = price(analysis, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory).as_json()
-    if found is not None:
-        said |= found.as_json()
-    return replace(plan, predicted={**plan.predicted, entry: said})
+    memory = result.best.memory if result is not None else None
+    prediction = price(
+        analysis, setting.cluster, setting.training, plan, rows=rows, limit=limit, memory=memory
+    ).as_json()
+    if result is not None:
+        prediction |= result.as_json()
+    return replace(plan, predicted={**plan.predicted, entry: prediction})
 
 
 def continue_plan(

@@ -66,7 +66,7 @@ def test_what_two_plans_cost_is_compared(plans):
     said = [plans[text].predicted["train"] for text in ("tp=2", "zero2=2")]
 
     assert found["a step"] == tuple(one["seconds"] for one in said)
-    assert found["waiting for communication"] == tuple(one["waited"] for one in said)
+    assert found["blocking communication"] == tuple(one["waited"] for one in said)
     assert found["memory, optimizer"] == tuple(one["memory"]["optimizer"] for one in said)
     assert not diff(plans["tp=2"], dataclasses.replace(plans["zero2=2"], predicted={})).totals
 

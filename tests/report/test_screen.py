@@ -48,7 +48,7 @@ def test_the_numbers_are_those_of_the_file(auto):
     said = auto.predicted["train"]
     line_with(auto, f"a step takes {format_time(said['seconds'])}; nothing of all that was searched takes less than")
     line_with(auto, f"compute {format_time(said['compute'])} (")
-    line_with(auto, f"waiting for communication {format_time(said['waited'])} (")
+    line_with(auto, f"blocking communication {format_time(said['waited'])} (")
     for op in said["ops"]:
         line_with(auto, f"{op['name']} {op['count']} {format_time(op['seconds'])}")
     for edge in said["edges"]:

@@ -84,7 +84,7 @@ def test_a_poor_choice_is_told_apart(gpt):
 def test_the_op_of_all_layers_changes_together(large, auto):
     _, _, graph = large
     one, both = explain(auto, graph, op=OP), explain(auto, graph, op=EVERY)
-    assert len(both.asked.ops) == 2
+    assert len(both.query.ops) == 2
     worst = max(one.ways, key=lambda way: way.seconds)
     same = next(way for way in both.ways if way.choice == worst.choice)
     assert same.seconds > worst.seconds

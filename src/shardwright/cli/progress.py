@@ -24,7 +24,7 @@ class SearchProgress:
     def __init__(self) -> None:
         self.console = Console(stderr=True)
         self.status = Status("capturing the model", console=self.console)
-        self.asked = False
+        self.stop_requested = False
         self.searching = False
         self._before: Any = None
 
@@ -42,14 +42,14 @@ class SearchProgress:
     def __call__(self, what: str, best: float) -> None:
         """Progress of the search."""
         self.searching = True
-        found = f"; the best step so far takes {format_time(best)}" if math.isfinite(best) else ""
-        self.status.update(f"{what}{found}")
+        best_text = f"; the best step so far takes {format_time(best)}" if math.isfinite(best) else ""
+        self.status.update(f"{what}{best_text}")
 
     def stopped(self) -> bool:
-        return self.asked
+        return self.stop_requested
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked = self.asked, True
+        again, self.stop_requested = self.stop_requested, True
         if again or not self.searching:
             raise KeyboardInterrupt
         self.console.print("ending with the best plan so far; once more to give up", highlight=False)

@@ -156,13 +156,13 @@ class ShardwrightStrategy(ParallelStrategy):
         if parts is not None:
             return CompiledParts(module, self.optimizers, parts, options)
         options |= self._mixed()
-        made = CompiledSteps(module, self.optimizers, options, self.root_device)
-        found = example_of(self, trainer, self._example)
-        if found is not None:
-            made.prepare(*found)
+        compiled = CompiledSteps(module, self.optimizers, options, self.root_device)
+        example = example_of(self, trainer, self._example)
+        if example is not None:
+            compiled.prepare(*example)
         for path, weights in self._weights.items():
-            load_weights(weights, made.model, under=path)
-        return made
+            load_weights(weights, compiled.model, under=path)
+        return compiled
 
     def _mixed(self) -> dict[str, Any]:
         """Lightning's autocast as a precision of ours, which the search for a plan knows about."""
@@ -237,9 +237,9 @@ class ShardwrightStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():
             return obj
-        said = [obj]
-        dist.broadcast_object_list(said, src)
-        return said[0]
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over data-parallel groups: ranks that hold parts of one replica have the same value, which counts once."""
@@ -259,10 +259,10 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """What all ranks, or any of them, decide."""
-        said = torch.tensor(int(decision), device=self.root_device)
+        decided = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized():
-            dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(said)
+            dist.all_reduce(decided, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(decided)
 
     # -- state -------------------------------------------------------------------------------------
 

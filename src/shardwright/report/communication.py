@@ -39,13 +39,13 @@ class CollectiveTotal:
 
 def totals(program: LoweredProgram) -> tuple[CollectiveTotal, ...]:
     """What one training step sends, added up, in the order forward, backward, once a step."""
-    found: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    sums: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
     for sent in (*_of_converters(program), *_of_parameters(program)):
-        found.setdefault((sent.when, sent.collective, sent.axes), []).append(sent.bytes)
+        sums.setdefault((sent.when, sent.collective, sent.axes), []).append(sent.bytes)
     order = {"forward": 0, "backward": 1, "once a step": 2}
     return tuple(
-        CollectiveTotal(when=when, collective=collective, axes=axes, count=len(held), bytes=sum(held))
-        for (when, collective, axes), held in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0]))
+        CollectiveTotal(when=when, collective=collective, axes=axes, count=len(numbers), bytes=sum(numbers))
+        for (when, collective, axes), numbers in sorted(sums.items(), key=lambda item: (order[item[0][0]], item[0]))
     )
 
 
@@ -58,15 +58,15 @@ KEEP_NOTHING = frozenset(
 
 def runs_again(program: LoweredProgram) -> set[str]:
     """The ops that backward runs again: those of a region up to the last one that keeps something."""
-    found: set[str] = set()
+    names: set[str] = set()
     pending: dict[str, list[str]] = {}
     for op in program.body:
         if op.region is not None:
             pending.setdefault(op.region, []).append(op.name)
             keeps = not op.target.startswith("comm.") and op.target.split(".")[1] not in KEEP_NOTHING
             if keeps and any(program.values[name].gradient for name in op.outputs):
-                found.update(pending.pop(op.region))
-    return found
+                names.update(pending.pop(op.region))
+    return names
 
 
 def _of_converters(program: LoweredProgram) -> Iterator[IssuedCollective]:
@@ -114,8 +114,8 @@ def parameter_bytes(program: LoweredProgram, holding: ParameterPlacement) -> int
 def stored_bytes(program: LoweredProgram, holding: ParameterPlacement, level: int) -> int:
     """What a rank keeps of something that is split from a ZeRO level on: 1 state, 2 gradient, 3 parameter."""
     size = parameter_bytes(program, holding)
-    for axis, held in holding.zero:
-        if held >= level:
+    for axis, level_of_axis in holding.zero:
+        if level_of_axis >= level:
             size = -(-size // program.mesh.sizes[axis])
     return size
 

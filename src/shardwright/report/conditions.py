@@ -28,36 +28,37 @@ def made_for(
     plan: Plan, entry: str, cluster: Cluster | str | Path | None, training: TrainingSetup | None
 ) -> PlanConditions:
     """What the plan file says; a cluster or a training that is given takes its place."""
-    said = plan.predicted.get(entry)
-    known = said["for"]["cluster"] if said is not None else plan.cluster
+    predicted = plan.predicted.get(entry)
+    known = predicted["for"]["cluster"] if predicted is not None else plan.cluster
     named = known if cluster is None else cluster
     if not named:
         raise PlanError("the plan does not say for which cluster it is; pass cluster='8xA100-80GB', or a cluster file")
     try:
-        found = named if isinstance(named, Cluster) else cluster_for(named, plan.size)
+        on_cluster = named if isinstance(named, Cluster) else cluster_for(named, plan.size)
     except ClusterError as error:
         if cluster is not None:
             raise
         raise PlanError(
             f"the plan is for {known!r}, which is no cluster by name ({error}); pass its file as cluster="
         ) from error
-    if said is None:
-        return PlanConditions(cluster=found, training=training or TrainingSetup())
-    made = said["for"]
+    if predicted is None:
+        return PlanConditions(cluster=on_cluster, training=training or TrainingSetup())
+    conditions = predicted["for"]
     kept = TrainingSetup(
-        optimizer=made["optimizer"], compute=made["compute"], reduce=made["reduce"], accumulate=made["accumulate"],
-        masters=made.get("masters", False), said=made.get("precision", ""),
+        optimizer=conditions["optimizer"], compute=conditions["compute"], reduce=conditions["reduce"],
+        accumulate=conditions["accumulate"],
+        masters=conditions.get("masters", False), said=conditions.get("precision", ""),
     )  # fmt: skip
-    limit = said["limit"] if cluster is None else None
-    return PlanConditions(cluster=found, training=training or kept, rows=tuple(made["rows"]), limit=limit)
+    limit = predicted["limit"] if cluster is None else None
+    return PlanConditions(cluster=on_cluster, training=training or kept, rows=tuple(conditions["rows"]), limit=limit)
 
 
 def spelled_out(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     """A plan with the names of the model's ops in place of stars, and the graph with the outputs that it is for."""
     if graph.entry not in plan.entries:
         raise PlanError(f"the plan has no entry {graph.entry!r}; it has {', '.join(plan.entries)}")
-    said = plan.predicted.get(graph.entry)
-    if said is not None and said["for"]["outputs"] == "scalars":
+    predicted = plan.predicted.get(graph.entry)
+    if predicted is not None and predicted["for"]["outputs"] == "scalars":
         graph = only_scalars(graph)
     if plan.as_read:
         return read(plan.to_json(), graph), graph

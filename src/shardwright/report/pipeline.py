@@ -1,4 +1,4 @@
-"""A pipeline on one screen, from the plan file: the picture of its schedule, its stages, what almost won."""
+"""A pipeline on one screen, from the plan file: the picture of its schedule, its stages, the runners-up."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ MOST_STAGES = 8
 MOST_OTHERS = 4
 WIDTH = 110
 
-Said = Mapping[str, Any]
+Predicted = Mapping[str, Any]
 
 
 def pipeline_screen(plan: Plan, entry: str) -> Iterator[RenderableType]:
     """The parts of the screen about time and stages."""
-    said = plan.predicted[entry]
-    yield from _time(said)
-    if len(said["pipeline"]["stages"]) > 1:
+    predicted = plan.predicted[entry]
+    yield from _time(predicted)
+    if len(predicted["pipeline"]["stages"]) > 1:
         yield Text(picture(plan, entry))
-    yield _stages(said["pipeline"]["stages"])
-    yield from _others(said)
+    yield _stages(predicted["pipeline"]["stages"])
+    yield from _others(predicted)
 
 
-def _time(said: Said) -> Iterator[RenderableType]:
-    step, pipeline = said["seconds"], said["pipeline"]
+def _time(predicted: Predicted) -> Iterator[RenderableType]:
+    step, pipeline = predicted["seconds"], predicted["pipeline"]
     yield Text(f"a step takes {format_time(step)}", style="bold")
     kinds = {
-        "compute": said["compute"],
-        "waiting for communication in stages": said["waited"],
-        "bubble and messages": said["exposed"],
-        "sync and update": said["update"],
+        "compute": predicted["compute"],
+        "waiting for communication in stages": predicted["waited"],
+        "bubble and messages": predicted["exposed"],
+        "sync and update": predicted["update"],
     }
-    yield from parts_of_time(kinds, step, said["stopped"])
+    yield from parts_of_time(kinds, step, predicted["stopped"])
     slowest = f"the slowest stage computes {percent(pipeline['balance'] - 1)} longer than the mean"
     yield indented(f"bubble {percent(pipeline['bubble'])} of the schedule; {slowest}")
 
@@ -70,8 +70,8 @@ def picture(plan: Plan, entry: str, width: int = WIDTH) -> str:
     return "\n".join([head.partition(", bubble")[0] + shown, *lines])
 
 
-def _stages(stages: Sequence[Said]) -> Table:
-    table = table_of("segment", "devices", "mesh", "has", ">recomputed", ">forward", ">backward", ">memory")
+def _stages(stages: Sequence[Predicted]) -> Table:
+    table = table_of("stage", "devices", "mesh", "has", ">recomputed", ">forward", ">backward", ">memory")
     rows = [(number, stage) for number, stage in enumerate(stages)]
     cut = len(rows) > MOST_STAGES
     shown = [*rows[: MOST_STAGES // 2], *rows[-(MOST_STAGES // 2) :]] if cut else rows
@@ -86,23 +86,25 @@ def _stages(stages: Sequence[Said]) -> Table:
 
 def _layers(paths: Sequence[str], most: int = 3) -> str:
     """Modules in words: "words, blocks.0-3, norm"."""
-    found: list[str] = []
-    for key, held in groupby(paths, key=lambda path: path.rpartition(".")[0] if path[-1:].isdigit() else path):
-        run = list(held)
+    names: list[str] = []
+    for key, group in groupby(paths, key=lambda path: path.rpartition(".")[0] if path[-1:].isdigit() else path):
+        run = list(group)
         ends = f"{run[0].rpartition('.')[2]}-{run[-1].rpartition('.')[2]}"
-        found.append(f"{key}.{ends}" if len(run) > 1 else run[0])
-    named = [path for path in found if not path.startswith("/")] or found
+        names.append(f"{key}.{ends}" if len(run) > 1 else run[0])
+    named = [path for path in names if not path.startswith("/")] or names
     return ", ".join(named[:most]) + (f", {len(named) - most} more" if len(named) > most else "")
 
 
-def _others(said: Said) -> Iterator[RenderableType]:
-    pipeline, best = said["pipeline"], said["seconds"]
+def _others(predicted: Predicted) -> Iterator[RenderableType]:
+    pipeline, best = predicted["pipeline"], predicted["seconds"]
     flat = pipeline["flat"]
     if flat is None:
         yield indented("without a pipeline nothing was looked for, or nothing fits")
     else:
         yield indented(f"without a pipeline ({flat['mesh']}) a step takes {percent(flat['seconds'] / best - 1)} longer")
-    words = [f"{one['said']}: {percent(one['seconds'] / best - 1)} slower" for one in pipeline["others"][:MOST_OTHERS]]
+    words = [
+        f"{other['said']}: {percent(other['seconds'] / best - 1)} slower" for other in pipeline["others"][:MOST_OTHERS]
+    ]
     if words:
         yield indented("next best: " + "; ".join(words))
     yield indented(f"{pipeline['looked']} pipelines were tried, {pipeline['left']} promised no more")

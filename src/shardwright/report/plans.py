@@ -22,11 +22,11 @@ def read_plan(path: str | Path) -> Plan:
     entries = {
         entry: tuple(
             PlanStage(
-                mesh=mesh_of(data, held),
-                choices={name: {} for name in held.get("ops", ())} | held["choices"],
-                recompute=tuple(held["recompute"]),
+                mesh=mesh_of(data, stage),
+                choices={name: {} for name in stage.get("ops", ())} | stage["choices"],
+                recompute=tuple(stage["recompute"]),
             )
-            for held in segments
+            for stage in segments
         )
         for entry, segments in data["entries"].items()
     }
@@ -34,7 +34,7 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"{path} has no entry, so it says nothing")
     return Plan(
         model=data["model"], policy=data["policy"], cluster=data["cluster"], fingerprints=data["fingerprints"],
-        entries=entries, storage={key: tuple(held.items()) for key, held in data["storage"].items()},
+        entries=entries, storage={key: tuple(stage.items()) for key, stage in data["storage"].items()},
         microbatches=data["microbatches"],
         schedule=data.get("schedule", ""), steps=data.get("steps"), local=data.get("local", False),
         notes=tuple(data["notes"]), predicted=data["predicted"],

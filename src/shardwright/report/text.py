@@ -13,7 +13,9 @@ def parts_of_time(kinds: Mapping[str, float], step: float, stopped: bool) -> Ite
     """What a step is made of, and whether the search for it was stopped."""
     if stopped:
         yield indented("the search was stopped before its end: there may be better plans")
-    yield indented(", ".join(f"{kind} {format_time(held)} ({percent(held / step)})" for kind, held in kinds.items()))
+    yield indented(
+        ", ".join(f"{kind} {format_time(seconds)} ({percent(seconds / step)})" for kind, seconds in kinds.items())
+    )
 
 
 def indented(text: str) -> Padding:

@@ -22,14 +22,14 @@ from .text import format_time
 
 MOST = 24  # ways that are looked at
 
-SAID = {FAN: "whole, its gradients in parts"}
+CHOICE_TEXT = {FAN: "whole, its gradients in parts"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
     """The ways to split an op (or the same op of all layers), the fastest first. Prints as a table."""
 
-    asked: WhatIfQuery
+    query: WhatIfQuery
     ways: tuple[Alternative, ...]
 
     @property
@@ -43,7 +43,7 @@ class Why:
         return render(self)
 
     def _head(self) -> Iterator[RenderableType]:
-        analysis, names = self.asked.analysis, self.asked.ops
+        analysis, names = self.query.analysis, self.query.ops
         op = analysis.graph.by_name[names[0]]
         count = f", {len(names)} times" if len(names) > 1 else ""
         yield Text(f"{names[0] if len(names) == 1 else star(names[0])}{count}", style="bold")
@@ -52,7 +52,7 @@ class Why:
         shapes = ", ".join(str(list(values[name].shape)) for name in (*op.inputs, *op.outputs[:1]))
         yield Text(f"  {f'{op.source}; ' if op.source else ''}rule {rule.text if rule else 'none'}; shapes {shapes}")
         others = [way for way in self.ways if not way.chosen]
-        line = f"split {self._said(self.chosen.choice)}: a step takes {format_time(self.chosen.seconds)}"
+        line = f"split {self._choice_text(self.chosen.choice)}: a step takes {format_time(self.chosen.seconds)}"
         if others:
             best = min(others, key=lambda way: way.follow)
             line += f"; the best other way {_change(best.follow, self.chosen.seconds)}"
@@ -68,7 +68,7 @@ class Why:
         for way in self.ways:
             table.add_row(
                 "*" if way.chosen else "",
-                Text(self._said(way.choice)),
+                Text(self._choice_text(way.choice)),
                 *_times(way.seconds, base.seconds),
                 format_bytes(way.memory) if math.isfinite(way.memory) else "-",
                 *_times(way.follow, base.seconds),
@@ -81,31 +81,31 @@ class Why:
         yield Text("* as planned. alone: a step, and its memory, if nothing else changes.")
         yield Text("if others follow: a step of the best plan on this mesh, within the memory, that splits the op so.")
 
-    def _said(self, choice: Mapping[str, str]) -> str:
+    def _choice_text(self, choice: Mapping[str, str]) -> str:
         """A choice in words: "dp: ma (batch), tp: n (weights)"."""
-        analysis = self.asked.analysis
-        kinds, roles = atom_kinds(analysis), {role.name: role for role in analysis.signatures[self.asked.ops[0]].roles}
+        analysis = self.query.analysis
+        kinds, roles = atom_kinds(analysis), {role.name: role for role in analysis.signatures[self.query.ops[0]].roles}
 
-        def one(picked: str) -> str:
+        def role_text(picked: str) -> str:
             if picked in roles:
                 return f"{picked} ({kinds.get(roles[picked].atom, 'other')})"
-            return "a partial sum passes" if picked.startswith(ROWS) else SAID.get(picked, picked)
+            return "a partial sum passes" if picked.startswith(ROWS) else CHOICE_TEXT.get(picked, picked)
 
-        return ", ".join(f"{axis}: {one(picked)}" for axis, picked in choice.items()) or "not split"
+        return ", ".join(f"{axis}: {role_text(picked)}" for axis, picked in choice.items()) or "not split"
 
 
-def why(plan: Plan, analysis: Analysis, op: str, made: PlanConditions) -> Why:
+def why(plan: Plan, analysis: Analysis, op: str, conditions: PlanConditions) -> Why:
     """Why a plan splits an op the way it does."""
-    asked = WhatIfQuery(
+    query = WhatIfQuery(
         analysis=analysis,
-        cluster=made.cluster,
-        training=made.training,
+        cluster=conditions.cluster,
+        training=conditions.training,
         plan=plan,
         ops=find_ops(analysis, plan, op),
-        rows=made.rows,
-        limit=made.limit,
+        rows=conditions.rows,
+        limit=conditions.limit,
     )
-    return Why(asked=asked, ways=alternatives(asked, MOST))
+    return Why(query=query, ways=alternatives(query, MOST))
 
 
 def _times(seconds: float, base: float) -> tuple[str, str]:

@@ -36,25 +36,25 @@ class Agreement:
             return 0.0
         if self._work is not None:
             self._work.wait()
-        found, self._sent, self._work = float(self._sent[0]), None, None
-        return found
+        agreed, self._sent, self._work = float(self._sent[0]), None, None
+        return agreed
 
     @report_failure
     def largest(self, number: float) -> float:
         """The largest number of all ranks; a question may be under way beside."""
         if self._group is None:
             return number
-        held = torch.tensor([number], dtype=torch.float64)
-        dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
-        return float(held[0])
+        tensor = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return float(tensor[0])
 
     @report_failure
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
-        held = numbers.double().cpu().clone()
+        totals = numbers.double().cpu().clone()
         if self._group is not None:
-            dist.all_reduce(held, group=self._group)
-        return held
+            dist.all_reduce(totals, group=self._group)
+        return totals
 
     @report_failure
     def said(self, text: str) -> list[str]:
@@ -63,4 +63,4 @@ class Agreement:
             return [text] if text else []
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, text, group=self._group)
-        return [held for held in dict.fromkeys(every) if held]
+        return [message for message in dict.fromkeys(every) if message]

@@ -39,11 +39,11 @@ class EMACallback(Callback):
             self.ema = EMA(trainer.model, self.decay)
 
     def after_optimizer_step(self, trainer: Trainer) -> None:
-        self._made().update()
+        self._require_ema().update()
 
     def applied(self) -> AbstractContextManager[None]:
         """The model has the average as its weights in here. All ranks must enter it."""
-        return self._made().swapped()
+        return self._require_ema().swapped()
 
     def on_val_start(self, trainer: Trainer) -> None:
         if self.validate:
@@ -56,13 +56,13 @@ class EMACallback(Callback):
         self._swapped.close()  # validation may have failed
 
     def state_dict(self) -> dict[str, Any]:
-        return self._made().state_dict()
+        return self._require_ema().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._made().load_state_dict({**state, "decay": self.decay})
+        self._require_ema().load_state_dict({**state, "decay": self.decay})
         self._loaded = True
 
-    def _made(self) -> EMA:
+    def _require_ema(self) -> EMA:
         if self.ema is None:
             raise InputError("there is no average yet: it is made when the trainer is set up")
         return self.ema

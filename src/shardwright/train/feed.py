@@ -56,12 +56,13 @@ class BatchSource:
         if isinstance(self.data, DataLoader):
             return Loader(self.data, seed=self.seed, model=model)
         assert self.rows is not None
-        held = self.options
+        options = self.options
         whose: dict[str, Any] = {} if model is not None else {"rank": rank, "ranks": ranks}
         shuffle = self.sampler is None and not is_stream(self.data) if self.shuffle is None else self.shuffle
         return loader(
-            self.data, self.rows, model=model, seed=self.seed, last=held.last, ignore=held.ignore, shuffle=shuffle,
-            workers=held.workers, collate=held.collate or default_collate, draw_by_row=held.draw_by_row,
+            self.data, self.rows, model=model, seed=self.seed, last=options.last, ignore=options.ignore,
+            shuffle=shuffle,
+            workers=options.workers, collate=options.collate or default_collate, draw_by_row=options.draw_by_row,
             sampler=None if self.sampler is None else self.sampler(self.data), **whose, **self._more(),
         )  # fmt: skip
 
@@ -74,17 +75,17 @@ class BatchSource:
         """The first batch that a group of `ranks` would get, without a worker. Nothing is moved by it."""
         if isinstance(self.data, Loader):
             place = self.data.state_dict()
-            found = next(iter(self.data), None)
+            batch = next(iter(self.data), None)
             self.data.load_state_dict(place)
         elif isinstance(self.data, DataLoader):
-            found = next(iter(self.data), None)
+            batch = next(iter(self.data), None)
         else:
             alone = replace(self.options, workers=0, prefetch=None, pin_memory=False, options={})
             plain = replace(self, options=alone, shuffle=False, sampler=None)
-            found = next(iter(plain._batches(0, ranks, None)), None)
-        if found is None:
+            batch = next(iter(plain._batches(0, ranks, None)), None)
+        if batch is None:
             raise InputError("the training data is empty: it gives no batch")
-        return found
+        return batch
 
 
 def update_batches(batches: Loader, model: ParallelModel) -> Iterator[UpdateBatch]:
@@ -117,8 +118,8 @@ def sizes_of(batch: int | None, micro: int | None, accumulate: int | None, data:
     calls = accumulate or (batch // micro if micro is not None else 1)
     rows = micro if micro is not None else batch // calls
     if rows * calls != batch:
-        said = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
+        setting = f"micro_batch_size={micro}" if micro is not None else f"accumulate={accumulate}"
         if micro is not None and accumulate is not None:
-            said += f" and accumulate={accumulate}"
-        raise InputError(f"batch_size={batch} is not made of whole calls with {said}")
+            setting += f" and accumulate={accumulate}"
+        raise InputError(f"batch_size={batch} is not made of whole calls with {setting}")
     return rows, calls

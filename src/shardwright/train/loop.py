@@ -200,11 +200,11 @@ class TrainingLoop:
         trainer = self.trainer
         if trainer.reduction != "tokens":
             return [float(part.rows) for part in parts]
-        found = torch.stack([count_labels_in(part.batch) for part in parts]).double().cpu()
+        label_counts = torch.stack([count_labels_in(part.batch) for part in parts]).double().cpu()
         if any(part.shares > 1 for part in parts):  # ranks that have the same rows share their count
             sharing = torch.tensor([part.shares for part in parts], dtype=torch.float64)
-            found = trainer.agreement.summed(found * sharing / trainer.world.size)
-        return [float(one) for one in found]
+            label_counts = trainer.agreement.summed(label_counts * sharing / trainer.world.size)
+        return [float(count) for count in label_counts]
 
     def _clip(self) -> None:
         trainer = self.trainer
@@ -277,7 +277,7 @@ class TrainingLoop:
     @torch.no_grad()
     def _val_averages(self) -> dict[str, Tensor]:
         trainer = self.trainer
-        found, counts = [], []
+        outputs, counts = [], []
         batches = trainer.val_batches_anew()
         for number, part in enumerate(islice(update_batches(batches, trainer.model), trainer.val_batches)):
             part = self._here(part)
@@ -287,11 +287,11 @@ class TrainingLoop:
             args, kwargs = arguments(batch)
             output = trainer.model(*args, **kwargs)
             trainer.fire("on_val_batch_end", batch, output, number)
-            found.append(numbers_of(output))
+            outputs.append(numbers_of(output))
             counts += self.counts([part])
-        if not found:
+        if not outputs:
             raise InputError("the validation data is empty: it gives no batch")
-        return weighted(found, _shares(counts))
+        return weighted(outputs, _shares(counts))
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
@@ -301,4 +301,4 @@ def _shares(counts: Sequence[float]) -> list[float]:
 
 def _let_go(output: Any) -> Any:
     """What a model gave back, without the graph that it was made by."""
-    return pytree.tree_map(lambda held: held.detach() if isinstance(held, Tensor) else held, output)
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -31,16 +31,16 @@ def with_loss(model: nn.Module, loss: Loss, target: str | None = None) -> nn.Mod
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         args, kwargs, wanted = split(args, kwargs, target)
         output = kind.forward(self, *args, **kwargs)
-        held: Any = self._modules["loss"] if own else loss  # a copy of this module has its own
-        found: Tensor = held(output, wanted)
-        return found
+        criterion: Any = self._modules["loss"] if own else loss  # a copy of this module has its own
+        value: Tensor = criterion(output, wanted)
+        return value
 
-    made = copy.copy(model)
-    made._modules = dict(model._modules)
+    joined = copy.copy(model)
+    joined._modules = dict(model._modules)
     if isinstance(loss, nn.Module):
-        made._modules["loss"] = loss
-    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return made
+        joined._modules["loss"] = loss
+    joined.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return joined
 
 
 def split(
@@ -54,7 +54,7 @@ def split(
                 f"the batch has {', '.join(kwargs) or 'no names'}, and none of it is the target of the loss; say "
                 "which: target='labels'"
             )
-        return args, {name: held for name, held in kwargs.items() if name != named[0]}, kwargs[named[0]]
+        return args, {name: value for name, value in kwargs.items() if name != named[0]}, kwargs[named[0]]
     if len(args) < 2:
         raise InputError("with loss= a batch is (input, target) or a dict with labels; this one is a single tensor")
     return args[:-1], {}, args[-1]

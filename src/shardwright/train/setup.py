@@ -51,14 +51,14 @@ class CompiledTraining:
 
 def module_of(trainer: Trainer) -> nn.Module:
     """What is compiled: the model, with its loss."""
-    found = trainer.original
-    if found is None:
+    module = trainer.original
+    if module is None:
         raise InputError("this trainer has compiled its model already; make another one")
     if trainer.loss_function is not None:
-        found = with_loss(found, trainer.loss_function, trainer.target)
+        module = with_loss(module, trainer.loss_function, trainer.target)
     elif trainer.target is not None:
         raise InputError(f"target={trainer.target!r} is for a loss that is given too, and there is none")
-    return found.train()
+    return module.train()
 
 
 def compile_model(trainer: Trainer) -> CompiledTraining:
@@ -107,33 +107,33 @@ def compile_without_ranks(trainer: Trainer, devices: int) -> tuple[Plan, tuple[P
         constraints=trainer.constraints, microbatches=trainer.microbatches, unbatched=trainer.unbatched,
     )  # fmt: skip
     batching = Batching(microbatches=plan.microbatches if plan.is_pipeline else None, local=plan.local)
-    made = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
-    pairs = zip(made.texts, made.programs, strict=True)
+    compiled = compile_program(module, args, kwargs, plan, devices, batching=batching, captured=captured)
+    pairs = zip(compiled.texts, compiled.programs, strict=True)
     return plan, tuple(write(text, trainer.run.generated, program) for text, program in pairs)
 
 
-def meter_of(trainer: Trainer, made: CompiledTraining) -> Meter:
+def meter_of(trainer: Trainer, compiled: CompiledTraining) -> Meter:
     """A meter that knows the model's arithmetic and the devices' peak, if the catalogue has the device."""
     world = trainer.world
-    if made.model.flops is None or not made.rows:
+    if compiled.model.flops is None or not compiled.rows:
         return Meter()
     try:
         cluster = cluster_here(world) if trainer.cluster == "auto" else find_cluster(trainer.cluster)
-        peak = peak_of(cluster, made.dtype, world.size)
+        peak = peak_of(cluster, compiled.dtype, world.size)
     except (ClusterError, PlanError):  # a device that nobody has measured
         return Meter()
-    return Meter(flops_per_row=made.model.flops / made.rows, peak=peak)
+    return Meter(flops_per_row=compiled.model.flops / compiled.rows, peak=peak)
 
 
 def arithmetic(module: nn.Module, precision: Any) -> str:
     """The dtype whose peak counts."""
-    asked = read_precision(precision)
-    if asked.compute or asked.parameters:
-        return str(asked.compute or asked.parameters)
-    floating = [held.dtype for held in module.parameters() if held.is_floating_point()]
-    found = str(floating[0] if floating else torch.float32).removeprefix("torch.")
-    fast = found == "float32" and torch.get_float32_matmul_precision() != "highest"
-    return "tfloat32" if fast else found
+    requested = read_precision(precision)
+    if requested.compute or requested.parameters:
+        return str(requested.compute or requested.parameters)
+    floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    dtype = str(floating[0] if floating else torch.float32).removeprefix("torch.")
+    fast = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+    return "tfloat32" if fast else dtype
 
 
 def seed_everything(seed: int) -> None:
@@ -145,22 +145,26 @@ def seed_everything(seed: int) -> None:
 
 def described(settings: Mapping[str, Any]) -> str:
     """Settings given in Python as YAML to look at; an object is named by its class."""
-    text: str = yaml.safe_dump({name: _plain(held) for name, held in settings.items()}, sort_keys=False)
+    text: str = yaml.safe_dump({name: _plain(value) for name, value in settings.items()}, sort_keys=False)
     return text
 
 
-def _plain(held: Any) -> Any:
-    if held is None or isinstance(held, bool | int | float | str):
-        return held
-    if isinstance(held, Path):
-        return str(held)
-    if dataclasses.is_dataclass(held) and not isinstance(held, type) and type(held).__module__.startswith(__package__):
-        return {field.name: _plain(getattr(held, field.name)) for field in dataclasses.fields(held)}
-    if isinstance(held, list | tuple) and len(held) > LONG:
-        return f"{len(held)} of {type(held[0]).__name__}"
-    if isinstance(held, list | tuple):
-        return [_plain(one) for one in held]
-    if isinstance(held, dict):
-        return {str(name): _plain(one) for name, one in held.items()}
-    named = held if isinstance(held, type) or hasattr(held, "__qualname__") else type(held)
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__module__.startswith(__package__)
+    ):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple) and len(value) > LONG:
+        return f"{len(value)} of {type(value[0]).__name__}"
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    named = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

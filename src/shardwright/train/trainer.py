@@ -149,7 +149,7 @@ class Trainer:
         self.checkpoints = Checkpoints() if checkpoints is True else checkpoints or None
         self.log_every = log_every
         self.original: nn.Module | None = model
-        self.config = described({name: held for name, held in locals().items() if name != "self"})
+        self.config = described({name: value for name, value in locals().items() if name != "self"})
         self._check()
         rows, self.accumulate = sizes_of(batch_size, micro_batch_size, accumulate, train_data)
         options = loader or LoaderOptions()
@@ -162,7 +162,7 @@ class Trainer:
         self.loggers = list(loggers) if loggers is not None else [ConsoleLogger(), CSVLogger()]
         self._active: list[Logger] = []  # that were started
         self.callbacks = [*callbacks, *([Profiler(profile)] if profile is not None else [])]
-        if not any(isinstance(held, StopOnSignal) for held in callbacks):
+        if not any(isinstance(value, StopOnSignal) for value in callbacks):
             self.callbacks.append(StopOnSignal())
         self.last_val: Metrics = {}
         self.stop_reason: str | None = None
@@ -204,12 +204,14 @@ class Trainer:
 
     def profile(self) -> None:
         """Run a few steps and write a trace of them; nothing is saved. `profile=` says which steps."""
-        held = next((one for one in self.callbacks if isinstance(one, Profiler)), None) or Profiler(Profile())
-        if held not in self.callbacks:
-            self.callbacks.append(held)
+        profiler = next((callback for callback in self.callbacks if isinstance(callback, Profiler)), None) or Profiler(
+            Profile()
+        )
+        if profiler not in self.callbacks:
+            self.callbacks.append(profiler)
         with self._running(write=False):
             self.val_source = self.max_epochs = None
-            self.max_steps = self.last_step = self.progress.step + held.options.start - 1 + held.options.steps
+            self.max_steps = self.last_step = self.progress.step + profiler.options.start - 1 + profiler.options.steps
             TrainingLoop(self).run()
 
     def validate(self) -> Metrics:
@@ -269,10 +271,10 @@ class Trainer:
     def val_batches_anew(self) -> Loader:
         """The validation data from its beginning."""
         assert self.val_source is not None
-        made = self.val_source.batches(self.model)
-        made.set_epoch(0)
-        made.rewind()
-        return made
+        batches = self.val_source.batches(self.model)
+        batches.set_epoch(0)
+        batches.rewind()
+        return batches
 
     def save(self) -> None:
         """Save the run as it is, unless this step was saved before."""
@@ -300,7 +302,7 @@ class Trainer:
     def _running(self, write: bool) -> Iterator[None]:
         """The trainer is set up, and its callbacks and logs end with what is done in it. `write` fills its folder."""
         try:
-            self._set_up(self._found(write), write)
+            self._set_up(self._find_checkpoint(write), write)
             yield
         finally:
             self.fire("on_finish")
@@ -312,8 +314,8 @@ class Trainer:
             return
         self.world = start()
         seed_everything(self.seed)
-        made = compile_model(self)
-        self.model, self.optimizer, self.meter = made.model, made.optimizer, meter_of(self, made)
+        compiled = compile_model(self)
+        self.model, self.optimizer, self.meter = compiled.model, compiled.optimizer, meter_of(self, compiled)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler is not None else None
         self.agreement = Agreement()
         self.batches = self.source.batches(self.model)
@@ -333,7 +335,7 @@ class Trainer:
         last = self.progress.step + (self.max_epochs - self.batches.epoch) * epoch - done
         return last if self.max_steps is None else min(last, self.max_steps)
 
-    def _found(self, write: bool) -> Path | None:
+    def _find_checkpoint(self, write: bool) -> Path | None:
         """The checkpoint to go on from, found before anything is compiled; a folder that holds a run is refused."""
         self.world, meeting, kept = start(), checkpoint_ranks(), self.checkpoints or Checkpoints()
 

@@ -22,10 +22,10 @@ class TrainerState:
         self.trainer, self.added = trainer, added
 
     def state_dict(self) -> dict[str, Any]:
-        held = {name: callback.state_dict() for name, callback in name_callbacks(self.trainer.callbacks).items()}
+        states = {name: callback.state_dict() for name, callback in name_callbacks(self.trainer.callbacks).items()}
         return {
             "progress": self.trainer.progress.state_dict(),
-            "callbacks": {name: state for name, state in held.items() if state},
+            "callbacks": {name: state for name, state in states.items() if state},
             "added": self.added,
             "scale": self.trainer.scale.state_dict() if self.trainer.scale is not None else None,
         }
@@ -43,12 +43,12 @@ class TrainerState:
 def name_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
     """Callbacks by the names of their classes; a second one of a class has a number too."""
     counts: Counter[str] = Counter()
-    found = {}
+    named = {}
     for callback in callbacks:
         kind = type(callback).__name__
         counts[kind] += 1
-        found[kind if counts[kind] == 1 else f"{kind} {counts[kind]}"] = callback
-    return found
+        named[kind if counts[kind] == 1 else f"{kind} {counts[kind]}"] = callback
+    return named
 
 
 def load_run(trainer: Trainer, path: Path) -> None:
