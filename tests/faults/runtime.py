@@ -104,8 +104,8 @@ RUNTIME = (
     Fault(
         "parameters are summed over no axis",
         SYNC,
-        "if not held.trainable or not (axes or tied):",
-        "if not held.trainable or not tied:",
+        "if not spec.trainable or not (axes or tied):",
+        "if not spec.trainable or not tied:",
         GRADIENTS,
     ),
     Fault(
@@ -160,8 +160,8 @@ RUNTIME = (
     Fault(
         "a share of a gradient is not added to those before",
         "runtime/parameters/zero3_shards.py",
-        "share.to(held.true_dtype) if old is None else old.add_(share))",
-        "share.to(held.true_dtype))",
+        "share.to(spec.true_dtype) if old is None else old.add_(share))",
+        "share.to(spec.true_dtype))",
         "runtime/test_zero.py",
     ),
     Fault(
@@ -272,8 +272,8 @@ RUNTIME = (
     Fault(
         "boxes of a checkpoint overlap",
         "checkpoint/index.py",
-        "at >= 0 and size >= 0 and at + size <= whole",
-        "at >= 0 and size >= 0 and at <= whole",
+        "at >= 0 and size >= 0 and at + size <= full",
+        "at >= 0 and size >= 0 and at <= full",
         "checkpoint/test_index.py",
     ),
     Fault(

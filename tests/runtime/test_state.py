@@ -30,14 +30,14 @@ KEYS = ["embed", "head", "w1", "scale", "gain", "w2", "bias", "idle", "frozen", 
 
 
 def parts(model):
-    return model.helds, model.p, {"count": model.count}, model.groups
+    return model.specs, model.p, {"count": model.count}, model.groups
 
 
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_piece_that_is_cut_as_it_is_wanted_is_taken_as_it_is(level):
     def body(rank):
         model, kinds = Pieces(mesh_of(2, 2), level), set()
-        for held in model.helds:
+        for held in model.specs:
             layout = stored_layout(held, model.groups.mesh.sizes)
             local = shard_tensor(
                 whole_values()[held.name], held, model.groups.mesh.sizes, coordinates(model.groups), layout
@@ -73,7 +73,7 @@ def test_values_have_whole_shapes_and_full_tensors(dp, tp, level):
         assert_same(full, whole_by_key(), atol=0)
         assert shapes == {key: tuple(value.shape) for key, value in whole_by_key().items()}
         if tp > 1:  # the rows of w1 are fused, those of idle are not
-            assert kinds["w1"] == "PieceTensor"
+            assert kinds["w1"] == "ShardTensor"
             assert kinds["idle"] == "ShardedState"
 
 

@@ -81,7 +81,7 @@ class CompiledSide:
         return self.model(*self.task.args, **self.task.kwargs)
 
     def gradients(self) -> Tensors:
-        own = {one.name: self._gradient(one) for one in self.holding.held if one.trainable}
+        own = {one.name: self._gradient(one) for one in self.holding.specs if one.trainable}
         every = [one for _, helds in self.holding.pp_ranks for one in helds]
         whole = spread_out(own, self.holding.pp_ranks)
         return {self.first[one.name]: whole[one.name] for one in every if one.trainable}

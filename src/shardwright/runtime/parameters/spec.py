@@ -97,11 +97,11 @@ class ParameterSpec:
         return self.zero[0][1] if self.zero else 0
 
 
-def storage_layout(held: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
+def storage_layout(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
     """The compute layout, further cut by the zero axes. What can't be cut (a scalar) stays whole there."""
-    layout = held.layout
-    for name, _ in held.zero:
-        lengths = _even_lengths(layout, held.shape, sizes)
+    layout = spec.layout
+    for name, _ in spec.zero:
+        lengths = _even_lengths(layout, spec.shape, sizes)
         roomy = [dim for dim, length in enumerate(lengths) if length >= sizes[name]]
         if roomy or max(lengths, default=0) > 1:
             dim = roomy[0] if roomy else lengths.index(max(lengths))
@@ -120,15 +120,15 @@ def _even_lengths(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]
     return lengths
 
 
-def stored_layout(held: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
+def stored_layout(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
     """The layout of the tensor that is really kept as the parameter: split further only by level 3."""
-    return storage_layout(held, sizes) if held.level == 3 else held.layout
+    return storage_layout(spec, sizes) if spec.level == 3 else spec.layout
 
 
-def zero_axes(held: ParameterSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def zero_axes(spec: ParameterSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The zero axes that really cut something and have more than one rank."""
-    layout = storage_layout(held, sizes)
-    return tuple(name for name, _ in held.zero if sizes[name] > 1 and layout.shard_of(name) is not None)
+    layout = storage_layout(spec, sizes)
+    return tuple(name for name, _ in spec.zero if sizes[name] > 1 and layout.shard_of(name) is not None)
 
 
 def sharding_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
@@ -136,19 +136,19 @@ def sharding_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis.name for axis in mesh.axes if axis.size > 1 and layout.shard_of(axis.name) is not None)
 
 
-def wanted_groups(helds: Iterable[ParameterSpec], mesh: Mesh) -> set[tuple[str, ...]]:
+def wanted_groups(specs: Iterable[ParameterSpec], mesh: Mesh) -> set[tuple[str, ...]]:
     """The products of axes that gradients and ZeRO need; pass them to `Groups`."""
     wanted = set()
-    for held in helds:
-        split = zero_axes(held, mesh.sizes)
-        sums = summing_axes(held, mesh)
+    for spec in specs:
+        split = zero_axes(spec, mesh.sizes)
+        sums = summing_axes(spec, mesh)
         wanted |= {split, sums, tuple(axis for axis in sums if axis not in split)}
     return {axes for axes in wanted if axes}
 
 
-def summing_axes(held: ParameterSpec, mesh: Mesh) -> tuple[str, ...]:
+def summing_axes(spec: ParameterSpec, mesh: Mesh) -> tuple[str, ...]:
     """The axes, longer than one, over which the gradient is summed, in the mesh's order."""
-    return tuple(axis.name for axis in mesh.axes if axis.size > 1 and axis.name in held.sums)
+    return tuple(axis.name for axis in mesh.axes if axis.size > 1 and axis.name in spec.sums)
 
 
 def coordinates(groups: Groups) -> dict[str, int]:
@@ -160,32 +160,32 @@ def coordinates(groups: Groups) -> dict[str, int]:
 
 
 def shard_tensor(
-    full: Tensor, held: ParameterSpec, sizes: Mapping[str, int], at: Mapping[str, int], layout: Layout | None = None
+    full: Tensor, spec: ParameterSpec, sizes: Mapping[str, int], at: Mapping[str, int], layout: Layout | None = None
 ) -> Tensor:
     """This rank's piece of a whole tensor (a value or a gradient), with its own memory."""
-    if tuple(full.shape) != held.shape:
+    if tuple(full.shape) != spec.shape:
         raise LayoutError(
-            f"parameter {held.name} has shape {held.shape}, got a tensor of shape {tuple(full.shape)}; "
+            f"parameter {spec.name} has shape {spec.shape}, got a tensor of shape {tuple(full.shape)}; "
             "load a state dict of the model that was compiled"
         )
-    piece = full.detach().as_subclass(Tensor)
-    for dim, shards in enumerate((layout or stored_layout(held, sizes)).shards):
+    local = full.detach().as_subclass(Tensor)
+    for dim, shards in enumerate((layout or stored_layout(spec, sizes)).shards):
         for sharding in shards:
-            piece = blocks.shard(piece, dim, sharding, sizes[sharding.axis], at[sharding.axis])
-    return piece.clone(memory_format=torch.contiguous_format)
+            local = blocks.shard(local, dim, sharding, sizes[sharding.axis], at[sharding.axis])
+    return local.clone(memory_format=torch.contiguous_format)
 
 
-def gather_tensor(local: Tensor, held: ParameterSpec, groups: Groups, layout: Layout | None = None) -> Tensor:
+def gather_tensor(local: Tensor, spec: ParameterSpec, groups: Groups, layout: Layout | None = None) -> Tensor:
     """The whole tensor from every rank's piece, on every rank. All ranks of the mesh must call it."""
     sizes = groups.mesh.sizes
-    whole = local.detach().as_subclass(Tensor)
-    for dim, shards in enumerate((layout or stored_layout(held, sizes)).shards):
+    full = local.detach().as_subclass(Tensor)
+    for dim, shards in enumerate((layout or stored_layout(spec, sizes)).shards):
         for sharding in reversed(shards):  # only the minor-most cut can be joined directly
-            whole = _gather_cut(whole, dim, sharding, groups)
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+            full = _gather_shard(full, dim, sharding, groups)
+    return full.clone() if full.data_ptr() == local.data_ptr() else full
 
 
-def _gather_cut(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> Tensor:
+def _gather_shard(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> Tensor:
     group = groups[sharding.axis]
     if group.process_group is None:
         return local
@@ -234,11 +234,11 @@ class ParameterEntry:
     unit: str = ""
 
 
-def parse(pieces: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str]) -> list[ParameterSpec]:
+def parse(table: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str]) -> list[ParameterSpec]:
     """The PARAMETERS table as `Held`s, in the order of the real `keys`; a `*` stands for one part of a key."""
-    exact = {key: (piece, ()) for key, piece in pieces.items() if "*" not in key}
-    stars = [(_pattern(key), piece) for key, piece in pieces.items() if "*" in key]
-    found: list[ParameterSpec] = []
+    exact = {key: (entry, ()) for key, entry in table.items() if "*" not in key}
+    stars = [(_pattern(key), entry) for key, entry in table.items() if "*" in key]
+    specs: list[ParameterSpec] = []
     tied: set[str] = set()
     faults = []
     for key in keys:
@@ -248,11 +248,11 @@ def parse(pieces: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str])
         if len(fits) != 1:
             faults.append(f"{key} is described by {len(fits)} entries of PARAMETERS, it needs one")
             continue
-        held = _held(key, fits[0][0], fits[0][1], mesh)
-        tied.update(held.keys[1:])
-        found.append(held)
+        spec = _parse_entry(key, fits[0][0], fits[0][1], mesh)
+        tied.update(spec.keys[1:])
+        specs.append(spec)
     raise_all(LayoutError, f"PARAMETERS does not fit the model's {len(keys)} parameters:", faults)
-    return found
+    return specs
 
 
 def _pattern(key: str) -> re.Pattern[str]:
@@ -265,28 +265,28 @@ def _filled(text: str, stars: Sequence[str]) -> str:
     return text
 
 
-def _held(key: str, piece: ParameterEntry, stars: Sequence[str], mesh: Mesh) -> ParameterSpec:
+def _parse_entry(key: str, entry: ParameterEntry, stars: Sequence[str], mesh: Mesh) -> ParameterSpec:
     shards: list[list[Shard]] = []
-    for dim, size in enumerate(piece.shape):
-        given = piece.shards.get(dim, ())
+    for dim, size in enumerate(entry.shape):
+        written = entry.shards.get(dim, ())
         shards.append([])
-        for text in given if isinstance(given, tuple) else (given,):
+        for text in written if isinstance(written, tuple) else (written,):
             axis = mesh.axis(text.axis)
-            made = make_shard(axis, text.blocks, text.repeat) if text.blocks else contiguous_shard(axis, size)
-            if made.elements != size:
+            sharding = make_shard(axis, text.blocks, text.repeat) if text.blocks else contiguous_shard(axis, size)
+            if sharding.elements != size:
                 raise LayoutError(
-                    f"{key}: the cut of dim {dim} over {axis.name} covers {made.elements} elements, and {size} are left"
+                    f"{key}: sharding dim {dim} over {axis.name} covers {sharding.elements} elements, {size} are left"
                 )
-            shards[-1].append(made)
-            size = made.local(axis.size, 0)
+            shards[-1].append(sharding)
+            size = sharding.local(axis.size, 0)
     return ParameterSpec(
-        keys=(key, *(_filled(other, stars) for other in piece.tied)),
-        shape=piece.shape,
-        dtype=piece.dtype,
-        layout=make_layout(shards, {mesh.axis(name).name: REPLICATE for name in piece.sums}),
-        trainable=not piece.frozen,
-        zero=tuple(piece.zero.items()),
-        unit=_filled(piece.unit, stars),
+        keys=(key, *(_filled(other, stars) for other in entry.tied)),
+        shape=entry.shape,
+        dtype=entry.dtype,
+        layout=make_layout(shards, {mesh.axis(name).name: REPLICATE for name in entry.sums}),
+        trainable=not entry.frozen,
+        zero=tuple(entry.zero.items()),
+        unit=_filled(entry.unit, stars),
     )
 
 
