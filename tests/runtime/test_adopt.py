@@ -17,7 +17,7 @@ from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, gath
 from shardwright.runtime.world import Groups
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of
 from tests.runtime.ranks import run_processes, run_ranks
-from tests.runtime.test_zero import Split
+from tests.runtime.test_zero3 import Split
 
 MAKERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -24,7 +24,7 @@ from shardwright.runtime.parameters.state_dicts import (
 from shardwright.runtime.parameters.state_values import ShardTensor, as_state, region_of_value
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
-from tests.runtime.test_zero import Split
+from tests.runtime.test_zero3 import Split
 
 KEYS = ["embed", "head", "w1", "scale", "gain", "w2", "bias", "idle", "frozen", "count"]
 

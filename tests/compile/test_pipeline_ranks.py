@@ -1,4 +1,4 @@
-"""Seats: which devices hold which parameters, and what is refused."""
+"""Pipeline ranks: which devices hold which parameters, and what is refused."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_call_that_reads_parameters_on_other_devices_says_which_and_where():
         verify(Heads(), "pp=2", example=(torch.randn(4, 6),), method="threads", entries=("train", "eval"))
 
     said = str(error.value)
-    assert "eval_head / linear (aten.linear.default) at test_seats.py:" in said
+    assert "eval_head / linear (aten.linear.default) at test_pipeline_ranks.py:" in said
     assert "reads eval_head.weight on device 1, and it is on device 0" in said
 
 
