@@ -1,21 +1,21 @@
-"""How parameters are held: what a rank keeps of each, and how the generated file says so.
+"""How a parameter is stored on a rank, and how the generated file writes it down.
 
-A compiled model keeps *pieces*. `Held` describes one parameter: its keys in the original
-state dict, its whole shape, the layout it is computed with, the axes over which its
-gradient is a sum (FANNED), and whether ZeRO stores something split on top:
+A `ParameterSpec` describes one parameter: its keys in the original state dict, its full shape, the
+layout it is computed with, the axes over which its gradient is a pending sum, and its ZeRO level:
 
-    level   parameter   gradient   optimizer state     on the zero axis
-    -----   ---------   --------   ---------------
-      1     whole       whole      split
-      2     whole       split      split
-      3     split       split      split
+    level   parameter    gradient     optimizer state     on the zero axis
+    -----   ----------   ----------   ---------------
+      1     replicated   replicated   sharded
+      2     replicated   sharded      sharded
+      3     sharded      sharded      sharded
 
-All three levels split in the same way, by `storage_layout`, so that an optimizer state
-saved under one level fits another. A parameter that is computed with in less than float32 may
-have a float32 `master`, split as the optimizer state is: that is the parameter's true value.
+All three levels shard in the same way, by `storage_layout`, so that an optimizer state saved under
+one level fits another. A parameter that is computed with in less than float32 may have an fp32
+master weight, sharded as the optimizer state is: that is the parameter's true value.
 
-`ParameterEntry` and `shard` are the words of the PARAMETERS table in a generated file; `parse` turns that table
-into `Held`s. `scatter` and `gather` go between whole tensors and pieces. Autograd has no part in anything here.
+`ParameterEntry` and `shard` appear in the PARAMETERS table of a generated file; `parse` turns that
+table into specs. `shard_tensor` and `gather_tensor` go between full tensors and shards. Autograd has
+no part in anything here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..world import Groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter of the original model, and how it is held. Tied weights have several keys."""
+    """One parameter of the original model, and how it is stored. Tied weights have several keys."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
@@ -156,13 +156,13 @@ def coordinates(groups: Groups) -> dict[str, int]:
     return {name: groups[name].index for name in groups.mesh.names}
 
 
-# -- between whole tensors and pieces ---------------------------------------------------
+# -- between full tensors and shards ---------------------------------------------------
 
 
 def shard_tensor(
     full: Tensor, spec: ParameterSpec, sizes: Mapping[str, int], at: Mapping[str, int], layout: Layout | None = None
 ) -> Tensor:
-    """This rank's piece of a whole tensor (a value or a gradient), with its own memory."""
+    """This rank's shard of a full tensor (a value or a gradient), with its own memory."""
     if tuple(full.shape) != spec.shape:
         raise LayoutError(
             f"parameter {spec.name} has shape {spec.shape}, got a tensor of shape {tuple(full.shape)}; "
@@ -176,11 +176,11 @@ def shard_tensor(
 
 
 def gather_tensor(local: Tensor, spec: ParameterSpec, groups: Groups, layout: Layout | None = None) -> Tensor:
-    """The whole tensor from every rank's piece, on every rank. All ranks of the mesh must call it."""
+    """The full tensor from every rank's shard, on every rank. All ranks of the mesh must call it."""
     sizes = groups.mesh.sizes
     full = local.detach().as_subclass(Tensor)
     for dim, shards in enumerate((layout or stored_layout(spec, sizes)).shards):
-        for sharding in reversed(shards):  # only the minor-most cut can be joined directly
+        for sharding in reversed(shards):  # only the minor-most shard can be joined directly
             full = _gather_shard(full, dim, sharding, groups)
     return full.clone() if full.data_ptr() == local.data_ptr() else full
 
@@ -200,7 +200,7 @@ def _gather_shard(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> T
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """A plain contiguous cut as it is written, before the size of its dim is known."""
+    """A plain contiguous shard as it is written, before the size of its dim is known."""
 
     axis: str
     blocks: tuple[Block, ...] = ()
@@ -222,7 +222,7 @@ def shard(axis: str, *runs: int | tuple[int, int, int], repeat: int = 1) -> Shar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """How a parameter is held, as written in the PARAMETERS table of a generated file."""
+    """How a parameter is stored, as written in the PARAMETERS table of a generated file."""
 
     shape: tuple[int, ...]
     shards: Mapping[int, Shard | ShardEntry | tuple[Shard | ShardEntry, ...]] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class ParameterEntry:
 
 
 def parse(table: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str]) -> list[ParameterSpec]:
-    """The PARAMETERS table as `Held`s, in the order of the real `keys`; a `*` stands for one part of a key."""
+    """The PARAMETERS table as specs, in the order of the real `keys`; a `*` stands for one part of a key."""
     exact = {key: (entry, ()) for key, entry in table.items() if "*" not in key}
     stars = [(_pattern(key), entry) for key, entry in table.items() if "*" in key]
     specs: list[ParameterSpec] = []
