@@ -53,26 +53,26 @@ def replace_parts(
         _share(tensor, world)
     if mode == "global":
         _draw_alike(world)
-    made: list[ParallelModel] = []
-    for path, wish in options.items():
+    compiled: list[ParallelModel] = []
+    for path, plan_of_part in options.items():
         part = model.get_submodule(path)
         own = seed_of((seed, path))
-        compiler = Compiler(part, optimizer, world, wish, mode, directory, own, prefix=f"{path}.")
+        compiler = Compiler(part, optimizer, world, plan_of_part, mode, directory, own, prefix=f"{path}.")
         find_opaque(compiler.skeleton, opaque)
-        held = ParallelModel(compiler.skeleton, world, compiler, mode, accumulate)
-        held.show(part)
+        compiled_part = ParallelModel(compiler.skeleton, world, compiler, mode, accumulate)
+        compiled_part.show(part)
         parent, _, name = path.rpartition(".")
-        model.get_submodule(parent)._modules[name] = held
-        made.append(held)
+        model.get_submodule(parent)._modules[name] = compiled_part
+        compiled.append(compiled_part)
     if mode == "per_replica":
-        _average(model, rest, list(options.values()), made, world)
+        _average(model, rest, list(options.values()), compiled, world)
 
 
 def _check(model: nn.Module, paths: Sequence[str], mode: Mode) -> None:
     known = [path for path, _ in model.named_modules() if path]
     some = ", ".join(known[:8])
     faults = [f"{path!r} is no submodule; there are {some}" for path in paths if path not in known]
-    faults += [f"{one} is inside of {other}" for one in paths for other in paths if one.startswith(f"{other}.")]
+    faults += [f"{path} is inside of {other}" for path in paths for other in paths if path.startswith(f"{other}.")]
     if mode == "per_rank":
         faults.append(
             'inputs="per_rank" makes no sense for parts: the rest would see other rows than they; use "per_replica"'
@@ -92,14 +92,14 @@ def _part_of(key: str, paths: Sequence[str]) -> str | None:
 
 def _rest(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Parameter]:
     """The parameters outside of all parts, which from now on know their key (an optimizer's state is saved by it)."""
-    found = {key: held for key, held in model.named_parameters() if _part_of(key, paths) is None}
-    for key, parameter in found.items():
+    rest = {key: parameter for key, parameter in model.named_parameters() if _part_of(key, paths) is None}
+    for key, parameter in rest.items():
         parameter.key = key  # type: ignore[attr-defined]
-    return found
+    return rest
 
 
 def _rest_buffers(model: nn.Module, paths: Sequence[str]) -> dict[str, Tensor]:
-    return {key: held for key, held in model.named_buffers() if _part_of(key, paths) is None}
+    return {key: buffer for key, buffer in model.named_buffers() if _part_of(key, paths) is None}
 
 
 @torch.no_grad()
@@ -121,29 +121,29 @@ def _draw_alike(world: World) -> None:
 
 
 def _average(
-    model: nn.Module, rest: Mapping[str, nn.Parameter], options: Sequence[PlanLike], made: Sequence[ParallelModel],
+    model: nn.Module, rest: Mapping[str, nn.Parameter], options: Sequence[PlanLike], compiled: Sequence[ParallelModel],
     world: World,
 ) -> None:  # fmt: skip
     """Gradients of the rest are means over the data-parallel groups, and its buffers those of the first."""
-    found = [replicas_of(wish, world) for wish in options]
-    if any(held != found[0] for held in found):
+    replicas = [replicas_of(plan, world) for plan in options]
+    if any(other != replicas[0] for other in replicas):
         raise InputError("the parts have different data-parallel groups; give them plans with the same mesh")
-    mesh, axes = found[0]
+    mesh, axes = replicas[0]
     layouts = {key: make_layout([[] for _ in p.shape], dict.fromkeys(axes, REPLICATE)) for key, p in rest.items()}
-    helds = [
+    specs = [
         ParameterSpec(keys=(key,), shape=tuple(p.shape), dtype=p.dtype, layout=layouts[key], trainable=p.requires_grad)
         for key, p in rest.items()
     ]
-    groups = Groups(mesh, [*wanted_groups(helds, mesh), axes], apart=True)
+    groups = Groups(mesh, [*wanted_groups(specs, mesh), axes], apart=True)
     for parameter in rest.values():
         if parameter.requires_grad:
             check_alone(parameter, 0)
             parameter.register_hook(lambda gradient: gradient / groups[axes].size)  # type: ignore[no-untyped-call]
-    sync = GradientSync(list(zip(helds, rest.values(), strict=True)), groups)
-    made[0].sync_too(sync)
-    for part in made:
+    sync = GradientSync(list(zip(specs, rest.values(), strict=True)), groups)
+    compiled[0].sync_too(sync)
+    for part in compiled:
         part.stand(groups[axes].index, groups[axes].size)
-    paths = [path for path, held in model.named_modules() if held in made]
+    paths = [path for path, other in model.named_modules() if other in compiled]
     buffers = list(_rest_buffers(model, paths).values())
 
     def share(module: nn.Module, args: object) -> None:

@@ -97,7 +97,7 @@ class EMA:
         for key, leaf in self._leaves.items():
             average = self._averages[key]
             split = isinstance(leaf, ShardedParameter) and leaf.groups is not None
-            found[key] = as_state(average, leaf.held, leaf.spread, leaf.groups) if split else average
+            found[key] = as_state(average, leaf.spec, leaf.spread, leaf.groups) if split else average
         return {"decay": self.decay, "updates": self.updates, "averages": found}
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class EMA:
         ])  # fmt: skip
         for key, leaf in self._leaves.items():
             if isinstance(leaf, ShardedParameter) and leaf.groups is not None:
-                self._averages[key].copy_(region_of_value(given[key], leaf.held, leaf.spread, leaf.groups))
+                self._averages[key].copy_(region_of_value(given[key], leaf.spec, leaf.spread, leaf.groups))
             else:
                 self._averages[key].copy_(given[key])
         self.decay, self.updates = values["decay"], values["updates"]

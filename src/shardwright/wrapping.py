@@ -84,7 +84,7 @@ def _function_of(kind: Any) -> Any:
 # -- optimizers --------------------------------------------------------------------------------
 
 
-def check_optimizers(model: nn.Module, optimizers: Sequence[Any], rows: bool) -> None:
+def check_optimizers(model: nn.Module, optimizers: Sequence[Any], per_replica: bool) -> None:
     """Whether each optimizer trains the model. What none of them trains, and what is not the model's, is said."""
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     reached: set[int] = set()
@@ -93,13 +93,15 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Any], rows: bool) ->
         reached |= own.keys()
         _check_shared(own, names, type(optimizer).__name__)
         strange = [tuple(parameter.shape) for number, parameter in own.items() if number not in names]
-        if strange and rows:
+        if strange and per_replica:
             raise InputError(
                 f"{type(optimizer).__name__} has {len(strange)} parameters that are not the model's (shapes "
                 f'{strange[:SHOWN]}), and with inputs="per_replica" their gradients are those of one replica; put '
                 'what they belong to into the model, or pass inputs="global"'
             )
-    left = [key for key, held in model.named_parameters() if held.requires_grad and id(held) not in reached]
+    left = [
+        key for key, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in reached
+    ]
     if optimizers and left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
         warnings.warn(

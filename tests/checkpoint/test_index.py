@@ -42,7 +42,7 @@ def quarters(folder: Path) -> Index:
 
 
 def test_boxes_are_put_together_where_they_belong(tmp_path):
-    assert torch.equal(quarters(tmp_path).whole("w", MappedFiles()), WHOLE)
+    assert torch.equal(quarters(tmp_path).full_tensor("w", MappedFiles()), WHOLE)
 
 
 def test_a_tensor_is_filled_out_of_all_boxes(tmp_path):
@@ -144,8 +144,8 @@ def test_a_folder_of_several_files_is_read_by_its_index(tmp_path):
     folder = sharded(tmp_path, {"table": "one.safetensors", "head": "two.safetensors"})
     assert find_weights(folder) == [folder / "one.safetensors", folder / "two.safetensors"]
     index, _ = index_of_weights(folder)
-    assert torch.equal(index.whole("head", MappedFiles()), WHOLE + 1)
-    assert torch.equal(index.whole("table", MappedFiles()), WHOLE)
+    assert torch.equal(index.full_tensor("head", MappedFiles()), WHOLE + 1)
+    assert torch.equal(index.full_tensor("table", MappedFiles()), WHOLE)
 
 
 def test_a_folder_of_one_file_is_that_file_and_a_folder_without_one_is_refused(tmp_path):
@@ -171,4 +171,4 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path, weight_map, 
 
 def test_a_tensor_of_another_dtype_is_put_together_in_it(tmp_path):
     index, _ = index_of_weights(weights(tmp_path / "w.safetensors", {"ids": WHOLE.long() + 2**40}, {}))
-    assert torch.equal(index.whole("ids", MappedFiles()), WHOLE.long() + 2**40)
+    assert torch.equal(index.full_tensor("ids", MappedFiles()), WHOLE.long() + 2**40)

@@ -14,7 +14,7 @@ BLOCKS, LOSSES, NORMS, PIPE = (
     "runtime/algorithms/norms.py",
     "runtime/pipeline",
 )
-GRADIENTS = "runtime/test_gradients.py"
+GRADIENTS = "runtime/test_gradient_sync.py"
 
 RUNTIME = (
     Fault(
@@ -104,8 +104,8 @@ RUNTIME = (
     Fault(
         "parameters are summed over no axis",
         SYNC,
-        "if not held.trainable or not (axes or tied):",
-        "if not held.trainable or not tied:",
+        "if not spec.trainable or not (axes or tied):",
+        "if not spec.trainable or not tied:",
         GRADIENTS,
     ),
     Fault(
@@ -155,21 +155,21 @@ RUNTIME = (
         ZERO,
         "if gathered is not None and gathered.version != shards.version():",
         "if gathered is None and gathered:",
-        "runtime/test_zero.py",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "a share of a gradient is not added to those before",
         "runtime/parameters/zero3_shards.py",
-        "share.to(held.true_dtype) if old is None else old.add_(share))",
-        "share.to(held.true_dtype))",
-        "runtime/test_zero.py",
+        "share.to(spec.true_dtype) if old is None else old.add_(share))",
+        "share.to(spec.true_dtype))",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "the last gradients are not received",
         ZERO,
         "        for back in self._sent:\n            back.receive(self._leaf)",
         "        for back in self._sent[1:]:\n            back.receive(self._leaf)",
-        "runtime/test_zero.py",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "a loss counts ignored labels",
@@ -225,7 +225,7 @@ RUNTIME = (
         "runtime/parameters/norms.py",
         "values[sharding] = reduce(values[sharding], groups[name])",
         "pass",
-        "runtime/test_parameters.py",
+        "runtime/test_sharded.py",
     ),
     Fault(
         "a mask is scaled twice",
@@ -239,7 +239,7 @@ RUNTIME = (
         "runtime/parameters/packing.py",
         "start += slot.width",
         "start += slot.width - 1",
-        "runtime/test_zero.py",
+        "runtime/test_zero3.py",
     ),
     Fault(
         "a mean over microbatches is a sum",
@@ -272,8 +272,8 @@ RUNTIME = (
     Fault(
         "boxes of a checkpoint overlap",
         "checkpoint/index.py",
-        "at >= 0 and size >= 0 and at + size <= whole",
-        "at >= 0 and size >= 0 and at <= whole",
+        "at >= 0 and size >= 0 and at + size <= full",
+        "at >= 0 and size >= 0 and at <= full",
         "checkpoint/test_index.py",
     ),
     Fault(

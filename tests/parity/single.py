@@ -172,7 +172,7 @@ def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     """Every gradient of a compiled model, put together from the pieces. All ranks must call it."""
     holding = model._ready()
     found: dict[str, Tensor | None] = {}
-    for held in holding.held:
+    for held in holding.specs:
         parameter = holding.parameters[held.name]
         local = raw_gradient(parameter)
         if local is None and held.level == 2 and parameter.shard is not None:

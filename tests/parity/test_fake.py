@@ -56,8 +56,8 @@ def run_rank(rank: int, directory: str) -> dict[str, Any]:
         return {
             "forward": list(forward), "backward": list(backward), "shapes": shapes.seen, "program": program,
             "text": model.generated.read_text(), "loss": tuple(loss.shape), "world": dist.get_world_size(),
-            "pieces": {held.name: tuple(holding.parameters[held.name].shape) for held in holding.held},
-            "gradients": {held.name: tuple(holding.parameters[held.name].grad.shape) for held in holding.held},
+            "pieces": {held.name: tuple(holding.parameters[held.name].shape) for held in holding.specs},
+            "gradients": {held.name: tuple(holding.parameters[held.name].grad.shape) for held in holding.specs},
         }  # fmt: skip
     finally:
         dist.destroy_process_group()

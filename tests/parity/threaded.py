@@ -65,7 +65,7 @@ def world_of(plan: str) -> int:
 def whole_gradients(model: ParallelModel) -> dict[str, Tensor | None]:
     holding = model._ready()
     found: dict[str, Tensor | None] = {}
-    for held in holding.held:
+    for held in holding.specs:
         parameter = holding.parameters[held.name]
         gradient, layout = parameter.grad, stored_layout(held, holding.groups.mesh.sizes)
         if held.level == 2 and parameter.shard is not None:

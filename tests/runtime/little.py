@@ -91,15 +91,15 @@ class Pieces:
     """The compiled program, on one rank of a mesh."""
 
     def __init__(self, mesh: Mesh, level: int = 0) -> None:
-        self.helds = helds_of(mesh, level)
-        self.groups = Groups(mesh, wanted_groups(self.helds, mesh))
+        self.specs = helds_of(mesh, level)
+        self.groups = Groups(mesh, wanted_groups(self.specs, mesh))
         at = coordinates(self.groups)
         full = whole_values()
         self.p = {
             it.name: make_parameter(shard_tensor(full[it.name], it, mesh.sizes, at), it, self.groups)
-            for it in self.helds
+            for it in self.specs
         }
-        self.pairs = [(it, self.p[it.name]) for it in self.helds]
+        self.pairs = [(it, self.p[it.name]) for it in self.specs]
         self.count = torch.tensor(3)  # a buffer
 
     def parameters(self):
@@ -120,16 +120,16 @@ class Pieces:
             return loss + DECAY * comm.invariant(p["bias"], dp).square().sum()
 
     def whole(self, parameter) -> torch.Tensor:
-        return gather_tensor(parameter.data, parameter.held, self.groups)
+        return gather_tensor(parameter.data, parameter.spec, self.groups)
 
     def whole_gradients(self) -> dict[str, torch.Tensor | None]:
         """Every gradient, put together: level 2 keeps shares."""
         found = {}
         for name, parameter in self.p.items():
-            owned = parameter.shard if parameter.held.level == 2 and parameter.shard is not None else parameter
-            layout = owned.spread if owned is not parameter else stored_layout(parameter.held, self.groups.mesh.sizes)
+            owned = parameter.shard if parameter.spec.level == 2 and parameter.shard is not None else parameter
+            layout = owned.spread if owned is not parameter else stored_layout(parameter.spec, self.groups.mesh.sizes)
             gradient = parameter.grad
-            found[name] = None if gradient is None else gather_tensor(gradient, parameter.held, self.groups, layout)
+            found[name] = None if gradient is None else gather_tensor(gradient, parameter.spec, self.groups, layout)
         return found
 
 

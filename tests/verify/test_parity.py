@@ -204,7 +204,7 @@ def test_a_step_that_is_not_taken_shows_in_the_parameters():
 
         def step(self, closure=None):
             if not isinstance(self.param_groups[0]["params"][0], nn.Parameter) or hasattr(
-                self.param_groups[0]["params"][0], "held"
+                self.param_groups[0]["params"][0], "spec"
             ):
                 return None
             return super().step(closure)

@@ -39,12 +39,12 @@ class WeightSource:
     tied: Mapping[str, str]
 
     def specs(self, dtype: torch.dtype | None) -> dict[str, Spec]:
-        found = {}
+        specs = {}
         for key, inner in self.keys.items():
             spec = self.index.entries[inner].spec
             cast = dtype is not None and spec.dtype.is_floating_point
-            found[key] = Spec(dtype=dtype if dtype is not None and cast else spec.dtype, shape=spec.shape)
-        return found
+            specs[key] = Spec(dtype=dtype if dtype is not None and cast else spec.dtype, shape=spec.shape)
+        return specs
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -54,16 +54,16 @@ def checkpoint_at(path: Path) -> Path | None:
 
 def open_source(path: Path) -> WeightSource:
     """The weights of a checkpoint, checked, or of safetensors files."""
-    found = checkpoint_at(path)
-    if found is None:
+    folder = checkpoint_at(path)
+    if folder is None:
         if not path.exists():
             raise InputError(f"{path} is not there")
         index, tied = index_of_weights(path)
         return WeightSource(index=index, keys={key: key for key in index.entries}, tied=tied)
-    verify(found)
-    opened = open_checkpoint(found)
+    verify(folder)
+    opened = open_checkpoint(folder)
     keys = {key.removeprefix("model/"): key for key in opened.index.entries if key.startswith("model/")}
-    return WeightSource(index=opened.index, keys=keys, tied=opened.said["tied"])
+    return WeightSource(index=opened.index, keys=keys, tied=opened.state["tied"])
 
 
 def convert(
@@ -85,7 +85,7 @@ def convert(
     mapped, specs = MappedFiles(), source.specs(dtype)
 
     def get(key: str) -> Tensor:
-        return source.index.whole(source.keys[key], mapped).to(specs[key].dtype)
+        return source.index.full_tensor(source.keys[key], mapped).to(specs[key].dtype)
 
     if form == "checkpoint":
         try:
@@ -113,13 +113,13 @@ def _write_checkpoint(
         shape = specs[key].shape
         chunk = Chunk((0,) * len(shape), shape, file, writer.places[name].start)
         entries[f"model/{key}"] = IndexEntry(spec=specs[key], chunks=(chunk,))
-    said: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "optimizers": [], "schedulers": [], "extra": {}, "data": None, "tied": dict(source.tied), "random": {},
         "plans": {}, "versions": versions(),
     }  # fmt: skip
     files = {file: writer.digest}
     files[INDEX] = disk.write_text(builder / INDEX, Index(folder=builder, entries=entries).to_json())
-    files[STATE] = disk.write_text(builder / STATE, json.dumps(said))
+    files[STATE] = disk.write_text(builder / STATE, json.dumps(metadata))
     Manifest(files=files, world=1, when=datetime.now(UTC).isoformat(timespec="seconds")).write(builder)
     disk.finish(path)
 

@@ -73,19 +73,19 @@ def write_text(path: Path, text: str) -> Digest:
 
 def replace_text(path: Path, text: str) -> None:
     """Put a text in the place of another: readers see one or the other."""
-    beside = path.with_name(path.name + PART)
-    write_text(beside, text)
-    move(beside, path)
+    draft = path.with_name(path.name + PART)
+    write_text(draft, text)
+    move(draft, path)
 
 
 def digest_of(path: Path) -> Digest:
     """The digest of a file that is there."""
-    found, size = hashlib.blake2b(digest_size=32), 0
+    hasher, size = hashlib.blake2b(digest_size=32), 0
     with path.open("rb") as file:
         while part := file.read(CHUNK):
-            found.update(part)
+            hasher.update(part)
             size += len(part)
-    return Digest(size=size, blake2b=found.hexdigest())
+    return Digest(size=size, blake2b=hasher.hexdigest())
 
 
 def sync_folder(path: Path) -> None:
@@ -119,8 +119,8 @@ def find_folder(path: Path, mark: str) -> Path | None:
 
     A folder is whole if it has the file `mark`.
     """
-    beside = (path, path.with_name(path.name + PART), path.with_name(path.name + OLD))
-    return next((held for held in beside if (held / mark).is_file()), None)
+    candidates = (path, path.with_name(path.name + PART), path.with_name(path.name + OLD))
+    return next((folder for folder in candidates if (folder / mark).is_file()), None)
 
 
 def begin(path: Path, mark: str) -> Path:
@@ -128,11 +128,11 @@ def begin(path: Path, mark: str) -> Path:
     builder = path.with_name(path.name + PART)
     if path.exists() and not (path / mark).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint; take another name, or remove it")
-    whole = find_folder(path, mark)
-    if whole is not None and whole != path:
+    complete = find_folder(path, mark)
+    if complete is not None and complete != path:
         if path.exists():
             path.rmdir()  # it is empty, see above
-        move(whole, path)
+        move(complete, path)
     shutil.rmtree(builder, ignore_errors=True)
     builder.mkdir(parents=True)
     return builder

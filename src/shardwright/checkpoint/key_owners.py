@@ -37,15 +37,15 @@ class KeyOwners:
         for prefix, part in self.compiled.items():
             self._count(prefix, part._ready())
         self._count_rest()
-        self._names = {id(held): key for key, held in model.named_parameters()}
+        self._names = {id(parameter): key for key, parameter in model.named_parameters()}
         self._order = {key: at for at, key in enumerate(self.first)}
 
     def _count(self, prefix: str, holding: RankState) -> None:
-        for mesh, helds in holding.pp_ranks or ((holding.groups.mesh, holding.held),):
-            for held in helds:
-                name = prefix + held.name
-                self.first.update({prefix + key: name for key in held.keys})
-                self.shapes[name] = held.shape
+        for mesh, specs in holding.pp_ranks or ((holding.groups.mesh, holding.specs),):
+            for spec in specs:
+                name = prefix + spec.name
+                self.first.update({prefix + key: name for key in spec.keys})
+                self.shapes[name] = spec.shape
                 self._writers.setdefault(name, tuple(mesh.devices))
         for key, buffer in holding.saved_buffers.items():
             self.first[prefix + key] = prefix + key
@@ -55,15 +55,15 @@ class KeyOwners:
         seen: dict[int, str] = {}
         named = self.model.state_dict(keep_vars=True)
         faults = [
-            f"{key} is a {type(held).__name__}; save it with extra="
-            for key, held in named.items()
-            if not _is_tensor(held)
+            f"{key} is a {type(value).__name__}; save it with extra="
+            for key, value in named.items()
+            if not _is_tensor(value)
         ]
         raise_all(InputError, "the model's state dict has more than tensors:", faults)
-        for key, held in named.items():
+        for key, value in named.items():
             if key not in self.first:
-                self.first[key] = seen.setdefault(id(held), key)
-                self.shapes[self.first[key]] = tuple(held.shape)
+                self.first[key] = seen.setdefault(id(value), key)
+                self.shapes[self.first[key]] = tuple(value.shape)
 
     @property
     def tied(self) -> dict[str, str]:

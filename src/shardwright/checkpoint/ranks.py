@@ -42,40 +42,40 @@ class CheckpointRanks:
 
     def settle(self) -> None:
         """Wait for the save that is still being written, and raise what went wrong with it."""
-        held, self.under_way = self.under_way, None
-        if held is not None:
-            held.wait()
+        pending, self.under_way = self.under_way, None
+        if pending is not None:
+            pending.wait()
 
     @report_failure
     def gather(self, value: T) -> list[T]:
         """What all ranks have, on the first; nothing elsewhere."""
         if self._group is None:
             return [value]
-        found: list[Any] | None = [None] * self.size if self.first else None
-        dist.gather_object(value, found, dst=0, group=self._group)
-        return found or []
+        values: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
 
     @report_failure
     def deal(self, values: list[T]) -> T:
         """Each rank's of the first rank's values."""
         if self._group is None:
             return values[0]
-        found: list[Any] = [None]
-        dist.scatter_object_list(found, values if self.first else None, src=0, group=self._group)
-        return found[0]  # type: ignore[no-any-return]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values if self.first else None, src=0, group=self._group)
+        return received[0]  # type: ignore[no-any-return]
 
     def together(self, do: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on any, raise on all."""
-        found: T | None = None
+        result: T | None = None
         error: Exception | None = None
         try:
-            found = do()
+            result = do()
         except Exception as caught:
             error = caught
-        said = self.gather(None if error is None else _told(error))
-        faults = self.deal([{rank: text for rank, text in enumerate(said) if text is not None}] * self.size)
+        messages = self.gather(None if error is None else _message(error))
+        faults = self.deal([{rank: text for rank, text in enumerate(messages) if text is not None}] * self.size)
         if not faults:
-            return found  # type: ignore[return-value]
+            return result  # type: ignore[return-value]
         everywhere = len(faults) == self.size
         if error is not None and everywhere and (self.size == 1 or isinstance(error, ShardwrightError)):
             raise error
@@ -85,7 +85,7 @@ class CheckpointRanks:
         raise CheckpointError("\n".join(lines)) from error
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, ShardwrightError) else f"{type(error).__name__}: {error}"
 
 

@@ -36,7 +36,7 @@ from .key_owners import KeyOwners
 from .manifest import MANIFEST, Manifest
 from .ranks import CheckpointRanks, checkpoint_ranks
 from .tensorfile import Spec, TensorWriter, in_order
-from .training import Said, Schedulers, merge_stages, training_state
+from .training import Schedulers, StateValues, merge_stages, training_state
 
 STATE = "state.json"
 
@@ -95,21 +95,21 @@ def save(
     Random generators, the plan and versions are saved too. What was there under the same name is replaced when the
     new one is whole.
     """
-    held = training_state(model, optimizer, schedulers, extra)
-    return begin(Path(path), held, data=data, step=step, metrics=metrics, background=background)
+    state = training_state(model, optimizer, schedulers, extra)
+    return begin(Path(path), state, data=data, step=step, metrics=metrics, background=background)
 
 
 def begin(
-    path: Path, held: Any, *, data: Any, step: int | None, metrics: Mapping[str, float] | None, background: bool,
+    path: Path, state: Any, *, data: Any, step: int | None, metrics: Mapping[str, float] | None, background: bool,
     after: Callable[[], None] | None = None,
 ) -> PendingSave:  # fmt: skip
     """Save; `after` is called on the first rank when the folder has its name."""
     meeting = checkpoint_ranks()
     meeting.settle()
-    census = KeyOwners(held.model)
+    census = KeyOwners(state.model)
     census.check_ready()
-    tensors, said = meeting.together(lambda: held.collect(census, data))
-    writing = _plan(path, meeting, census, tensors, said)
+    tensors, metadata = meeting.together(lambda: state.collect(census, data))
+    writing = _plan(path, meeting, census, tensors, metadata)
     manifest = Manifest(
         files={}, world=meeting.size, when=datetime.now(UTC).isoformat(timespec="seconds"), step=step,
         metrics={name: float(value) for name, value in (metrics or {}).items()},
@@ -125,19 +125,19 @@ def begin(
 
 
 def _plan(
-    path: Path, meeting: CheckpointRanks, census: KeyOwners, tensors: dict[str, Tensor], said: Said | None
+    path: Path, meeting: CheckpointRanks, census: KeyOwners, tensors: dict[str, Tensor], state: StateValues | None
 ) -> _RankWriter:
     """Which rank writes what: each piece once."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, is_coordinator=meeting.first)
-    every = meeting.gather((planner.create_local_plan(), said))
-    metadata, whole, plans = None, None, [SavePlan([])] * meeting.size
+    every = meeting.gather((planner.create_local_plan(), state))
+    metadata, merged, plans = None, None, [SavePlan([])] * meeting.size
 
     def settle() -> None:
-        nonlocal metadata, whole, plans
+        nonlocal metadata, merged, plans
         if meeting.first:
             plans, metadata = planner.create_global_plan([plan for plan, _ in every])
-            whole = merge_stages([held for _, held in every], census)
+            merged = merge_stages([state for _, state in every], census)
             disk.begin(path, MANIFEST)
 
     meeting.together(settle)
@@ -151,7 +151,7 @@ def _plan(
         items=items,
         tensors=[lambda item=item: planner.resolve_data(item) for item in items],  # type: ignore[misc]
         metadata=metadata,
-        said=whole,
+        state=merged,
     )
 
 
@@ -169,8 +169,8 @@ def _data(item: WriteItem) -> Any:
 
 
 def _spec(item: WriteItem) -> Spec:
-    held = _data(item)
-    return Spec(dtype=held.properties.dtype, shape=tuple(held.chunk.sizes))
+    data = _data(item)
+    return Spec(dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +182,16 @@ class _RankWriter:
     items: list[WriteItem]
     tensors: list[Callable[[], Tensor]]
     metadata: Metadata | None
-    said: Said | None
+    state: StateValues | None
 
     def snapshot(self) -> _RankWriter:
         """The same with copies of the tensors, in the memory of the CPU."""
-        copied = [torch.empty(held.shape, dtype=held.dtype).copy_(held) for held in (get() for get in self.tensors)]
-        kept: list[Callable[[], Tensor]] = [lambda held=held: held for held in copied]  # type: ignore[misc]
+        copied = [
+            torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for tensor in (get() for get in self.tensors)
+        ]
+        getters: list[Callable[[], Tensor]] = [lambda tensor=tensor: tensor for tensor in copied]  # type: ignore[misc]
         return _RankWriter(
-            path=self.path, rank=self.rank, items=self.items, tensors=kept, metadata=self.metadata, said=self.said
+            path=self.path, rank=self.rank, items=self.items, tensors=getters, metadata=self.metadata, state=self.state
         )
 
     def write(self, meeting: CheckpointRanks, manifest: Manifest, after: Callable[[], None] | None) -> None:
@@ -228,7 +230,7 @@ class _RankWriter:
         starts = {name: (file, start) for file, _, places in every for name, (start,) in places.items()}
         index = _index(builder, self.metadata, starts)
         files[INDEX] = disk.write_text(builder / INDEX, index.to_json())
-        files[STATE] = disk.write_text(builder / STATE, json.dumps(self.said))
+        files[STATE] = disk.write_text(builder / STATE, json.dumps(self.state))
         Manifest(
             files=files, world=manifest.world, when=manifest.when, step=manifest.step, metrics=manifest.metrics
         ).write(builder)
@@ -249,14 +251,14 @@ def _explained(builder: Path, write: Callable[[], Any]) -> Any:
 
 def _index(folder: Path, metadata: Metadata, starts: Mapping[str, tuple[str, int]]) -> Index:
     entries = {}
-    for key, held in metadata.state_dict_metadata.items():
-        assert isinstance(held, TensorStorageMetadata)
+    for key, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
         chunks = []
-        for chunk in held.chunks:
+        for chunk in stored.chunks:
             name = f"{key}@{','.join(map(str, chunk.offsets))}"
             if name in starts:
                 chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *starts[name]))
-        spec = Spec(dtype=held.properties.dtype, shape=tuple(held.size))
+        spec = Spec(dtype=stored.properties.dtype, shape=tuple(stored.size))
         entries[key] = IndexEntry(spec=spec, chunks=tuple(chunks))
     return Index(folder=folder, entries=entries)
 

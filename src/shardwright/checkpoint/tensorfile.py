@@ -105,16 +105,16 @@ class TensorWriter:
 
 
 def _header(specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[str, str] | None) -> bytes:
-    held: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name in order:
         spec = specs[name]
         if spec.dtype not in NAMES:
             raise CheckpointError(f"{name} is of {spec.dtype}, for which the safetensors format has no name")
         shape, end = list(spec.shape), at + spec.size
-        held[name] = {"dtype": NAMES[spec.dtype], "shape": shape, "data_offsets": [at, end]}
+        header[name] = {"dtype": NAMES[spec.dtype], "shape": shape, "data_offsets": [at, end]}
         at = end
-    text = json.dumps(held, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -128,9 +128,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorOffset], dict[str, str]]:
             raise CheckpointError(f"{path} is not a safetensors file: its header would have {length} bytes")
         text = file.read(length)
     try:
-        held = json.loads(text)
-        metadata = held.pop("__metadata__", {})
-        places = {name: _place(one, 8 + length) for name, one in held.items()}
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        places = {name: _place(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: its header can't be read ({error!r})") from error
     for name, place in places.items():
@@ -139,9 +139,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorOffset], dict[str, str]]:
     return places, metadata
 
 
-def _place(held: Mapping[str, Any], base: int) -> TensorOffset:
-    spec = Spec(dtype=DTYPES[held["dtype"]], shape=tuple(int(size) for size in held["shape"]))
-    start, end = held["data_offsets"]
+def _place(entry: Mapping[str, Any], base: int) -> TensorOffset:
+    spec = Spec(dtype=DTYPES[entry["dtype"]], shape=tuple(int(size) for size in entry["shape"]))
+    start, end = entry["data_offsets"]
     if end - start != spec.size or min(spec.shape, default=0) < 0:
         raise ValueError(f"{end - start} bytes for a tensor of {spec.size}")
     return TensorOffset(spec=spec, start=base + int(start))
@@ -160,8 +160,8 @@ class MappedFiles:
             return torch.empty(tuple(lengths), dtype=spec.dtype)
         count, width = math.prod(spec.shape), spec.dtype.itemsize
         flat = numpy.frombuffer(self._map(path), dtype=f"u{width}", count=count, offset=place.start)
-        whole = flat.reshape(spec.shape)
-        part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))]
+        full = flat.reshape(spec.shape)
+        part = full[tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))]
         return torch.from_numpy(numpy.array(part, order="C")).view(spec.dtype)
 
     def _map(self, path: Path) -> mmap.mmap:

@@ -58,8 +58,8 @@ def save_weights(
     census.check_ready()
     own = census.tensors()
     specs = {
-        key: Spec(dtype=_cast(held, dtype), shape=census.shapes[key])
-        for key, held in _kinds(census, own).items()
+        key: Spec(dtype=_cast(value, dtype), shape=census.shapes[key])
+        for key, value in _kinds(census, own).items()
         if not any(fnmatchcase(key, pattern) for pattern in without)
     }
     source = GatheredTensors(census, own, specs)
@@ -93,7 +93,7 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, und
         index = replace(index, entries={lead + key: entry for key, entry in index.entries.items()})
         tied = {lead + key: lead + first for key, first in tied.items()}
         names = fit(census, index, tied, "", strict, str(path), lead)
-        read_into({key: held for key, held in census.tensors().items() if key in names}, index, names)
+        read_into({key: tensor for key, tensor in census.tensors().items() if key in names}, index, names)
         census.filled(names)
 
     meeting.together(read)
@@ -141,15 +141,15 @@ def _write_file(path: Path, specs: Mapping[str, Spec], tied: Mapping[str, str], 
 
 
 def _shards(specs: Mapping[str, Spec], size: int) -> Iterator[list[str]]:
-    held: list[str] = []
+    keys: list[str] = []
     left = size
     for key, spec in specs.items():
-        if held and spec.size > left:
-            yield held
-            held, left = [], size
-        held.append(key)
+        if keys and spec.size > left:
+            yield keys
+            keys, left = [], size
+        keys.append(key)
         left -= spec.size
-    yield held
+    yield keys
 
 
 def _names(count: int) -> list[str]:
@@ -177,12 +177,12 @@ def _write_config(path: Path, model: nn.Module) -> None:
     if path.suffix == ".safetensors":
         return
     for name in ("config", "generation_config"):
-        held: Any = copy.deepcopy(getattr(model, name, None))
-        if hasattr(held, "save_pretrained"):
+        config: Any = copy.deepcopy(getattr(model, name, None))
+        if hasattr(config, "save_pretrained"):
             if name == "config":
                 inner = model._around["skeleton"] if isinstance(model, ParallelModel) else model
-                held.architectures = [type(inner).__name__]
-            held.save_pretrained(path)
+                config.architectures = [type(inner).__name__]
+            config.save_pretrained(path)
 
 
 # -- one tensor at a time --------------------------------------------------------------------------
@@ -195,16 +195,16 @@ class _WeightsFormat:
 
 def _kinds(census: KeyOwners, own: Mapping[str, Tensor]) -> dict[str, Tensor | _WeightsFormat]:
     """What every key is, in one order on all ranks; of what others hold, only the dtype."""
-    found: dict[str, Tensor | _WeightsFormat] = {}
+    formats: dict[str, Tensor | _WeightsFormat] = {}
     for prefix, part in census.compiled.items():
         holding = part._ready()
-        for _, helds in holding.pp_ranks:
-            found.update({prefix + held.name: _WeightsFormat(held.true_dtype) for held in helds})
-    return {key: own.get(key, found.get(key, _WeightsFormat(torch.float32))) for key in census.shapes}
+        for _, specs in holding.pp_ranks:
+            formats.update({prefix + spec.name: _WeightsFormat(spec.true_dtype) for spec in specs})
+    return {key: own.get(key, formats.get(key, _WeightsFormat(torch.float32))) for key in census.shapes}
 
 
-def _cast(held: Tensor | _WeightsFormat, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
+def _cast(value: Tensor | _WeightsFormat, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
 
 
 class GatheredTensors:
@@ -222,13 +222,13 @@ class GatheredTensors:
     def __call__(self, name: str) -> Tensor:
         key = self._names.get(name, name)
         spec, world = self._specs[key], here()
-        held = self._own[key] if self._census.writes(key) else None
-        if isinstance(held, DTensor | ShardTensor):
-            held = held.full_tensor()
+        tensor = self._own[key] if self._census.writes(key) else None
+        if isinstance(tensor, DTensor | ShardTensor):
+            tensor = tensor.full_tensor()
         source = self._census.source(key)
-        if held is None or source not in (None, world.rank):
-            held = torch.empty(spec.shape, dtype=spec.dtype, device=world.device)
-        held = held.detach().to(spec.dtype).contiguous()
+        if tensor is None or source not in (None, world.rank):
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=world.device)
+        tensor = tensor.detach().to(spec.dtype).contiguous()
         if source is not None:
-            dist.broadcast(held, source)
-        return held
+            dist.broadcast(tensor, source)
+        return tensor

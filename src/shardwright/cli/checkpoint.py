@@ -98,7 +98,7 @@ def _find_checkpoint(path: Path) -> Path:
 
 
 def _facts(opened: Opened) -> Table:
-    state, manifest = opened.said, opened.manifest
+    said, manifest = opened.state, opened.manifest
     table = Table(title=str(opened.folder), show_header=False, title_justify="left")
     table.add_row("step", str(manifest.step) if manifest.step is not None else "not said")
     table.add_row("saved", f"{manifest.when}, by {manifest.world} rank{'s' if manifest.world > 1 else ''}")
@@ -134,7 +134,7 @@ def _tensors(opened: Opened, full: bool) -> Table:
             name, dtype = key if full else key.removeprefix("model/"), str(spec.dtype).removeprefix("torch.")
             shape = " ".join(map(str, spec.shape)) or "a number"
             table.add_row(name, shape, dtype, _bytes(spec.size), str(len(entry.chunks)))
-    for key, first in opened.said["tied"].items():
+    for key, first in opened.state["tied"].items():
         table.add_row(key, f"tied to {first}", "", "", "")
     if others and not full:
         size = sum(entry.spec.size for entry in others.values())

@@ -25,8 +25,8 @@ def signature_of(captured: CapturedGraph, mode: Mode) -> CallSignature:
     return CallSignature(
         program=f'{graph.name} ({graph.entry}, {graph.fingerprint}, inputs="{mode}")',
         arguments=arguments,
-        tensors=tuple(held.path for held in graph.inputs),
-        batched=tuple(graph.is_batched(held) for held in graph.inputs),
+        tensors=tuple(value.path for value in graph.inputs),
+        batched=tuple(graph.is_batched(value) for value in graph.inputs),
         mode=mode,
     )
 
@@ -35,7 +35,7 @@ def with_batch(captured: CapturedGraph, batch: BatchDim, size: int | None) -> Ca
     """A captured call with a batch of `size` in the inputs that are batched, whatever its own sizes tell."""
     graph = captured.graph
     named = {leaf.value: has for leaf, has in zip(captured.input_leaves, batch.batched, strict=True)}
-    inputs = tuple(replace(held, batched=named[held.value]) for held in graph.inputs)
+    inputs = tuple(replace(value, batched=named[value.value]) for value in graph.inputs)
     if (inputs, size) == (graph.inputs, graph.batch):
         return captured
     return replace(captured, graph=replace(graph, inputs=inputs, batch=size))
@@ -53,5 +53,5 @@ def stand_in(tensor: Tensor, batched: bool, scale: int, parts: int) -> Tensor:
     shape = list(tensor.shape)
     if batched:
         shape[0] = shape[0] * scale // parts
-    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
+    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return empty.requires_grad_(tensor.requires_grad)

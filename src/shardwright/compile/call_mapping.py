@@ -18,7 +18,7 @@ def ways_of(captured: CapturedGraph, mode: Mode) -> dict[str, Any]:
         "flatten": captured.flatten,
         "unflatten": captured.unflatten,
         "literals": tuple(output.value is None for output in graph.outputs),
-        "dtypes": tuple((leaves[held.value], graph.values[held.value].dtype) for held in graph.inputs),
+        "dtypes": tuple((leaves[value.value], graph.values[value.value].dtype) for value in graph.inputs),
         "shared": shared_outputs(graph),
         "signature": signature_of(captured, mode),
     }

@@ -91,7 +91,7 @@ class Compiler:
         module: nn.Module,
         optimizer: Optimizers,
         world: World,
-        wish: PlanLike,
+        plan: PlanLike,
         mode: Mode,
         directory: Path,
         seed: int,
@@ -111,7 +111,7 @@ class Compiler:
         self._alive: dict[int, Any] = {}
         self._signature = signature(module, self._alive)
         self._trainable = thaw(self.skeleton, module, set())
-        self.optimizer, self.world, self.wish, self.mode = optimizer, world, wish, mode
+        self.optimizer, self.world, self.requested, self.mode = optimizer, world, plan, mode
         self.directory, self.promote, self.prefix = directory, promote, prefix
         self.outputs, self.batching, self.backward = outputs, batching or Batching(), backward
         self.random, self.setting = Randomness(seed=seed, exact=exact_random), setting
@@ -120,7 +120,7 @@ class Compiler:
         self.storage_options: list[dict[str, Layout]] = []  # for each segment, once that is decided
         self.programs: list[LoweredProgram] = []
         self.bodies: dict[str, OpaqueBody] = {}
-        self.looked = False  # whether an opaque part had to be seen running
+        self.saw_values = False  # whether an opaque part had to be seen running
         self.loop: PipelineLoop | None = None
         self._agreed = False
         self.method = ""  # which is compiled, other than forward
@@ -166,7 +166,7 @@ class Compiler:
     @torch.inference_mode(False)  # what is made for inference can't train later
     def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         captured = self._capture(model, args, kwargs)
-        self.looked = self.looked or any(call.observed for call in captured.opaques.values())
+        self.saw_values = self.saw_values or any(call.looked for call in captured.opaques.values())
         graph, mode = captured.graph, "per_replica" if model.passing == "per_replica" else "global"
         with without_collection():
             analysis = analyse(graph, probing(captured.functions))
@@ -188,20 +188,20 @@ class Compiler:
                         mode=mode,
                     ),
                 )
-            made = [generate(program, self.directory) for program in programs]
-        check_programs(self, graph, plan, made)
+            generated = [generate(program, self.directory) for program in programs]
+        check_programs(self, graph, plan, generated)
         self.programs.append(programs[0])
-        pp_ranks = find_pipeline_ranks(plan.entries[graph.entry], made)
+        pp_ranks = find_pipeline_ranks(plan.entries[graph.entry], generated)
         if self.precision.master and self.optimizer is not None:
             pp_ranks = with_masters(pp_ranks)
         groups = {pp_rank.mesh: pp_rank.groups() for pp_rank in pp_ranks}  # of all meshes, on all ranks
         if model._holding is None:
-            self._hold(model, made, pp_ranks, groups)
-        check_held(pp_ranks, model._ready().pp_ranks, made)
+            self._hold(model, generated, pp_ranks, groups)
+        check_held(pp_ranks, model._ready().pp_ranks, generated)
         model.watch(captured.reads, captured.variables, captured.left)
         if plan.is_pipeline:
-            return self._load_pipeline(model, captured, lowered, made, groups)
-        return self._load(model, captured, made[0], next(iter(groups.values())))
+            return self._load_pipeline(model, captured, lowered, generated, groups)
+        return self._load(model, captured, generated[0], next(iter(groups.values())))
 
     def _check_first(self, model: ParallelModel) -> None:
         if self.optimizer is not None and not model.training and torch.is_grad_enabled():
@@ -215,7 +215,7 @@ class Compiler:
 
     def _capture(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         entry = "train" if model.training else "eval"
-        scale = count_replicas(self.wish, self.world) if model.passing == "per_replica" else 1
+        scale = count_replicas(self.requested, self.world) if model.passing == "per_replica" else 1
         parts = (self.batching.microbatches or 1) if self.batching.local else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         batch = self.call_inputs.batch_dim(args, kwargs, model.passing, needed=scale * parts > 1)
@@ -225,19 +225,19 @@ class Compiler:
             stand_in(leaf, batched, scale, parts) if isinstance(leaf, Tensor) else leaf
             for leaf, batched in zip(leaves, batch.batched, strict=True)
         ]
-        given = (args, kwargs)
+        call = (args, kwargs)
         args, kwargs = pytree.tree_unflatten(shown, spec)
         number = sum(program.graph.entry.split("-")[0] == entry for program in self.programs)
         entry = f"{entry}-{number}" if number else entry
-        real = self._real(model, given, batch.batched, scale)
+        real = self._real(model, call, batch.batched, scale)
         called = calling(self.skeleton, self.method)
         with _CAPTURING, casting(called, self.precision):
             if self.floats:
                 self._check_floats(called, shown, spec, real)
-            found = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
-        check_effects(called, self.skeleton, self.method, found)
-        found = with_batch(found, batch, batch.size and batch.size * scale // parts)
-        return found if self.outputs == "all" else replace(found, graph=only_scalars(found.graph))
+            captured = capture(called, args, kwargs, entry=entry, promote=self.promote, real=real)
+        check_effects(called, self.skeleton, self.method, captured)
+        captured = with_batch(captured, batch, batch.size and batch.size * scale // parts)
+        return captured if self.outputs == "all" else replace(captured, graph=only_scalars(captured.graph))
 
     def _check_floats(self, called: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, real: Real) -> None:
         if self.precision.casts:
@@ -249,7 +249,7 @@ class Compiler:
 
         check_floats(trace, leaves, self.floats)
 
-    def _real(self, model: ParallelModel, given: Any, batched: Sequence[bool], scale: int) -> Real:
+    def _real(self, model: ParallelModel, call: Any, batched: Sequence[bool], scale: int) -> Real:
         """The model and the arguments of a call with values, for what only shows when the model runs.
 
         The rows of other groups are not here: the own ones are repeated. Once the pieces are the truth, the whole
@@ -257,66 +257,66 @@ class Compiler:
         """
         module = self.module
         if module is None:
-            module = self._gathered(model) if self.looked else self.skeleton
+            module = self._gathered(model) if self.saw_values else self.skeleton
 
         def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
             if self.precision.casts:
                 raise NoValues("an opaque submodule has to be seen running, which is not done under a precision")
-            leaves, spec = pytree.tree_flatten(given)
-            whole = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, batched, strict=True)]
-            return calling(module, self.method), *pytree.tree_unflatten(whole, spec)
+            leaves, spec = pytree.tree_flatten(call)
+            global_leaves = [torch.cat([x] * scale) if has else x for x, has in zip(leaves, batched, strict=True)]
+            return calling(module, self.method), *pytree.tree_unflatten(global_leaves, spec)
 
         return make
 
     def _gathered(self, model: ParallelModel) -> nn.Module:
         """The original with the values that it has now. All ranks must call it."""
-        made = copy_module(self.skeleton).to_empty(device=self.world.device)
+        module = copy_module(self.skeleton).to_empty(device=self.world.device)
         state = {**model.full_state_dict(), **model._ready().buffers}
         with torch.no_grad():
-            for key, tensor in (*made.named_parameters(), *made.named_buffers()):
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor.copy_(state[key])
-        return made
+        return module
 
     def _plan(self, known: Plan | None, graph: Graph, analysis: Analysis) -> Plan:
         def make() -> Plan:
             if known is None:
-                return make_plan(graph, analysis, self.wish, self.world.size, self.setting, self.batching)
+                return make_plan(graph, analysis, self.requested, self.world.size, self.setting, self.batching)
             return continue_plan(known, graph, analysis, self.world.size, self.setting)
 
-        if (self.wish if known is None else known.policy) != "auto" or not dist.is_initialized():
+        if (self.requested if known is None else known.policy) != "auto" or not dist.is_initialized():
             return make()
-        return self._told(make, graph)
+        return self._plan_on_first_rank(make, graph)
 
-    def _told(self, make: Callable[[], Plan], graph: Graph) -> Plan:
+    def _plan_on_first_rank(self, make: Callable[[], Plan], graph: Graph) -> Plan:
         """The first rank searches and tells the others, since two machines may break a tie in two ways."""
-        said: list[str] = ["", ""]
+        message: list[str] = ["", ""]
         if self.world.rank == 0:
             try:
-                said[0] = make().to_json()
+                message[0] = make().to_json()
             except ShardwrightError as error:
-                said[1] = str(error)
-        dist.broadcast_object_list(said, src=0)
-        if said[1]:
-            raise PlanError(said[1])
-        return read_plan(said[0], graph)
+                message[1] = str(error)
+        dist.broadcast_object_list(message, src=0)
+        if message[1]:
+            raise PlanError(message[1])
+        return read_plan(message[0], graph)
 
     def _hold(
         self,
         model: ParallelModel,
-        made: Sequence[Generated],
+        generated: Sequence[Generated],
         pp_ranks: Sequence[PipelineRank],
         groups: Mapping[Mesh, Groups],
     ) -> None:
         assert self.module is not None
         holder = ParameterSharder(
             module=self.module, world=self.world, random=self.random, promote=self.promote, prefix=self.prefix,
-            dtypes={key: held.dtype for key, held in self.skeleton.named_buffers(remove_duplicate=False)},
+            dtypes={key: buffer.dtype for key, buffer in self.skeleton.named_buffers(remove_duplicate=False)},
             wire=None if self.precision.sync is None else getattr(torch, self.precision.sync),
         )  # fmt: skip
-        units = dict.fromkeys(unit for one in made for unit in getattr(one.module, "UNITS", ()))
+        units = dict.fromkeys(unit for file in generated for unit in getattr(file.module, "UNITS", ()))
         holding = holder.hold(pp_ranks, groups, tuple(units))
         model.hold(holding)
-        self.storage_options = [{one.key: one.layout for one in held.program.parameters} for held in made]
+        self.storage_options = [{p.key: p.layout for p in file.program.parameters} for file in generated]
         replaced = holder.replaced(holding.parameters, pp_ranks)
         for optimizer in several(self.optimizer):
             adopt(optimizer, replaced)
@@ -325,12 +325,12 @@ class Compiler:
         self.module = None  # from here on the pieces are the truth
         self._alive, self._signature = {}, []
 
-    def _load(self, model: ParallelModel, captured: CapturedGraph, made: Generated, groups: Groups) -> Specialization:
-        program = made.program
+    def _load(self, model: ParallelModel, captured: CapturedGraph, file: Generated, groups: Groups) -> Specialization:
+        program = file.program
         return Specialization(
-            stage=self._stage(model, captured, made, groups),
-            path=made.path,
-            rows=tuple(
+            stage=self._stage(model, captured, file, groups),
+            path=file.path,
+            per_replica=tuple(
                 model.passing == "per_replica" and name is not None and any(program.layouts[name].shards)
                 for name in program.outputs
             ),
@@ -342,29 +342,29 @@ class Compiler:
         model: ParallelModel,
         captured: CapturedGraph,
         lowered: PipelinePrograms,
-        made: Sequence[Generated],
+        generated: Sequence[Generated],
         groups: Mapping[Mesh, Groups],
     ) -> Specialization:
         holding = model._ready()
         if self.loop is None:
             self.loop = PipelineLoop(holding.sync, self.backward)
 
-        def make(one: Generated, moment: Moment) -> Program:
-            return self._stage(model, captured, one, groups[holding.groups.mesh], moment)
+        def make(file: Generated, moment: Moment) -> Program:
+            return self._stage(model, captured, file, groups[holding.groups.mesh], moment)
 
-        pipeline = assemble(lowered, made, captured, holding, self.world, make)
-        joined = {held.value for held in lowered.exits if held.how == "cat"}
-        if self.mode == "per_replica" and joined and count_replicas(self.wish, self.world) > 1:
+        pipeline = assemble(lowered, generated, captured, holding, self.world, make)
+        joined = {output.value for output in lowered.exits if output.how == "cat"}
+        if self.mode == "per_replica" and joined and count_replicas(self.requested, self.world) > 1:
             raise InputError(
                 f'with inputs="per_replica" a pipeline of several data-parallel replicas returns scalars only, and the '
                 f"model returns {', '.join(sorted(joined))} with rows; compute the loss in the model and pass "
                 'outputs="scalars", or pass inputs="global"'
             )
-        here = next(one for one, held in zip(made, pipeline.placed, strict=True) if held.stage is not None)
+        here = next(file for file, place in zip(generated, pipeline.placed, strict=True) if place.stage is not None)
         return Specialization(
             running=RunningPipeline(pipeline, self.loop),
             path=here.path,
-            rows=tuple(model.passing == "per_replica" and output.value in joined for output in captured.graph.outputs),
+            per_replica=tuple(model.passing == "per_replica" and out.value in joined for out in captured.graph.outputs),
             **ways_of(captured, model.passing),
         )
 
@@ -372,18 +372,18 @@ class Compiler:
         self,
         model: ParallelModel,
         captured: CapturedGraph,
-        made: Generated,
+        generated: Generated,
         groups: Groups,
         moment: Moment | None = None,
     ) -> Program:
-        holding, module = model._ready(), made.module
+        holding, module = model._ready(), generated.module
         stage = program_class(module)(groups, module.GROUPS, self.world.device, holding.random, moment)
         stage.zero = holding.zero
-        read = {one.key for one in made.program.parameters}  # a loop over layers must find those of its segment
-        for one in holding.held:
-            for key in one.keys if one.name in read else ():
-                stage.place(key, holding.parameters[one.name])
-        for buffer in made.program.graph.buffers:
+        read = {p.key for p in generated.program.parameters}  # a loop over layers must find those of its stage
+        for spec in holding.specs:
+            for key in spec.keys if spec.name in read else ():
+                stage.place(key, holding.parameters[spec.name])
+        for buffer in generated.program.graph.buffers:
             constant = captured.constants.get(buffer.value)
             tensor = holding.buffers[buffer.key] if constant is None else constant.to(self.world.device)
             stage.place(buffer.key, tensor, unchanging=buffer.update is None)
@@ -396,4 +396,4 @@ class Compiler:
         like = self.skeleton.get_submodule(call.path)
         if call.path not in self.bodies:
             self.bodies[call.path] = OpaqueBody(copy_module(like))
-        return OpaqueModule(call, self.bodies[call.path], [held.training for held in like.modules()])
+        return OpaqueModule(call, self.bodies[call.path], [module.training for module in like.modules()])

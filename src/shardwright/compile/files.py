@@ -53,7 +53,7 @@ def write(text: str, directory: Path, program: LoweredProgram) -> Path:
 
 def compile_graph(
     graph: Graph,
-    wish: Callable[[Analysis], Plan],
+    make_plan: Callable[[Analysis], Plan],
     *,
     storage_options: Mapping[str, Layout] | None = None,
     mode: str = "global",
@@ -62,6 +62,6 @@ def compile_graph(
     """Everything after capture: atoms, plan, lowering, text. `functions` are the user's, which may be probed."""
     with without_collection():
         analysis = analyse(graph, probing(functions))
-        plan = wish(analysis)
+        plan = make_plan(analysis)
         program = lower(graph, plan, analysis, storage_options=storage_options, mode=mode)
         return plan, program, emit(program).text

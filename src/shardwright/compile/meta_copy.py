@@ -1,6 +1,6 @@
 """A model without its values: what captures are made of, and what is kept of the user's modules.
 
-skeleton_of    a copy on meta
+copy_to_meta   a copy on meta
 thaw           the parameters that are planned for as trained
 signature      what a model is made of, to see whether it was changed since
 carry          takes an attribute that the user has changed into the skeleton
@@ -115,14 +115,14 @@ def calling(module: nn.Module, method: str) -> nn.Module:
     return shell
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(before: Any, after: Any) -> bool:
     """Whether an attribute is what it was. A trace puts lists and dicts back as copies with the same in them."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if before is after or type(before) is not type(after):
+        return before is after
+    if isinstance(before, list | tuple):
+        return len(before) == len(after) and all(map(_same, before, after))
+    if isinstance(before, dict):
+        return list(before) == list(after) and all(_same(before[key], after[key]) for key in before)
     return False
 
 

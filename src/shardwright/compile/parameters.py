@@ -47,52 +47,52 @@ class ParameterSharder:
         pp_rank = next(pp_rank for pp_rank in pp_ranks if self.world.rank in pp_rank.mesh.devices)
         groups = every[pp_rank.mesh]
         old = dict(self.module.named_parameters(remove_duplicate=False))
-        pieces: dict[str, ShardedParameter] = {}
-        own = {one.name: one for one in pp_rank.held}
-        for key in dict.fromkeys(one.name for held in pp_ranks for one in held.held):  # in one order on all ranks
+        shards: dict[str, ShardedParameter] = {}
+        own = {spec.name: spec for spec in pp_rank.specs}
+        for key in dict.fromkeys(spec.name for other in pp_ranks for spec in other.specs):  # in one order on all ranks
             full = self._shared(old[key])
             if key in own:
-                pieces[key] = self._piece(full, own[key], groups)
-                take_hooks(pieces[key], old[key])
-        buffers = {key: self._buffer(key, held) for key, held in self.module.named_buffers(remove_duplicate=False)}
-        every_held = tuple((pp_rank.mesh, pp_rank.held) for pp_rank in pp_ranks)
+                shards[key] = self._make_shard(full, own[key], groups)
+                take_hooks(shards[key], old[key])
+        buffers = {key: self._buffer(key, buffer) for key, buffer in self.module.named_buffers(remove_duplicate=False)}
+        specs_by_rank = tuple((pp_rank.mesh, pp_rank.specs) for pp_rank in pp_ranks)
         if len(pp_ranks) > 1:
-            join_pipeline(PipelineNorms(every_held), pieces.values())
-        pairs: list[tuple[ParameterSpec, nn.Parameter]] = [(one, pieces[one.name]) for one in pp_rank.held]
+            join_pipeline(PipelineNorms(specs_by_rank), shards.values())
+        pairs: list[tuple[ParameterSpec, nn.Parameter]] = [(spec, shards[spec.name]) for spec in pp_rank.specs]
         holding = RankState(
             groups=groups,
-            held=list(pp_rank.held),
-            parameters=pieces,
+            specs=list(pp_rank.specs),
+            parameters=shards,
             buffers=buffers,
-            sync=self._sync(pairs, groups, every_held),
+            sync=self._sync(pairs, groups, specs_by_rank),
             zero=self._zero3(pairs, groups, units),
             random=self.random,
             replica_axes=replica_axes(pp_rank.mesh),
             persistent=tuple(key for key in self.module.state_dict(keep_vars=True) if key in buffers),
-            pp_ranks=every_held,
+            pp_ranks=specs_by_rank,
             empty={key for key in own if old[key].is_meta},
         )
-        for key, piece in pieces.items():  # last, since torch takes no hooks of what is frozen
+        for key, shard in shards.items():  # last, since torch takes no hooks of what is frozen
             with Untouched():
-                piece.requires_grad_(old[key].requires_grad)
+                shard.requires_grad_(old[key].requires_grad)
         return holding
 
     def _check_meta(self) -> None:
         """Parameters may be on meta, on all ranks or on none: those with values share them, and would wait."""
-        lost = [key for key, held in self.module.named_buffers() if held.is_meta]
+        lost = [key for key, tensor in self.module.named_buffers() if tensor.is_meta]
         if lost:
             raise InputError(f"the buffers {', '.join(lost)} are on meta; parameters may be, buffers need values")
-        count = sum(held.is_meta for held in self.module.parameters())
+        count = sum(tensor.is_meta for tensor in self.module.parameters())
         if len(set(objects.all_gather_numbers(count, "how many parameters are on meta"))) > 1:
             raise InputError("some ranks have parameters on meta and others have them with values; make all alike")
 
     def replaced(
-        self, pieces: Mapping[str, ShardedParameter], pp_ranks: Sequence[PipelineRank]
+        self, shards: Mapping[str, ShardedParameter], pp_ranks: Sequence[PipelineRank]
     ) -> dict[nn.Parameter, ShardedParameter | None]:
         """What stands for each parameter of the original on this rank: None if it is held elsewhere."""
         old = dict(self.module.named_parameters(remove_duplicate=False))
-        held = [one for pp_rank in pp_ranks for one in pp_rank.held]
-        return {old[key]: pieces.get(one.name) for one in held for key in one.keys}
+        specs = [spec for pp_rank in pp_ranks for spec in pp_rank.specs]
+        return {old[key]: shards.get(spec.name) for spec in specs for key in spec.keys}
 
     def _sync(
         self, pairs: Sequence[tuple[ParameterSpec, nn.Parameter]], groups: Groups, pp_ranks: Seats
@@ -105,23 +105,23 @@ class ParameterSharder:
         self, pairs: Sequence[tuple[ParameterSpec, nn.Parameter]], groups: Groups, order: Sequence[str]
     ) -> Zero3 | None:
         units: dict[str, list[tuple[ParameterSpec, nn.Parameter]]] = {}
-        for one, parameter in pairs:
-            if one.level == 3:
-                units.setdefault(one.unit, []).append((one, parameter))
+        for spec, parameter in pairs:
+            if spec.level == 3:
+                units.setdefault(spec.unit, []).append((spec, parameter))
         return Zero3(units, groups, [unit for unit in order if unit in units], self.wire) if units else None
 
-    def _piece(self, full: Tensor, held: ParameterSpec, groups: Groups) -> ShardedParameter:
+    def _make_shard(self, full: Tensor, spec: ParameterSpec, groups: Groups) -> ShardedParameter:
         sizes = groups.mesh.sizes
         local = self._here(
-            shard_tensor(full.to(held.dtype), held, sizes, coordinates(groups), stored_layout(held, sizes))
+            shard_tensor(full.to(spec.dtype), spec, sizes, coordinates(groups), stored_layout(spec, sizes))
         )
         master = None
-        if held.master:
-            layout = storage_layout(held, sizes)
-            master = self._here(shard_tensor(full.to(held.true_dtype), held, sizes, coordinates(groups), layout))
-        made = make_parameter(local, held, groups, master)
-        made.prefix = self.prefix
-        return made
+        if spec.master:
+            layout = storage_layout(spec, sizes)
+            master = self._here(shard_tensor(full.to(spec.true_dtype), spec, sizes, coordinates(groups), layout))
+        parameter = make_parameter(local, spec, groups, master)
+        parameter.prefix = self.prefix
+        return parameter
 
     def _here(self, local: Tensor) -> Tensor:
         """A piece on this rank's device; values of what was on meta come with a checkpoint, and nothing runs before."""

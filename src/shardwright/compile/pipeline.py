@@ -22,7 +22,7 @@ MakeStage = Callable[[Generated, Moment], Program]
 
 def assemble(
     lowered: PipelinePrograms,
-    made: Sequence[Generated],
+    generated: Sequence[Generated],
     captured: CapturedGraph,
     holding: RankState,
     world: World,
@@ -31,58 +31,58 @@ def assemble(
     """What a rank runs of a pipeline. `make_stage` gives the stage of a segment that this rank is in."""
     plan = lowered.plan
     moment = Moment(lowered.microbatches)
-    numbers = {held.value: number for number, held in enumerate(captured.graph.inputs)}
+    numbers = {value.value: number for number, value in enumerate(captured.graph.inputs)}
     placed = tuple(
-        _placed(number, lowered, one, numbers, holding, world, lambda one=one: make_stage(one, moment))  # type: ignore[misc]
-        for number, one in enumerate(made)
+        _placed(number, lowered, file, numbers, holding, world, lambda file=file: make_stage(file, moment))  # type: ignore[misc]
+        for number, file in enumerate(generated)
     )
-    early = [number for number, one in enumerate(made) if one.program.early]
+    early = [number for number, file in enumerate(generated) if file.program.early]
     schedules = [schedule_of(plan, lowered.microbatches, training=training) for training in (True, False)]
     training, forward = (with_prologue(schedule, early) for schedule in schedules)
     for schedule in (training, forward):
         check(schedule, lowered.edges)
-    leaving = tuple(_leaving(held) for held in lowered.exits)
+    leaving = tuple(_leaving(output) for output in lowered.exits)
     behind = [_behind(captured.graph, out.value) for out in leaving]
     return PipelineSpec(
         placed=placed,
-        crossings=tuple(_crossing(held, behind) for held in lowered.passages),
+        crossings=tuple(_crossing(transfer, behind) for transfer in lowered.passages),
         leaving=leaving,
         schedule=training,
         forward=forward,
         moment=moment,
         buffers=holding.buffers,
         local=plan.local,
-        rows=_rows(captured) if plan.local and lowered.microbatches > 1 else (),
+        rows=_batched(captured) if plan.local and lowered.microbatches > 1 else (),
     )
 
 
-def _rows(captured: CapturedGraph) -> tuple[bool, ...]:
+def _batched(captured: CapturedGraph) -> tuple[bool, ...]:
     """Which inputs have the rows of the batch."""
     graph = captured.graph
-    return tuple(graph.is_batched(held) for held in graph.inputs)
+    return tuple(graph.is_batched(value) for value in graph.inputs)
 
 
 def _placed(
     number: int,
     lowered: PipelinePrograms,
-    one: Generated,
+    file: Generated,
     numbers: Mapping[str, int],
     holding: RankState,
     world: World,
     make: Callable[[], Program],
 ) -> PlacedStage:
-    program, mesh = one.program, lowered.plan.entries[lowered.graph.entry][number].mesh
+    program, mesh = file.program, lowered.plan.entries[lowered.graph.entry][number].mesh
     here = world.rank in mesh.devices
-    names = {held.value: held.keys for held in program.parameters}
+    names = {parameter.value: parameter.keys for parameter in program.parameters}
     # What nobody reads in this call may lie on another device: the first call decided that.
     own = [keys for keys in names.values() if here and keys[0] in holding.parameters]
     parameters = {key: holding.parameters[keys[0]] for keys in own for key in keys}
     return PlacedStage(
         number=number,
         mesh=mesh,
-        takes=tuple(numbers.get(held.value, held.value) for held in program.graph.inputs),
-        gives=tuple(held.value for held in program.graph.outputs if held.value is not None),
-        asks=tuple(numbers[held.value] for held in program.prologue_inputs),
+        takes=tuple(numbers.get(value.value, value.value) for value in program.graph.inputs),
+        gives=tuple(value.value for value in program.graph.outputs if value.value is not None),
+        asks=tuple(numbers[value.value] for value in program.asked),
         updates=tuple(key for key, _ in program.updates),
         stage=make() if here else None,
         parameters=parameters,
@@ -91,40 +91,40 @@ def _placed(
 
 def _behind(graph: Graph, value: str) -> set[str]:
     """The values on which one depends by what has a gradient."""
-    found: set[str] = set()
+    reached: set[str] = set()
     todo = [value]
     while todo:
         name = todo.pop()
-        if name not in found and graph.values[name].gradient:
-            found.add(name)
+        if name not in reached and graph.values[name].gradient:
+            reached.add(name)
             maker = graph.producer.get(name)
             todo += () if maker is None else maker.inputs
-    return found
+    return reached
 
 
-def _crossing(held: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
+def _crossing(transfer: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
     return StageCrossing(
-        value=held.value,
-        giver=held.giver,
-        taker=held.taker,
-        shape=held.shape,
-        dtype=getattr(torch, held.dtype),
-        gradient=held.gradient,
-        given=held.sent,
-        taken=held.received,
-        outputs=frozenset(at for at, names in enumerate(behind) if held.value in names),
+        value=transfer.value,
+        giver=transfer.giver,
+        taker=transfer.taker,
+        shape=transfer.shape,
+        dtype=getattr(torch, transfer.dtype),
+        gradient=transfer.gradient,
+        given=transfer.given,
+        taken=transfer.taken,
+        outputs=frozenset(at for at, names in enumerate(behind) if transfer.value in names),
     )
 
 
-def _leaving(held: ModelOutput) -> PipelineOutput:
+def _leaving(output: ModelOutput) -> PipelineOutput:
     return PipelineOutput(
-        value=held.value,
-        segment=held.segment,
-        how=held.how,
-        shape=held.shape,
-        dtype=getattr(torch, held.dtype),
-        gradient=held.gradient,
-        path=held.path,
-        dim=held.dim,
-        sharding=held.shard,
+        value=output.value,
+        segment=output.segment,
+        how=output.how,
+        shape=output.shape,
+        dtype=getattr(torch, output.dtype),
+        gradient=output.gradient,
+        path=output.path,
+        dim=output.dim,
+        sharding=output.shard,
     )

@@ -1,6 +1,6 @@
-"""Where parameters are held: a seat is the devices that run the same programs, and holds the pieces those read.
+"""Where parameters are stored: a pipeline rank is the devices that run the same programs, with the shards they read.
 
-A plan without a pipeline has one seat. In a pipeline each stage is one, and a parameter that two stages read is held
+A plan without a pipeline has one. In a pipeline each stage is one, and a parameter that two stages read is held
 in both.
 """
 
@@ -26,42 +26,42 @@ class PipelineRank:
 
     mesh: Mesh
     segments: tuple[int, ...]
-    held: tuple[ParameterSpec, ...]
+    specs: tuple[ParameterSpec, ...]
     wanted: tuple[tuple[str, ...], ...]  # the groups that its programs talk over
 
     def groups(self) -> Groups:
-        """All ranks must make the groups of all seats, in one order."""
+        """All ranks must make the groups of all pipeline ranks, in one order."""
         return Groups(self.mesh, self.wanted)
 
 
-def find_pipeline_ranks(segments: Sequence[PlanStage], made: Sequence[Generated]) -> tuple[PipelineRank, ...]:
-    """The seats of a plan, in the order of their devices."""
+def find_pipeline_ranks(segments: Sequence[PlanStage], generated: Sequence[Generated]) -> tuple[PipelineRank, ...]:
+    """The pipeline ranks of a plan, in the order of their devices."""
     meshes = sorted({segment.mesh for segment in segments}, key=lambda mesh: mesh.devices)
-    taken: dict[int, Mesh] = {}
+    mesh_of: dict[int, Mesh] = {}
     for mesh in meshes:
         for device in mesh.devices:
-            if device in taken:
+            if device in mesh_of:
                 raise PlanError(
-                    f"device {device} is in the meshes {taken[device]} and {mesh}; "
+                    f"device {device} is in the meshes {mesh_of[device]} and {mesh}; "
                     "all segments of a device have one mesh"
                 )
-            taken[device] = mesh
-    return tuple(_seat(mesh, segments, made) for mesh in meshes)
+            mesh_of[device] = mesh
+    return tuple(_pipeline_rank(mesh, segments, generated) for mesh in meshes)
 
 
-def _seat(mesh: Mesh, segments: Sequence[PlanStage], made: Sequence[Generated]) -> PipelineRank:
+def _pipeline_rank(mesh: Mesh, segments: Sequence[PlanStage], generated: Sequence[Generated]) -> PipelineRank:
     numbers = tuple(number for number, segment in enumerate(segments) if segment.mesh == mesh)
-    held: dict[str, ParameterSpec] = {}
+    specs: dict[str, ParameterSpec] = {}
     wanted: dict[tuple[str, ...], None] = {}
     for number in numbers:
-        program, module = made[number].program, made[number].module
+        program, module = generated[number].program, generated[number].module
         wanted |= dict.fromkeys(tuple(name.split("_")) for name in module.GROUPS)
-        for one in check_table(program, parse(module.PARAMETERS, mesh, keys_in_use(program))):
-            if one.name in held and held[one.name] != one:
-                raise PlanError(f"parameter {one.name} is held in two ways by the segments of {mesh}")
-            held[one.name] = one
-    wanted |= dict.fromkeys(sorted(wanted_groups(held.values(), mesh)))
-    return PipelineRank(mesh=mesh, segments=numbers, held=tuple(held.values()), wanted=tuple(wanted))
+        for spec in check_table(program, parse(module.PARAMETERS, mesh, keys_in_use(program))):
+            if spec.name in specs and specs[spec.name] != spec:
+                raise PlanError(f"parameter {spec.name} is held in two ways by the segments of {mesh}")
+            specs[spec.name] = spec
+    wanted |= dict.fromkeys(sorted(wanted_groups(specs.values(), mesh)))
+    return PipelineRank(mesh=mesh, segments=numbers, specs=tuple(specs.values()), wanted=tuple(wanted))
 
 
 def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Sequence[ParameterSpec]:
@@ -90,23 +90,23 @@ def check_table(program: LoweredProgram, parsed: Sequence[ParameterSpec]) -> Seq
 def with_masters(pp_ranks: Sequence[PipelineRank]) -> tuple[PipelineRank, ...]:
     """The same, where what is trained in less than float32 has a master."""
 
-    def narrow(held: ParameterSpec) -> bool:
-        return held.trainable and held.dtype.is_floating_point and held.dtype.itemsize < 4
+    def narrow(spec: ParameterSpec) -> bool:
+        return spec.trainable and spec.dtype.is_floating_point and spec.dtype.itemsize < 4
 
     return tuple(
-        replace(pp_rank, held=tuple(replace(held, master=True) if narrow(held) else held for held in pp_rank.held))
+        replace(pp_rank, specs=tuple(replace(spec, master=True) if narrow(spec) else spec for spec in pp_rank.specs))
         for pp_rank in pp_ranks
     )
 
 
-def check_held(pp_ranks: Sequence[PipelineRank], known: Seats, made: Sequence[Generated]) -> None:
+def check_held(pp_ranks: Sequence[PipelineRank], known: Seats, generated: Sequence[Generated]) -> None:
     """Refuse an entry that reads parameters on devices that do not hold them: the first entry decided who does."""
     faults: list[str] = []
-    storage_options = {mesh: {one.name for one in held} for mesh, held in known}
+    storage_options = {mesh: {spec.name for spec in specs} for mesh, specs in known}
     for pp_rank in pp_ranks:
-        for key in [one.name for one in pp_rank.held if one.name not in storage_options.get(pp_rank.mesh, ())]:
+        for key in [spec.name for spec in pp_rank.specs if spec.name not in storage_options.get(pp_rank.mesh, ())]:
             there = [mesh.devices for mesh, names in storage_options.items() if key in names]
-            graphs = [made[number].program.graph for number in pp_rank.segments]
+            graphs = [generated[number].program.graph for number in pp_rank.segments]
             readers = [graph.users[p.value] for graph in graphs for p in graph.parameters if p.key == key]
             op = next((op for users in readers for op, _ in users), None)
             if op is not None:  # else nobody reads it in this call, such as the decoder's while something is encoded
@@ -130,4 +130,7 @@ def keys_in_use(program: LoweredProgram) -> list[str]:
     for number, op in enumerate(program.body):
         for name in op.inputs:
             used.setdefault(name.split("@")[0], number)
-    return [one.key for one in sorted(program.parameters, key=lambda one: used.get(one.value, len(used)))]
+    return [
+        parameter.key
+        for parameter in sorted(program.parameters, key=lambda parameter: used.get(parameter.value, len(used)))
+    ]

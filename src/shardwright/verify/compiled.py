@@ -81,10 +81,10 @@ class CompiledSide:
         return self.model(*self.task.args, **self.task.kwargs)
 
     def gradients(self) -> Tensors:
-        own = {spec.name: self._gradient(spec) for spec in self.holding.held if spec.trainable}
-        every = [spec for _, specs in self.holding.pp_ranks for spec in specs]
-        gathered = spread_out(own, self.holding.pp_ranks)
-        return {self.first[spec.name]: gathered[spec.name] for spec in every if spec.trainable}
+        own = {one.name: self._gradient(one) for one in self.holding.specs if one.trainable}
+        every = [one for _, helds in self.holding.pp_ranks for one in helds]
+        whole = spread_out(own, self.holding.pp_ranks)
+        return {self.first[one.name]: whole[one.name] for one in every if one.trainable}
 
     def _gradient(self, spec: ParameterSpec) -> Tensor | None:
         groups = self.holding.groups

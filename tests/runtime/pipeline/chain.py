@@ -303,6 +303,6 @@ def build(
     )
     held = [(mesh, tuple(found.values())) for mesh, found in pp_ranks.items()]
     join_pipeline(PipelineNorms(held), parameters.values())
-    sync = GradientSync([(p.held, p) for p in parameters.values()], ties=TiedGradients(held))
+    sync = GradientSync([(p.spec, p) for p in parameters.values()], ties=TiedGradients(held))
     running = RunningPipeline(pipeline, PipelineLoop(sync, backward))
     return Built(pipeline, running, parameters, sync)

@@ -96,7 +96,7 @@ def _pieces(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _held(holding: RankState) -> Iterator[tuple[str, Tensor]]:
     sizes, at = holding.groups.mesh.sizes, coordinates(holding.groups)
-    for held in holding.held:
+    for held in holding.specs:
         piece = local_region(stored_layout(held, sizes), held.shape, sizes, at)
         yield f"{held.name}{_said(piece)}", holding.parameters[held.name]
     yield from holding.buffers.items()

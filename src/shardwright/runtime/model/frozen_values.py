@@ -55,7 +55,7 @@ def freeze(value: Any, alive: dict[int, Any], seen: dict[int, int] | None = None
 
 def _freeze_items(inner: Any, alive: dict[int, Any], seen: dict[int, int]) -> Hashable:
     if isinstance(inner, dict):
-        return tuple((freeze(key, alive, seen), freeze(held, alive, seen)) for key, held in inner.items())
+        return tuple((freeze(key, alive, seen), freeze(item, alive, seen)) for key, item in inner.items())
     order = sorted(inner, key=repr) if isinstance(inner, set | frozenset) else inner
     return tuple(freeze(item, alive, seen) for item in order)
 
@@ -86,11 +86,11 @@ def is_record(value: Any) -> bool:
 
 def slots_of(value: Any) -> tuple[str, ...]:
     """The names of an object's slots."""
-    found: list[str] = []
+    names: list[str] = []
     for base in type(value).__mro__[:-1]:
         slots = base.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in found if not name.startswith("__"))
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def is_small_array(value: Any) -> bool:

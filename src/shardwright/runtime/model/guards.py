@@ -97,7 +97,7 @@ class AttributeGuard:
         self._contents = Contents(())
         self._alive: dict[int, Any] = {}  # so that no id is given twice
         self._state: State = ()
-        self._whole = {path: dict(vars(module)) for path, module in modules.items()}
+        self._attributes = {path: dict(vars(module)) for path, module in modules.items()}
         self.watch((path, "forward") for path in modules if path)
 
     def watch(self, reads: Iterable[tuple[str, str]], variables: Iterable[Watchable] = ()) -> None:
@@ -116,12 +116,12 @@ class AttributeGuard:
     def catch_up(self) -> None:
         """Carry over what has changed of all attributes, whether a program has read them or not."""
         for path, module in self._modules.items():
-            now, before = vars(module), self._whole[path]
+            now, before = vars(module), self._attributes[path]
             for name in {**before, **now}:
                 value = now.get(name, ABSENT)
                 if value is not before.get(name, ABSENT) and name not in _BARE and (path, name) not in self._watched:
                     self._change(path, name, value)
-            self._whole[path] = dict(now)
+            self._attributes[path] = dict(now)
 
     def forget(self, path: str, name: str) -> None:
         """Look at an attribute no longer, since someone else looks after it."""
@@ -216,17 +216,17 @@ def why_new(keys: Iterable[Any], key: Any) -> str:
     """In which way a call is unlike all before: the first of these that holds."""
     known = [(*constants, *rest) for constants, *rest in keys]
     (method, modes, state), spec, leaves, *_ = key
-    if method not in {held[0] for held in known}:
+    if method not in {other[0] for other in known}:
         return f"it is the first of {method or 'forward'}"
-    known = [held for held in known if held[0] == method]
-    if spec not in {held[3] for held in known}:
+    known = [other for other in known if other[0] == method]
+    if spec not in {other[3] for other in known}:
         return "it passes other arguments, by their names or nesting"
     shapes = [leaf for leaf in leaves if not isinstance(leaf, str)]
-    if not any([leaf for leaf in held[4] if not isinstance(leaf, str)] == shapes for held in known):
+    if not any([leaf for leaf in other[4] if not isinstance(leaf, str)] == shapes for other in known):
         return "it passes other shapes, dtypes or requires_grad"
-    if modes not in {held[1] for held in known}:
+    if modes not in {other[1] for other in known}:
         return "other modules are in train or eval mode"
-    if state not in {held[2] for held in known}:
+    if state not in {other[2] for other in known}:
         names = sorted({f"{path}.{name}".lstrip(".") for path, name, _ in state})
         return f"{', '.join(names) or 'what the forward reads'} was changed"
     return "it passes other values"

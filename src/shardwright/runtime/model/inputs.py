@@ -1,13 +1,13 @@
 """What is passed to a compiled model, and what that means: the three input modes.
 
-    mode      every rank passes                     the program starts from
-    -------   -----------------------------------   ------------------------
-    same      the global batch                      the global batch
-    rows      the rows of its data-parallel group   those rows
-    gather    rows of its own                       all rows, gathered
+    mode          every rank passes                    the program starts from
+    -----------   ----------------------------------   -----------------------------
+    global        the global batch                     the global batch
+    per_replica   the samples of its replica           those samples
+    per_rank      samples of its own                   the samples of all ranks, gathered
 
 An input without a batch dim (a mask, a table) is the same on all ranks in every mode. Whether a call keeps to its
-mode is looked at in every call, see `comparison.py`.
+mode is looked at in every call, see `faults/input_comparison.py`.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class CallInputs:
             (path, tuple(leaf.shape) if isinstance(leaf, Tensor) else ())
             for path, leaf in zip(self.paths(args, kwargs), pytree.tree_leaves((args, kwargs)), strict=True)
         ]
-        found = find_batch_dim(inputs, declared_by(self.unbatched, [path for path, _ in inputs]) | self._known)
-        if needed and found.size is None and any(shape for _, shape in inputs):
-            raise InputError(f'inputs="{mode}": {found.why}')
+        batch = find_batch_dim(inputs, declared_by(self.unbatched, [path for path, _ in inputs]) | self._known)
+        if needed and batch.size is None and any(shape for _, shape in inputs):
+            raise InputError(f'inputs="{mode}": {batch.why}')
         if mode != "global":
-            own = zip(inputs, found.batched, strict=True)
+            own = zip(inputs, batch.batched, strict=True)
             self._known |= {path: batched for (path, shape), batched in own if shape}
-        return found
+        return batch
 
     def check_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse sequences that are packed or nested; sparse tensors are looked at where they would be split."""
@@ -94,9 +94,9 @@ class CallInputs:
             self.check(args, kwargs, "per_replica")  # before the gather: unequal samples would not meet
             self._gathered[key] = self.batch_dim(args, kwargs, "per_rank", needed=True)
         batched = self._gathered[key].batched
-        whole = [_gather_rows(leaf) if has else leaf for leaf, has in zip(leaves, batched, strict=True)]
-        found: Arguments = pytree.tree_unflatten(whole, spec)
-        return found
+        gathered = [_gather_samples(leaf) if has else leaf for leaf, has in zip(leaves, batched, strict=True)]
+        arguments: Arguments = pytree.tree_unflatten(gathered, spec)
+        return arguments
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], about: str = "", why: str = "") -> None:
         """All ranks must pass the same shapes and the same plain values. Called for a call that is new to this rank."""
@@ -107,7 +107,7 @@ class CallInputs:
         values = {path: repr(leaf) for path, leaf in leaves.items() if isinstance(leaf, PLAIN)}
         every = _exchanged(json.dumps([shapes, values]), about)
         mine, rank = every[dist.get_rank()], dist.get_rank()
-        other = next((held for held, said in every.items() if said != mine), None)
+        other = next((peer for peer, answer in every.items() if answer != mine), None)
         if other is None:
             return
         if not every[other]:
@@ -126,9 +126,9 @@ class CallInputs:
             )
         pairs = {path: (values.get(path, "missing"), theirs[1].get(path, "missing")) for path in values | theirs[1]}
         differ = [
-            f"{path} is {held} on rank {rank} and {said} on rank {other}"
-            for path, (held, said) in pairs.items()
-            if held != said
+            f"{path} is {own} on rank {rank} and {their} on rank {other}"
+            for path, (own, their) in pairs.items()
+            if own != their
         ]
         title = "the ranks pass different values, which are part of the program; pass the same everywhere:"
         raise_all(InputError, title, differ)
@@ -138,26 +138,26 @@ def _exchanged(mine: str, about: str) -> dict[int, str]:
     """What every rank says about this call; nothing where a rank went on, since the call is not new to it."""
     watched = watch()
     if watched is not None:
-        said = watched.agree(mine, about)
-        return {rank: said.get(rank, "") for rank in range(dist.get_world_size())}
+        answers = watched.agree(mine, about)
+        return {rank: answers.get(rank, "") for rank in range(dist.get_world_size())}
     return dict(enumerate(objects.all_gather_objects(mine, "the shapes of every rank")))  # ranks that are threads
 
 
 def digest(tensors: Sequence[Tensor]) -> int:
     """A number that two lists of tensors share only if they are the same."""
-    held = hashlib.blake2b(digest_size=7)
+    hasher = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
-        held.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        hasher.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        held.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
-    return int.from_bytes(held.digest(), "big")
+        hasher.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return int.from_bytes(hasher.digest(), "big")
 
 
-def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], given: Sequence[torch.dtype]) -> None:
+def check_dtypes(names: Sequence[str], known: Sequence[torch.dtype], passed: Sequence[torch.dtype]) -> None:
     """A call must pass the dtypes it was compiled for: another one is a slip in the data far more often than a wish."""
     faults = [
         f"{name} is {_short(now)}, and the model was compiled for {_short(then)}; pass {name}.to({then})"
-        for name, then, now in zip(names, known, given, strict=True)
+        for name, then, now in zip(names, known, passed, strict=True)
         if then != now
     ]
     raise_all(InputError, "the data has another dtype than the example:", faults)
@@ -174,7 +174,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _gather_rows(tensor: Tensor) -> Tensor:
+def _gather_samples(tensor: Tensor) -> Tensor:
     """The samples of all ranks, in the order of ranks."""
     if not dist.is_initialized():
         return tensor

@@ -37,7 +37,7 @@ REFUSED = {
 }
 """Methods that are known to do something else on pieces, and what to do instead."""
 
-_WHOLE = frozenset({"numel", "nelement", "size", "shape", "__len__"})  # answered for the whole parameter
+_SHAPE = frozenset({"numel", "nelement", "size", "shape", "__len__"})  # answered for the whole parameter
 _NEW = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
 _ABOUT = frozenset(
     "dim ndimension ndim dtype device layout requires_grad requires_grad_ grad is_leaf retains_grad grad_fn is_meta "
@@ -169,8 +169,8 @@ class MethodMode(TorchFunctionMode):
             for item in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(item, nn.Parameter) and id(item) in self._known:
                     name = _name_of(func)
-                    if name in _WHOLE:
-                        return _of_whole(name, item, args)
+                    if name in _SHAPE:
+                        return _full_shape(name, item, args)
                     if name in _NEW:
                         return func(item.detach().as_subclass(Tensor), *args[1:], **(kwargs or {}))
                     if name not in _ABOUT:
@@ -184,9 +184,9 @@ def _name_of(func: Any) -> str:
     return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
-def _of_whole(name: str, parameter: nn.Parameter, args: tuple[Any, ...]) -> Any:
+def _full_shape(name: str, parameter: nn.Parameter, args: tuple[Any, ...]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        shape = torch.Size(parameter.held.shape if isinstance(parameter, ShardedParameter) else parameter.shape)
+        shape = torch.Size(parameter.spec.shape if isinstance(parameter, ShardedParameter) else parameter.shape)
     if name in ("numel", "nelement"):
         return math.prod(shape)
     if name == "__len__":

@@ -71,10 +71,10 @@ class ParallelModel(ModelView):
         self._holding: RankState | None = None
         self.call_inputs = compile_entry.call_inputs
         self._comparison = InputComparison(first_only=self.call_inputs.computed)
-        self._whole = False
+        self._global_batch = False
         self._flags = tuple(module.training for module in skeleton.modules())
         self._parts: list[nn.Module] = []  # as the user sees them, in the order of the skeleton's
-        self._beside: GradientSync | None = None  # of the module that this is a part of
+        self._outside_sync: GradientSync | None = None  # of the module that this is a part of
         self._scalars = FloatInputs(world.device)
         self._float = dtype_of_floats(skeleton.parameters())
         self._place: tuple[int, int] | None = None  # data_rank and data_size, where they are known before a plan is
@@ -98,11 +98,11 @@ class ParallelModel(ModelView):
     @property
     def passing(self) -> Mode:
         """What the next call passes: `input_mode`, unless `pass_whole` says otherwise."""
-        return "global" if self._whole else self._mode
+        return "global" if self._global_batch else self._mode
 
-    def pass_whole(self, whole: bool) -> None:
+    def pass_whole(self, global_batch: bool) -> None:
         """Whether the next calls pass the whole batch on every rank: a last one that groups can't share evenly."""
-        self._whole = whole
+        self._global_batch = global_batch
 
     @property
     def data_rank(self) -> int:
@@ -128,8 +128,8 @@ class ParallelModel(ModelView):
     @property
     def random(self) -> Randomness | None:
         """What the model draws from; a checkpoint has its step."""
-        found: Randomness | None = getattr(self._around["compile"], "random", None)
-        return self._holding.random if self._holding is not None else found
+        compiler_random: Randomness | None = getattr(self._around["compile"], "random", None)
+        return self._holding.random if self._holding is not None else compiler_random
 
     def train(self, mode: bool = True) -> ParallelModel:
         skeleton: nn.Module = self._around["skeleton"].train(mode)  # which may have a word of its own about parts
@@ -151,7 +151,7 @@ class ParallelModel(ModelView):
     def no_sync(self) -> Iterator[None]:
         """Within this, backward adds up local gradients; the next backward outside of it makes them true."""
         with ExitStack() as stack:
-            for sync in (self._ready().sync, self._beside):
+            for sync in (self._ready().sync, self._outside_sync):
                 if sync is not None:
                     stack.enter_context(sync.no_sync())
             yield
@@ -178,7 +178,7 @@ class ParallelModel(ModelView):
 
     def sync_too(self, sync: GradientSync) -> None:
         """Put the sync of gradients outside of this part off whenever its own is."""
-        self._beside, sync.turns = sync, self._turns
+        self._outside_sync, sync.turns = sync, self._turns
 
     # -- state ---------------------------------------------------------------------------
 
@@ -186,33 +186,33 @@ class ParallelModel(ModelView):
         """The original keys; plain tensors, or what a rank has of them, as values (see `state_values`)."""
         if self._holding is None:
             return super().state_dict(*args, **kwargs)
-        held = self._holding
-        found = state_dicts.state_dict(held.held, held.parameters, held.saved_buffers, held.groups)
+        state = self._holding
+        values = state_dicts.state_dict(state.specs, state.parameters, state.saved_buffers, state.groups)
         into: dict[str, Any] | None = kwargs.get("destination")  # of the module that this is a part of
         if into is None and not kwargs.get("prefix"):
-            return found
+            return values
         into = {} if into is None else into
-        into.update({kwargs.get("prefix", "") + key: value for key, value in found.items()})
+        into.update({kwargs.get("prefix", "") + key: value for key, value in values.items()})
         return into
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """Everything whole, under the original keys, on every rank or on one."""
-        held = self._ready()
+        state = self._ready()
         self._comparison.settle()
         return state_dicts.full_state_dict(
-            held.held, held.parameters, held.saved_buffers, held.groups, rank, held.pp_ranks
+            state.specs, state.parameters, state.saved_buffers, state.groups, rank, state.pp_ranks
         )
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors or pieces, saved under this plan or another."""
         if self._holding is None:
             return super().load_state_dict(values, strict, assign)
-        held = self._holding
-        elsewhere = [key for _, helds in held.pp_ranks for one in helds for key in one.keys]
-        given = (values, held.held, held.parameters, held.saved_buffers, held.groups)
-        found = state_dicts.load_state(*given, strict, elsewhere)
-        held.filled(values)
-        return found
+        state = self._holding
+        elsewhere = [key for _, specs in state.pp_ranks for spec in specs for key in spec.keys]
+        arguments = (values, state.specs, state.parameters, state.saved_buffers, state.groups)
+        keys = state_dicts.load_state(*arguments, strict, elsewhere)
+        state.filled(values)
+        return keys
 
     def hold(self, holding: RankState) -> None:
         """Take the pieces in, under the original names."""
@@ -220,8 +220,8 @@ class ParallelModel(ModelView):
         if holding.sync is not None:
             holding.sync.turns = self._turns
         tensors: dict[str, Tensor] = {}
-        for held in holding.held:
-            tensors.update(dict.fromkeys(held.keys, holding.parameters[held.name]))
+        for spec in holding.specs:
+            tensors.update(dict.fromkeys(spec.keys, holding.parameters[spec.name]))
         tensors.update(holding.buffers)
         self.show(shown(self._around["skeleton"], tensors))
         self.guard()
@@ -268,23 +268,27 @@ class ParallelModel(ModelView):
         (args, kwargs), entry = self._find(args, kwargs, method)
         holding = self._ready()
         holding.check_filled()
-        check_frozen(holding.sync, self._beside)
+        check_frozen(holding.sync, self._outside_sync)
         for stage in entry.stages:
             stage.renew()
         tensors = entry.flatten(args, kwargs)
         signature = entry.signature if entry.stage is None else entry.signature.with_frozen(_frozen(holding))
         place = (self.data_rank, self.data_size) if self.passing == "per_replica" else (0, 1)
-        self._comparison.begin(signature, tensors, place, at_once=self._whole)
+        self._comparison.begin(signature, tensors, place, at_once=self._global_batch)
         if self._place is not None:  # outside of a part gradients are those of the own rows' mean
             tensors = [comm.scale_gradient(tensor, float(self.data_size)) for tensor in tensors]
         elif self.passing == "per_replica":
-            own = [rows for rows, literal in zip(entry.rows, entry.literals, strict=True) if not literal]
+            own = [
+                per_replica
+                for per_replica, literal in zip(entry.per_replica, entry.literals, strict=True)
+                if not literal
+            ]
             tensors = input_gradients.unweighed(tensors, own, self._reduction.kind, self.data_size, entry.stage is None)
         if self.training and torch.is_grad_enabled():
             holding.random.advance()
-        found = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
-        self._comparison.until_backward(found)
-        outputs = self._out(entry, found)
+        results = self._forward(entry.stage, holding, tensors) if entry.stage else self._pipeline(entry, tensors)
+        self._comparison.until_backward(results)
+        outputs = self._out(entry, results)
         for tensor, path in zip(outputs, entry.shared, strict=False):
             if path and tensor is not None and self._world.size > 1:
                 watch_gradient(tensor, path)
@@ -296,20 +300,20 @@ class ParallelModel(ModelView):
             if holding.zero is not None and torch.is_grad_enabled():
                 stack.enter_context(holding.zero.saving())
             stage.start()
-            found = stage.forward(*tensors)
+            results = stage.forward(*tensors)
             self._write_updates(stage, holding)
-        return found
+        return results
 
     def _pipeline(self, entry: Specialization, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         assert entry.running is not None
         return entry.running(tensors, self.training)
 
-    def _out(self, entry: Specialization, found: Sequence[Tensor]) -> list[Tensor | None]:
-        left = iter(found)
+    def _out(self, entry: Specialization, results: Sequence[Tensor]) -> list[Tensor | None]:
+        left = iter(results)
         outputs: list[Tensor | None] = []
-        for literal, rows in zip(entry.literals, entry.rows, strict=True):
+        for literal, per_replica in zip(entry.literals, entry.per_replica, strict=True):
             tensor = None if literal else next(left)
-            if rows and tensor is not None and tensor.is_floating_point():
+            if per_replica and tensor is not None and tensor.is_floating_point():
                 tensor = self._reduction.weigh(tensor, self.data_size)
             outputs.append(tensor)
         return outputs
@@ -368,16 +372,18 @@ class ParallelModel(ModelView):
         """A new program is made for other shapes or another mode, and for other dtypes only where autocast casts."""
         for (constants, spec, shapes, _), entry in self._entries.items():
             if spec == key[1] and constants[0] == key[0][0]:
-                known, given = ([leaf[1] for leaf in held if not isinstance(leaf, str)] for held in (shapes, key[2]))
-                if len(known) == len(given) == len(entry.dtypes):
-                    check_dtypes([path for path, _ in entry.dtypes], known, given)
+                known, passed = (
+                    [leaf[1] for leaf in leaves if not isinstance(leaf, str)] for leaves in (shapes, key[2])
+                )
+                if len(known) == len(passed) == len(entry.dtypes):
+                    check_dtypes([path for path, _ in entry.dtypes], known, passed)
                 return
 
 
 def _frozen(holding: RankState) -> tuple[str, ...]:
     """The parameters that are trained and not now: on all ranks the same ones, or gradients would not meet."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple([name for name, held in holding.parameters.items() if not held.requires_grad])
+        return tuple([name for name, parameter in holding.parameters.items() if not parameter.requires_grad])
 
 
 def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -386,9 +392,9 @@ def _load_inside(model: ParallelModel, values: dict[str, Any], prefix: str, *_: 
     if holding is None:
         return
     mine = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-    state_dicts.load_state(mine, holding.held, holding.parameters, holding.saved_buffers, holding.groups, strict=False)
+    state_dicts.load_state(mine, holding.specs, holding.parameters, holding.saved_buffers, holding.groups, strict=False)
     holding.filled(mine)
     with torch._C.DisableTorchFunctionSubclass():
-        for held in holding.held:
-            local = holding.parameters[held.name].detach().as_subclass(Tensor)
-            values.update({prefix + key: local for key in held.keys if key in mine})
+        for spec in holding.specs:
+            local = holding.parameters[spec.name].detach().as_subclass(Tensor)
+            values.update({prefix + key: local for key in spec.keys if key in mine})

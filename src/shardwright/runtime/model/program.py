@@ -2,7 +2,7 @@
 
 A generated file holds one class. Loading it gives an object on which the user's names work
 (`self.blocks[0].attn.qkv.weight`), the groups of the mesh are attributes (`self.tp`), and
-`forward` is a plain function of tensors. What wraps it for the user's loop is `model.py`.
+`forward` is a plain function of tensors. What wraps it for the user's loop is `parallel_model.py`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Program:
 
     def renew(self) -> None:
         """Compute the constants, and again if a buffer has changed since: loaded, or trained by another program."""
-        versions = [held._version for held in self._unchanging]
+        versions = [buffer._version for buffer in self._unchanging]
         if versions != self._versions:
             with torch.inference_mode(False), torch.no_grad(), Untouched(), torch.device(self.device):
                 self.constants()
@@ -195,13 +195,13 @@ class Program:
         All ranks draw the same random numbers in it, unless its rows are split over a group.
         """
         part = self.parts[key]
-        given = held or {}
+        passed = held or {}
         lead = f"{part.path}." if part.path else ""
-        state = {name: given[name] if name in given else self.at_key(lead + name) for name in part.names}
+        state = {name: passed[name] if name in passed else self.at_key(lead + name) for name in part.names}
         where = "" if over is None else f" {over.axes} {over.index}"
         with self.random.drawing(key + where):
-            found = part(tensors, state)
-        return found[0] if len(found) == 1 else found
+            outputs = part(tensors, state)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def experts(
         self, key: str, hidden: Tensor, index: Tensor, weights: Tensor, *, home: Group, sharding: Shard,
@@ -209,18 +209,18 @@ class Program:
     ) -> Any:  # fmt: skip
         """Call a layer of experts of which every rank of a group has some: tokens go to where their experts are."""
 
-        def layer(rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-            found: Tensor = self.opaque(key, rows, numbers, shares, held=held, over=over)
-            return found
+        def layer(tokens: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+            output: Tensor = self.opaque(key, tokens, numbers, shares, held=held, over=over)
+            return output
 
         return experts(layer, hidden, index, weights, home, sharding)
 
     def at_key(self, key: str) -> Tensor:
         """The tensor that was placed under a key."""
-        found: Any = self.held
+        value: Any = self.held
         for step in key.split("."):
-            found = found[step]
-        return found  # type: ignore[no-any-return]
+            value = value[step]
+        return value  # type: ignore[no-any-return]
 
     def update(self, key: str, value: Tensor) -> None:
         """A new value for a buffer, written once the forward is over."""
@@ -251,9 +251,9 @@ def load_file(path: Path, name: str) -> ModuleType:
 
 def program_class(module: ModuleType) -> type[Program]:
     """The class that a generated file defines."""
-    for held in vars(module).values():
-        if isinstance(held, type) and issubclass(held, Program) and held is not Program:
-            return held
+    for member in vars(module).values():
+        if isinstance(member, type) and issubclass(member, Program) and member is not Program:
+            return member
     raise LayoutError(f"{module.__name__} defines no stage")
 
 
@@ -274,22 +274,22 @@ def shown(original: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             at._buffers[last] = tensor
     for (path, module), like in zip(root.named_modules(), original.modules(), strict=True):
         every = {**like._parameters, **like._buffers}
-        absent = frozenset(name for name, held in every.items() if held is None)
+        absent = frozenset(name for name, tensor in every.items() if tensor is None)
         pin(module, path, absent, vars(root).setdefault(ADDED, []))
     return root
 
 
 def _shown(original: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Module:
     if id(original) not in memo:
-        made = memo[id(original)] = type(original).__new__(type(original))
-        nn.Module.__init__(made)
-        own = {key: held for key, held in vars(original).items() if key not in vars(made) or key == "training"}
-        vars(made).update(own, forward=partial(_refuse, name))
-        made._parameters.update(dict.fromkeys(original._parameters))  # None for those that are held elsewhere
-        made._buffers.update(dict.fromkeys(original._buffers))
+        module = memo[id(original)] = type(original).__new__(type(original))
+        nn.Module.__init__(module)
+        own = {key: value for key, value in vars(original).items() if key not in vars(module) or key == "training"}
+        vars(module).update(own, forward=partial(_refuse, name))
+        module._parameters.update(dict.fromkeys(original._parameters))  # None for those that are held elsewhere
+        module._buffers.update(dict.fromkeys(original._buffers))
         for key, child in original._modules.items():
             inner = key if name == "the model" else f"{name}.{key}"
-            made._modules[key] = None if child is None else _shown(child, inner, memo)
+            module._modules[key] = None if child is None else _shown(child, inner, memo)
     return memo[id(original)]
 
 

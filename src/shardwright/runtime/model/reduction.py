@@ -59,7 +59,7 @@ class Reduction:
 
 def total(count: int | float | Tensor, groups: Groups, axes: tuple[str, ...], device: torch.device) -> Tensor:
     """The sum of a number over data-parallel groups. All ranks must call it."""
-    found = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
+    summed = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     for axis in axes:
-        found = comm.all_reduce_no_grad(found, groups[axis])
-    return found
+        summed = comm.all_reduce_no_grad(summed, groups[axis])
+    return summed

@@ -42,13 +42,13 @@ def watch_gradient(output: Tensor, path: str) -> None:
             )
 
     output.register_hook(check)  # type: ignore[no-untyped-call]
-    hooks: Any = output._backward_hooks or {}  # a tensor that stands for another (later.py) has none of its own
+    hooks: Any = output._backward_hooks or {}  # a tensor that stands for another (`PendingTensor`) has none of its own
 
 
 def _ends_here(node: Any) -> bool:
     """Whether the backward that runs was asked for the gradient of what a node made, and goes no further."""
-    inner = [held for held, _ in node.next_functions if held is not None]
+    inner = [inner_node for inner_node, _ in node.next_functions if inner_node is not None]
     try:
-        return bool(inner) and not any(torch._C._will_engine_execute_node(held) for held in inner)
+        return bool(inner) and not any(torch._C._will_engine_execute_node(inner_node) for inner_node in inner)
     except RuntimeError:  # a leaf that torch.autograd.grad was asked for
         return False

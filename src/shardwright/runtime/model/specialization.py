@@ -30,7 +30,7 @@ class Specialization:
     flatten: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
     unflatten: Callable[[Sequence[Tensor | None]], Any]
     literals: tuple[bool, ...]  # for each output, whether it is a literal
-    rows: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
+    per_replica: tuple[bool, ...] = ()  # for each output, whether it is this group's rows
     dtypes: tuple[tuple[str, str], ...] = ()  # (path, dtype) of every input
     shared: tuple[str, ...] = ()  # for each output its path, if the model computes with it itself (shared_outputs.py)
     signature: CallSignature
@@ -50,7 +50,7 @@ class RankState:
     """What a rank holds: pieces, buffers, and what keeps them right. Made when the model is first compiled."""
 
     groups: Groups
-    held: list[ParameterSpec]
+    specs: list[ParameterSpec]
     parameters: dict[str, ShardedParameter]  # by first key
     buffers: dict[str, Tensor]
     sync: GradientSync | None
@@ -67,7 +67,7 @@ class RankState:
 
     def filled(self, keys: Container[str]) -> None:
         """What has these keys has values."""
-        self.empty -= {held.name for held in self.held if any(key in keys for key in held.keys)}
+        self.empty -= {spec.name for spec in self.specs if any(key in keys for key in spec.keys)}
 
     def check_filled(self) -> None:
         if self.empty:

@@ -1,7 +1,7 @@
 """The user's model as it is seen through the compiled one: its attributes, its methods, its structure.
 
 Until the first call the user looks at the original, and may do to it whatever they like. From then on they look
-at its modules with the pieces in them (`stage.shown`): attributes can be changed, and programs follow
+at its modules with the pieces in them (`program.shown`): attributes can be changed, and programs follow
 (guards.py), structure can't (pinned.py), and methods run as methods.py says.
 """
 
@@ -138,13 +138,13 @@ _SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__",
 
 def like_container(view: type[View], original: type[nn.Module]) -> type[View]:
     """A class of views on models that are containers, such as nn.Sequential: Python asks a class for `__len__`."""
-    special = {name: _asked(name) for name in _SPECIAL if hasattr(original, name)}
+    special = {name: _forwarded(name) for name in _SPECIAL if hasattr(original, name)}
     if not special:
         return view
     return type(view.__name__, (view,), {**special, "__bool__": lambda self: True, "__module__": view.__module__})
 
 
-def _asked(name: str) -> Callable[..., Any]:
+def _forwarded(name: str) -> Callable[..., Any]:
     def special(self: ModelView, *args: Any) -> Any:
         return getattr(self.root, name)(*args)
 

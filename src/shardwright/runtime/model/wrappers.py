@@ -91,20 +91,20 @@ class Unwrappable(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Programs are made for the dtypes of the parameters, and pieces are on the device of their rank."""
-        pieces = any(isinstance(parameter, ShardedParameter) for parameter in self.parameters())
+        compiled = any(isinstance(parameter, ShardedParameter) for parameter in self.parameters())
         for dtype, device in {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}:
             now = fn(torch.empty(0, dtype=dtype, device=device))
-            if now.dtype != dtype and pieces:
+            if now.dtype != dtype and compiled:
                 raise InputError(
                     f"the model is compiled for parameters in {dtype}, and was cast to {now.dtype}; cast it before "
                     "parallelize, or pass precision= to it (docs/precision.md)"
                 )
-            if now.device != device and pieces:
+            if now.device != device and compiled:
                 raise InputError(
                     f"the compiled model is on {device}, the device of this rank, and can't be moved to {now.device}; "
                     "leave that out"
                 )
-        if pieces:  # all of it is there already
+        if compiled:  # all of it is there already
             return self
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 

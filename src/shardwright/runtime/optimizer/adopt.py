@@ -113,11 +113,11 @@ def adopt(optimizer: Optimizer, replaced: Mapping[Parameter, ShardedParameter | 
                 continue
             leaves.append(leaf)
             if state is not None:
-                optimizer.state[leaf] = _cut_state(state, leaf)
+                optimizer.state[leaf] = _shard_state(state, leaf)
         group["params"][:] = leaves  # in place: LBFGS keeps the list itself
         _keep_foreach(group, leaves)
     if kind != "element":
-        _around_step(optimizer, _step_each if kind == "tensor" else _step_whole)
+        _around_step(optimizer, _step_each if kind == "tensor" else _step_gathered)
     else:
         own = {id(leaf_of(new)) for new in replaced.values() if new is not None}
         leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if id(leaf) in own]
@@ -168,7 +168,7 @@ def load_whole(optimizer: Optimizer, saved: Mapping[str, Any], names: Sequence[s
         if number in saved["state"] and name in leaves:
             leaf = leaves[name]
             state = {key: _placed(value, leaf) for key, value in saved["state"][number].items()}
-            optimizer.state[leaf] = _cut_state(state, leaf)
+            optimizer.state[leaf] = _shard_state(state, leaf)
 
 
 def _placed(value: Any, leaf: Tensor) -> Any:
@@ -214,8 +214,8 @@ def _expect_summed(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for leaf in group["params"]:
             owner = getattr(leaf, "owner", None)
-            whole = leaf if owner is None else owner
-            if getattr(whole, "unsummed", False) and raw_gradient(whole) is not None:
+            parameter = leaf if owner is None else owner
+            if getattr(parameter, "unsummed", False) and raw_gradient(parameter) is not None:
                 raise InputError(
                     "step() with gradients that were not summed over ranks: the last backward ran under no_sync, or "
                     "accumulate= counts on more backwards before a step; leave no_sync for the last backward of a step"
@@ -244,9 +244,9 @@ def _refresh(refresh: Refresh, optimizer: Optimizer, args: Any, kwargs: Any) -> 
 # -- optimizers that must see whole tensors ---------------------------------------------------
 
 
-def _step_whole(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
-    with _whole(optimizer, optimizer.param_groups) as shown:
-        return inner() if closure is None else inner(_on_pieces(optimizer, shown, closure))
+def _step_gathered(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
+    with _gathered_groups(optimizer, optimizer.param_groups) as shown:
+        return inner() if closure is None else inner(_on_shards(optimizer, shown, closure))
 
 
 def _step_each(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> Any:
@@ -262,7 +262,7 @@ def _step_each(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> A
             for leaf in leaves:
                 if leaf.grad is not None:
                     group["params"][:] = [leaf]
-                    with _whole(optimizer, [group]):
+                    with _gathered_groups(optimizer, [group]):
                         inner()
     finally:
         optimizer.param_groups = groups
@@ -272,14 +272,14 @@ def _step_each(optimizer: Optimizer, inner: Inner, closure: Closure | None) -> A
 
 
 @contextmanager
-def _whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[list[tuple[Any, Tensor]]]:
+def _gathered_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[list[tuple[Any, Tensor]]]:
     """Within this the param groups hold whole parameters with whole gradients and state."""
     shown: list[tuple[Any, Tensor]] = []
     before = [list(group["params"]) for group in groups]
     for group in groups:
-        whole = [_gathered(leaf) for leaf in group["params"]]
-        shown += zip(group["params"], whole, strict=True)
-        group["params"][:] = whole
+        full_parameters = [_gathered(leaf) for leaf in group["params"]]
+        shown += zip(group["params"], full_parameters, strict=True)
+        group["params"][:] = full_parameters
     for leaf, full in shown:
         if leaf in optimizer.state and leaf is not full:
             optimizer.state[full] = _gather_state(optimizer.state.pop(leaf), leaf)
@@ -289,7 +289,7 @@ def _whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[l
         _write_back(shown)
         for leaf, full in shown:
             if full in optimizer.state and leaf is not full:
-                optimizer.state[leaf] = _cut_state(optimizer.state.pop(full), leaf)
+                optimizer.state[leaf] = _shard_state(optimizer.state.pop(full), leaf)
         for group, leaves in zip(groups, before, strict=True):
             group["params"][:] = leaves
 
@@ -300,9 +300,9 @@ def _gathered(leaf: Any) -> Tensor:
         return leaf  # type: ignore[no-any-return]
     gradient = leaf.grad
     with Untouched():
-        full = Parameter(gather_tensor(leaf, leaf.held, leaf.groups, leaf.spread), requires_grad=leaf.requires_grad)
+        full = Parameter(gather_tensor(leaf, leaf.spec, leaf.groups, leaf.spread), requires_grad=leaf.requires_grad)
         if gradient is not None:
-            full.grad = gather_tensor(gradient, leaf.held, leaf.groups, leaf.spread)
+            full.grad = gather_tensor(gradient, leaf.spec, leaf.groups, leaf.spread)
     return full
 
 
@@ -313,12 +313,12 @@ def _write_back(shown: Sequence[tuple[Any, Tensor]]) -> None:
         if isinstance(leaf, ShardedParameter) and leaf is not full:
             target = leaf if leaf.owner is None else leaf.owner
             with Untouched():
-                target.copy_(_cut(full, target))
-                if leaf.held.master:
-                    leaf.copy_(_cut(full, leaf))
+                target.copy_(_shard(full, target))
+                if leaf.spec.master:
+                    leaf.copy_(_shard(full, leaf))
 
 
-def _on_pieces(
+def _on_shards(
     optimizer: Optimizer, shown: Sequence[tuple[Any, Tensor]], closure: Callable[[], Any]
 ) -> Callable[[], Any]:
     """A closure runs the model and `zero_grad`: it needs pieces, up to date; then its gradients are gathered."""
@@ -331,8 +331,8 @@ def _on_pieces(
             group["params"][:] = [leaves[id(full)] for full in group["params"]]
         with torch.enable_grad():
             loss = closure()
-        for group, whole in zip(optimizer.param_groups, before, strict=True):
-            group["params"][:] = whole
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"][:] = parameters
         for leaf, full in shown:
             if leaf is not full:
                 full.grad = _gathered(leaf).grad
@@ -341,30 +341,30 @@ def _on_pieces(
     return run
 
 
-def _cut(full: Tensor, leaf: ShardedParameter) -> Tensor:
+def _shard(full: Tensor, leaf: ShardedParameter) -> Tensor:
     assert leaf.groups is not None
-    return shard_tensor(full, leaf.held, leaf.groups.mesh.sizes, coordinates(leaf.groups), leaf.spread)
+    return shard_tensor(full, leaf.spec, leaf.groups.mesh.sizes, coordinates(leaf.groups), leaf.spread)
 
 
-def _cut_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
+def _shard_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
     """State as kept: what has the whole parameter's shape is cut as the parameter is, in a master's dtype."""
-    if not isinstance(leaf, ShardedParameter) or not leaf.held.shape:
+    if not isinstance(leaf, ShardedParameter) or not leaf.spec.shape:
         return state
-    fits = {k for k, v in state.items() if isinstance(v, Tensor) and tuple(v.shape) == leaf.held.shape}
-    leaf.cut_state = frozenset(fits)
-    return {key: _cut(_widened(value, leaf), leaf) if key in fits else value for key, value in state.items()}
+    fits = {k for k, v in state.items() if isinstance(v, Tensor) and tuple(v.shape) == leaf.spec.shape}
+    leaf.sharded_keys = frozenset(fits)
+    return {key: _shard(_widened(value, leaf), leaf) if key in fits else value for key, value in state.items()}
 
 
 def _widened(value: Tensor, leaf: ShardedParameter) -> Tensor:
     """State that was made beside a narrow parameter belongs to its master."""
-    return value.to(leaf.held.true_dtype) if leaf.held.master and value.is_floating_point() else value
+    return value.to(leaf.spec.true_dtype) if leaf.spec.master and value.is_floating_point() else value
 
 
 def _gather_state(state: dict[str, Any], leaf: Any) -> dict[str, Any]:
-    """The inverse of `_cut_state`. Names decide: by its shape a small factor might pass for a piece on some ranks."""
-    if not isinstance(leaf, ShardedParameter) or leaf.groups is None or not leaf.held.shape:
+    """The inverse of `_shard_state`. Names decide: by its shape a small factor might pass for a piece on some ranks."""
+    if not isinstance(leaf, ShardedParameter) or leaf.groups is None or not leaf.spec.shape:
         return state
-    names = leaf.cut_state
+    names = leaf.sharded_keys
     if names is None:  # just loaded
         names = frozenset(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape)
-    return {k: gather_tensor(v, leaf.held, leaf.groups, leaf.spread) if k in names else v for k, v in state.items()}
+    return {k: gather_tensor(v, leaf.spec, leaf.groups, leaf.spread) if k in names else v for k, v in state.items()}

@@ -35,18 +35,20 @@ def fused(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _may_be(group: dict[str, Any], optimizer: Optimizer) -> bool:
-    said = group.get("fused") is not None or group.get("foreach") is not None
-    if said or group["differentiable"] or isinstance(group["lr"], Tensor):
+    chosen = group.get("fused") is not None or group.get("foreach") is not None
+    if chosen or group["differentiable"] or isinstance(group["lr"], Tensor):
         return False
     return all(_alike(leaf, optimizer.state.get(leaf, {})) for leaf in group["params"] if leaf.grad is not None)
 
 
 def _alike(leaf: Tensor, state: dict[str, Any]) -> bool:
     step = state.get("step")
-    held = (leaf, leaf.grad, *(value for name, value in state.items() if name != "step"))
+    tensors = (leaf, leaf.grad, *(value for name, value in state.items() if name != "step"))
     return (
         leaf.device.type == "cpu"
         and leaf.is_floating_point()
-        and all(isinstance(one, Tensor) and one.dtype == leaf.dtype and one.is_contiguous() for one in held)
+        and all(
+            isinstance(tensor, Tensor) and tensor.dtype == leaf.dtype and tensor.is_contiguous() for tensor in tensors
+        )
         and (step is None or (isinstance(step, Tensor) and step.dtype == torch.float32))
     )

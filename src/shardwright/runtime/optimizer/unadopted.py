@@ -2,7 +2,7 @@
 
 Their `step` sees pieces as if they were parameters. That is right where an update of an element needs that element only
 and the pieces are what is trained. It is not where the update looks at a whole tensor or at all of them, or where ZeRO
-or a master has the optimizer update something else. torch calls `look` before every step of every optimizer.
+or a master has the optimizer update something else. torch calls `check_unadopted` before every step of every optimizer.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def check_unadopted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would be that of pieces; an optimizer is looked at again when it has got another group."""
     if _seen.get(optimizer) == len(optimizer.param_groups):
         return
-    pieces = [
+    shards = [
         leaf for group in optimizer.param_groups for leaf in group["params"] if isinstance(leaf, ShardedParameter)
     ]
-    split = [piece for piece in pieces if piece.shard is not None]
-    if not split and (is_adopted(optimizer) or not pieces or known_sight(optimizer) == "element"):
+    split = [shard for shard in shards if shard.shard is not None]
+    if not split and (is_adopted(optimizer) or not shards or known_sight(optimizer) == "element"):
         _seen[optimizer] = len(optimizer.param_groups)
         return
     name = type(optimizer).__name__
     why = (
-        f"{split[0].held.name} is updated through a share or a master of it, which only parallelize can give to it"
+        f"{split[0].spec.name} is updated through a share or a master of it, which only parallelize can give to it"
         if split
         else "an update may need more than the same element, and the model's parameters are pieces"
     )

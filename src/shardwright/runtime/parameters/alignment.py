@@ -30,16 +30,16 @@ def expect_aligned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     """Refuse an elementwise function that pairs a parameter of a stage with what belongs to another."""
     name = str(getattr(func, "__name__", ""))
     in_place = name.endswith("_") if name.startswith("_foreach_") else writes(name)
-    for row in _rows(name, args, kwargs):
+    for row in _paired_tensors(name, args, kwargs):
         mine = [x for x in row if getattr(x, "stages", None) is not None]
         others = [x for x in row if getattr(x, "stages", None) is None]
         if not mine:
             continue
-        strange = len({x.held.name for x in mine}) > 1 or any(isinstance(x, nn.Parameter) for x in others)  # type: ignore[attr-defined]
+        strange = len({x.spec.name for x in mine}) > 1 or any(isinstance(x, nn.Parameter) for x in others)  # type: ignore[attr-defined]
         misplaced = strange or (in_place and any(row[0] is x for x in others))
         if misplaced and not _in_an_optimizer():
             raise InputError(
-                f"{name.strip('_')} of parameter {mine[0].held.name} with a tensor that is not known to belong to it: "  # type: ignore[attr-defined]
+                f"{name.strip('_')} of parameter {mine[0].spec.name} with a tensor that is not known to belong to it: "  # type: ignore[attr-defined]
                 "in a pipeline a rank goes through the parameters of its own stages only, so that zip() with those of "
                 "another model pairs the wrong ones. For an average of the weights use shardwright.ema.EMA(model); to "
                 "copy weights, model.full_state_dict(); for tensors beside parameters, make them of model.parameters() "
@@ -57,14 +57,18 @@ def _in_an_optimizer() -> bool:
     return False
 
 
-def _rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Tensor]]:
+def _paired_tensors(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Tensor]]:
     """The tensors that are computed with element by element, more than one at a time."""
     if name.startswith("_foreach_"):
-        lists = [held for held in args if isinstance(held, list | tuple) and held and isinstance(held[0], Tensor)]
-        rows: Any = zip(*lists, strict=False) if len(lists) > 1 else ()
+        lists = [
+            argument
+            for argument in args
+            if isinstance(argument, list | tuple) and argument and isinstance(argument[0], Tensor)
+        ]
+        tuples: Any = zip(*lists, strict=False) if len(lists) > 1 else ()
     else:
-        rows = [torch.utils._pytree.tree_leaves((args, kwargs))] if is_elementwise(name) else ()
-    for row in rows:
+        tuples = [torch.utils._pytree.tree_leaves((args, kwargs))] if is_elementwise(name) else ()
+    for row in tuples:
         tensors = [x for x in row if isinstance(x, Tensor) and x.ndim]
         if len(tensors) > 1:
             yield tensors

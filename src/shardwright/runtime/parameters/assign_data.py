@@ -15,18 +15,18 @@ from .local_ops import ShardPlacement, refusal
 from .spec import zero_axes
 
 
-def set_data(parameter: Any, value: Tensor, place: ShardPlacement | None, given: ShardPlacement | None) -> None:
+def set_data(parameter: Any, value: Tensor, place: ShardPlacement | None, value_place: ShardPlacement | None) -> None:
     """Give a parameter other values. `place` is where it lies if it is a piece, `given` the same of the values."""
     if parameter.owner is not None and parameter.slot is not None:  # a share, which is a view on its parameter
         with torch.no_grad():
             parameter.detach().copy_(value)
         return
     other = place is not None and value.shape != parameter.shape
-    if place is not None and other and given is None and tuple(value.shape) == place.held.shape:
-        value = place.sharding(value).clone()
-    elif place is not None and (other or given not in (None, place)):
+    if place is not None and other and value_place is None and tuple(value.shape) == place.spec.shape:
+        value = place.shard(value).clone()
+    elif place is not None and (other or value_place not in (None, place)):
         raise refusal("setting the data", place, parameter.shape)
     parameter.data = value
-    if parameter.shard is not None and parameter.slot is not None and not parameter.held.master:
-        axes = zero_axes(parameter.held, parameter.groups.mesh.sizes)
+    if parameter.shard is not None and parameter.slot is not None and not parameter.spec.master:
+        axes = zero_axes(parameter.spec, parameter.groups.mesh.sizes)
         parameter.shard.data = parameter.slot.owned(parameter.detach(), parameter.groups[axes].index)

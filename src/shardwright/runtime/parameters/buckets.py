@@ -29,8 +29,8 @@ from .spec import ParameterSpec, coordinates, name_some, zero_axes
 class BucketSlot:
     """One parameter: its slot, and what is known of its gradient in the running backward."""
 
-    def __init__(self, held: ParameterSpec, parameter: Parameter) -> None:
-        self.held = held
+    def __init__(self, spec: ParameterSpec, parameter: Parameter) -> None:
+        self.spec = spec
         self.parameter = parameter
         self.number = 0
         self.bucket: GradientBucket
@@ -74,7 +74,7 @@ class BucketSlot:
         true, self.true, self.seen = self.true, None, False
         if self.hooks.before:
             total = self.hooks.change(wrap_gradient(self.parameter, total))
-        set_raw_gradient(self.parameter, total.to(self.held.true_dtype) if true is None else true.add_(total))
+        set_raw_gradient(self.parameter, total.to(self.spec.true_dtype) if true is None else true.add_(total))
         self.hooks.tell(self.parameter)
 
 
@@ -99,7 +99,7 @@ class GradientBucket:
             entry.bucket, entry.number = self, number
 
     def __str__(self) -> str:
-        return f"the gradients of {name_some([entry.held.name for entry in self.entries])}"
+        return f"the gradients of {name_some([entry.spec.name for entry in self.entries])}"
 
     def open(self) -> None:
         """A buffer to write in. If anybody still looks at the last one's memory, it is theirs."""
@@ -185,9 +185,9 @@ class SplitBucket(GradientBucket):
     ) -> None:
         super().__init__(entries, axes, groups, dtype)
         sizes = groups.mesh.sizes
-        helds = [entry.held for entry in entries]
-        split = zero_axes(helds[0], sizes)
-        self.pack = Pack(helds, split, sizes, coordinates(groups), extra=len(entries))
+        specs = [entry.spec for entry in entries]
+        split = zero_axes(specs[0], sizes)
+        self.pack = Pack(specs, split, sizes, coordinates(groups), extra=len(entries))
         self.split = groups[split]
         others = tuple(axis for axis in axes if axis not in split)
         self.others = groups[others].process_group if others else None
@@ -204,13 +204,13 @@ class SplitBucket(GradientBucket):
         parts = [part for part in (gradient, pending) if part is not None]
         if parts:
             total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-            self.pack.put(self.pack.rows(self.flat), entry.number, total)
+            self.pack.put(self.pack.by_rank(self.flat), entry.number, total)
         entry.seen = bool(parts)
         self.missing -= 1
 
     def launch(self) -> None:
         assert self.flat is not None
-        for row in self.pack.rows(self.flat):
+        for row in self.pack.by_rank(self.flat):
             self._mark(row.narrow(0, self.pack.used, len(self.entries)))
         self.row = self.flat.new_empty(self.pack.width)
         flight_recorder.enter("reduce_scatter", self.split.process_group, self)
@@ -232,8 +232,8 @@ class SplitBucket(GradientBucket):
                 old = raw_gradient(shard)
                 if entry.hooks.before:
                     share = entry.hooks.change(wrap_gradient(shard, share))
-                kept = share.detach().to(entry.held.true_dtype)
-                set_raw_gradient(shard, kept if old is None else old.add_(share))
+                gradient = share.detach().to(entry.spec.true_dtype)
+                set_raw_gradient(shard, gradient if old is None else old.add_(share))
                 set_raw_gradient(entry.parameter, None)
                 entry.hooks.tell(entry.parameter)
             entry.seen, entry.true = False, None
@@ -266,11 +266,11 @@ class TiedBucket(GradientBucket):
         return [(e, slot if any_ else None) for e, slot, any_ in zip(self.entries, self.slots, used, strict=True)]
 
 
-def expect_plain(held: ParameterSpec, gradient: Tensor) -> None:
+def expect_plain(spec: ParameterSpec, gradient: Tensor) -> None:
     """Refuse what can't be added to `.grad` after a sum over ranks."""
     if gradient.requires_grad:
         raise InputError(
-            f"backward(create_graph=True) reached parameter {held.name}, and a .grad that is summed over ranks has no "
+            f"backward(create_graph=True) reached parameter {spec.name}, and a .grad that is summed over ranks has no "
             "graph; use torch.autograd.grad(loss, parameters, create_graph=True), whose gradients have one, or leave "
             "create_graph out"
         )

@@ -26,8 +26,8 @@ def destination_of(node: Any) -> Destination:
 def leaf_node(leaf: Tensor) -> Any:
     """The node that adds to the `.grad` of a leaf that needs a gradient."""
     with torch.enable_grad():
-        made: Any = leaf.view_as(leaf).grad_fn
-    return made.next_functions[0][0]
+        view_node: Any = leaf.view_as(leaf).grad_fn
+    return view_node.next_functions[0][0]
 
 
 def needs_gradient(leaf: Tensor) -> bool:

@@ -21,7 +21,7 @@ with sync (or `flush`) takes them along. At ZeRO level 2 a bucket is reduce-scat
 only the share that this rank owns is kept, as the gradient of the parameter's `shard`.
 Buckets are summed in the dtype of the parameter, or in another one (`dtype`), and handed out in the
 gradient's own.
-Parameters that level 3 splits are not handled here but in `zero`.
+Parameters that level 3 splits are not handled here but in `zero3`.
 
 `torch.autograd.grad` has no use for `.grad`: what it asks for is summed at once, one parameter after the other, by an
 op that has a gradient of its own, and handed out as a piece where it is one.
@@ -105,8 +105,8 @@ class GradientSync:
         self._next = 0  # the first bucket that was not launched in this backward
         self._finished = 0
         self._task = -1  # the backward that is running, as autograd numbers them
-        self._asked = (-1, False)  # the last backward that came by, and whether its gradients are for its caller
-        self._frozen = [(held, leaf) for held, leaf in params if not held.trainable]
+        self._newest = (-1, False)  # the last backward that came by, and whether its gradients are for its caller
+        self._frozen = [(spec, leaf) for spec, leaf in params if not spec.trainable]
         self._handles: list[Any] = []
         with Untouched():
             for entry in self._entries:
@@ -125,7 +125,7 @@ class GradientSync:
     def check_frozen(self) -> None:
         """Refuse a parameter that was frozen when the plan was made: no rank would sum its gradient."""
         with Untouched():
-            thawed = [held.name for held, leaf in self._frozen if leaf.requires_grad]
+            thawed = [spec.name for spec, leaf in self._frozen if leaf.requires_grad]
         if thawed:
             raise InputError(
                 f"the parameters {name_some(thawed)} were frozen when the model was compiled and now need gradients, "
@@ -167,10 +167,10 @@ class GradientSync:
     def _is_for_caller(self, leaf: Tensor) -> bool:
         """Whether `torch.autograd.grad` runs: a backward is for `.grad` or for its caller, with all its leaves."""
         task = torch._C._current_graph_task_id()
-        if self._asked[0] != task:
+        if self._newest[0] != task:
             with Untouched():
-                self._asked = task, destination_of(leaf_node(leaf)) == "caller"
-        return self._asked[1]
+                self._newest = task, destination_of(leaf_node(leaf)) == "caller"
+        return self._newest[1]
 
     def _complete(self, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
         """A gradient that nothing has to be added to, but that may be that of a piece."""
@@ -185,13 +185,13 @@ class GradientSync:
             return None  # a function of which it is an input has none for it, or it was frozen since: torch drops it
         if self._is_for_caller(entry.parameter):
             return _summed(entry, gradient)
-        expect_plain(entry.held, gradient)
+        expect_plain(entry.spec, gradient)
         if not isinstance(entry.parameter, ShardedParameter):
             check_alone(entry.parameter, self._own_hooks[id(entry.parameter)])
         task = torch._C._current_graph_task_id()
         self.turns.come(task)
         if not self.enabled:
-            check_put_off(entry.hooks, entry.held.name)
+            check_put_off(entry.hooks, entry.spec.name)
             if not entry.pending:
                 entry.set_aside()
                 entry.pending = True
@@ -282,21 +282,21 @@ class BucketKind(NamedTuple):
     tied: bool
 
     def bucket(self, entries: Sequence[BucketSlot]) -> GradientBucket:
-        made = TiedBucket if self.tied else SplitBucket if self.split else GradientBucket
-        return made(entries, self.axes, self.groups, self.dtype)
+        kind = TiedBucket if self.tied else SplitBucket if self.split else GradientBucket
+        return kind(entries, self.axes, self.groups, self.dtype)
 
 
 def _summed(entry: BucketSlot, gradient: Tensor) -> Tensor:
     """A gradient that `torch.autograd.grad` gives its caller: true, with a graph if that is asked for, and a piece."""
-    held, bucket = entry.held, entry.bucket
+    spec, bucket = entry.spec, entry.bucket
     if gradient.is_sparse:
         raise InputError(
-            f"torch.autograd.grad asks for the gradient of parameter {held.name}, which is sparse, and those that are "
+            f"torch.autograd.grad asks for the gradient of parameter {spec.name}, which is sparse, and those that are "
             "summed over ranks are dense; build its Embedding with sparse=False, or call loss.backward()"
         )
     if isinstance(bucket, TiedBucket):
         raise InputError(
-            f"torch.autograd.grad asks for the gradient of parameter {held.name}, which several stages of the pipeline "
+            f"torch.autograd.grad asks for the gradient of parameter {spec.name}, which several stages of the pipeline "
             "hold; call loss.backward() and read .grad, or use a plan without pp"
         )
     total = comm.all_reduce(gradient, bucket.over)
@@ -315,8 +315,8 @@ def _buckets(
     kinds: dict[BucketKind, list[list[BucketSlot]]] = defaultdict(list)
     room: dict[BucketKind, float] = {}
     order: list[tuple[BucketKind, int]] = []
-    for held, parameter in reversed(params):
-        kind = _kind(held, parameter, groups, held.name in ties, dtype)
+    for spec, parameter in reversed(params):
+        kind = _kind(spec, parameter, groups, spec.name in ties, dtype)
         if kind is None:
             continue
         with Untouched():
@@ -326,23 +326,23 @@ def _buckets(
             room[kind] = (first_mb if first else bucket_mb) * 2**20
             order.append((kind, len(kinds[kind])))
             kinds[kind].append([])
-        kinds[kind][-1].append(BucketSlot(held, parameter))
+        kinds[kind][-1].append(BucketSlot(spec, parameter))
         room[kind] -= size
     return [kind.bucket(kinds[kind][number]) for kind, number in order]
 
 
 def _kind(
-    held: ParameterSpec, parameter: Parameter, groups: Groups | None, tied: bool, dtype: torch.dtype | None
+    spec: ParameterSpec, parameter: Parameter, groups: Groups | None, tied: bool, dtype: torch.dtype | None
 ) -> BucketKind | None:
     """In which kind of bucket a parameter is, or None if its gradient is true as it comes."""
     own = parameter.groups if isinstance(parameter, ShardedParameter) else None
     groups = own or groups
     if groups is None:
-        raise RankError(f"parameter {held.name} does not know the groups of its mesh, so it can't be synced")
-    axes = summing_axes(held, groups.mesh)
-    split = zero_axes(held, groups.mesh.sizes)
-    if held.level == 3 and split:  # comes as a share that is summed
+        raise RankError(f"parameter {spec.name} does not know the groups of its mesh, so it can't be synced")
+    axes = summing_axes(spec, groups.mesh)
+    split = zero_axes(spec, groups.mesh.sizes)
+    if spec.level == 3 and split:  # comes as a share that is summed
         axes, split = (), ()
-    if not held.trainable or not (axes or tied):
+    if not spec.trainable or not (axes or tied):
         return None
-    return BucketKind(groups, axes, split if held.level == 2 and not tied else (), dtype or held.dtype, tied)
+    return BucketKind(groups, axes, split if spec.level == 2 and not tied else (), dtype or spec.dtype, tied)

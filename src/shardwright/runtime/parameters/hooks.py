@@ -9,7 +9,7 @@ only scales, wrong for one that clips. So they are kept here, and whoever makes 
     summed in a bucket                  the bucket, before it hands the gradient out
     summed as a share (ZeRO-3)          the unit, before it adds the share to `.grad`
 
-A hook of a parameter that is split sees a piece, with which it can do what `pieces` allows.
+A hook of a parameter that is split sees a shard, with which it can do what `local_ops` allows.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ class ParameterHooks:
         return bool(self.before or self.after)
 
     def add(self, hook: Hook, after: bool = False) -> RemovableHandle:
-        kept = self.after if after else self.before
-        handle = RemovableHandle(kept)
-        kept[handle.id] = hook
+        hooks = self.after if after else self.before
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
         return handle
 
     def change(self, gradient: Tensor) -> Tensor:
         """What the hooks make of a true gradient."""
         with as_user():
             for hook in tuple(self.before.values()):
-                made = hook(gradient)
-                if made is not None:
-                    if not isinstance(made, Tensor) or made.shape != gradient.shape:
+                result = hook(gradient)
+                if result is not None:
+                    if not isinstance(result, Tensor) or result.shape != gradient.shape:
                         raise InputError(
                             f"a hook on a parameter got a gradient of shape {tuple(gradient.shape)} and gave back "
-                            f"{tuple(made.shape) if isinstance(made, Tensor) else made!r}; give the same shape, or None"
+                            f"{tuple(result.shape) if isinstance(result, Tensor) else result!r}; return the same "
+                            "shape, or None"
                         )
-                    gradient = made
+                    gradient = result
         return gradient
 
     def tell(self, parameter: Tensor) -> None:
@@ -81,9 +82,9 @@ def check_put_off(hooks: ParameterHooks, name: str) -> None:
 
 
 def add_hook(parameter: Any, hook: Hook, after: bool) -> RemovableHandle:
-    """Keep a hook of a `ShardParameter`, and let autograd call it where the gradient is complete as it comes."""
+    """Keep a hook of a `ShardedParameter`, and let autograd call it where the gradient is complete as it comes."""
     if not parameter.requires_grad:
-        raise InputError(f"parameter {parameter.held.name} needs no gradient, so a hook on it would never run")
+        raise InputError(f"parameter {parameter.spec.name} needs no gradient, so a hook on it would never run")
     _watch(parameter)
     return parameter.hooks.add(hook, after)  # type: ignore[no-any-return]
 
@@ -108,7 +109,7 @@ def _watch(parameter: Any) -> None:
             return None
         if hooks.in_shares and destination_of(leaf_node(parameter)) == "grad":
             raise InputError(
-                f"parameter {parameter.held.name} has hooks and gets one gradient through the model and another from "
+                f"parameter {parameter.spec.name} has hooks and gets one gradient through the model and another from "
                 "outside of it; under ZeRO-3 they never meet before .grad. Use zero2, or remove the hook"
             )
         return hooks.change(parameter.dress(gradient))

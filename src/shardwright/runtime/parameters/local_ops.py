@@ -6,8 +6,8 @@ A piece is one rank's part of a tensor that a plan splits. A user's loop does no
     reductions    p.square().sum(), g.abs().max()           run on the piece, then over the ranks that share the tensor
     anything else p[0], p.view(-1), p.tolist()              is refused: it would be about the piece
 
-Norms have a file of their own (`global_norms`), since clipping must not talk once for each parameter. What is here asks
-only for a tensor's `Place`; which tensors are pieces is the business of `parameters`.
+Norms have a file of their own (`norms`), since clipping must not talk once for each parameter. What is here asks
+only for a tensor's `ShardPlacement`; which tensors are shards is the business of `sharded`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _ELEMENTWISE = frozenset(
 )
 _IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split())
 _REFLECTED = frozenset(
-    f"__{way}{name}__"
-    for way in ("", "r", "i")
+    f"__{prefix}{name}__"
+    for prefix in ("", "r", "i")
     for name in "add sub mul truediv floordiv mod pow and or xor eq ne lt le gt ge neg pos abs invert deepcopy".split()
 )
 _ABOUT_IT = frozenset(
@@ -60,7 +60,7 @@ _TURNED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 class ShardPlacement:
     """Which part of what a tensor is."""
 
-    held: ParameterSpec
+    spec: ParameterSpec
     layout: Layout
     groups: Groups
 
@@ -71,16 +71,16 @@ class ShardPlacement:
 
     def covers(self, other: ShardPlacement) -> bool:
         """Whether another tensor of this shape, of whatever model, is split in the same way over the same ranks."""
-        alike = self.held.shape == other.held.shape and self.layout.shards == other.layout.shards
+        alike = self.spec.shape == other.spec.shape and self.layout.shards == other.layout.shards
         return alike and self.groups.mesh == other.groups.mesh
 
-    def sharding(self, whole: Tensor) -> Tensor:
+    def shard(self, full: Tensor) -> Tensor:
         """The same part of a whole tensor."""
-        return shard_tensor(whole, self.held, self.groups.mesh.sizes, coordinates(self.groups), self.layout)
+        return shard_tensor(full, self.spec, self.groups.mesh.sizes, coordinates(self.groups), self.layout)
 
-    def whole(self, local: Tensor) -> Tensor:
+    def full_tensor(self, local: Tensor) -> Tensor:
         """The whole tensor, on every rank. All ranks must call it."""
-        return gather_tensor(local, self.held, self.groups, self.layout)
+        return gather_tensor(local, self.spec, self.groups, self.layout)
 
 
 INSTEAD = (
@@ -110,7 +110,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     if base in _REDUCTIONS and _is_over_everything(args, kwargs):
         return _REDUCTIONS[base](args[0], place, **kwargs)
     if base in ("equal", "allclose") and all(place.covers(other) for other in places):
-        same = func(*_cut_operands(args, place, local, find), **kwargs)
+        same = func(*_shard_operands(args, place, local, find), **kwargs)
         return bool(_all(torch.tensor([same], device=args[0].device), place))
     if name == "__setitem__" and all(map(place.covers, places)) and _is_masked_fill(args, local, find):
         return func(*args)
@@ -119,7 +119,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     for other in places:
         if not place.covers(other):
             raise InputError(
-                f"{name.strip('_')} of parameters {place.held.name} and {other.held.name} outside of the model: they "
+                f"{name.strip('_')} of parameters {place.spec.name} and {other.spec.name} outside of the model: they "
                 f"are split in different ways, {place.layout} and {other.layout}. Take the whole of the one that is "
                 "read, which all ranks must do together (p.full_tensor()), or for an average of the weights use "
                 "shardwright.ema.EMA(model)"
@@ -129,13 +129,13 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     in_place = writes(name)
     if in_place and args[0].shape != local:  # what is written to is never cut: that would be a copy
         raise refusal(name, place, local)
-    args, kwargs = _cut_operands((args, kwargs), place, local, find)
-    made = func(*args, **kwargs)
+    args, kwargs = _shard_operands((args, kwargs), place, local, find)
+    result = func(*args, **kwargs)
     if in_place:
-        return made
-    if not isinstance(made, Tensor) or made.shape != local:
+        return result
+    if not isinstance(result, Tensor) or result.shape != local:
         raise refusal(name, place, local)
-    return dress(made, place)
+    return dress(result, place)
 
 
 def _is_masked_fill(args: Sequence[Any], local: Sequence[int], find: Find) -> bool:
@@ -155,12 +155,12 @@ def is_elementwise(name: str) -> bool:
     return _plain_name(name) in _ELEMENTWISE
 
 
-def expect_lasting(func: Callable[..., Any], held: ParameterSpec) -> None:
+def expect_lasting(func: Callable[..., Any], spec: ParameterSpec) -> None:
     """Refuse to change a parameter that has a master, by which the next step would overwrite it."""
     name, of = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
     if of == "data" or writes(name):
         raise InputError(
-            f"parameter {held.name} is a cast of its float32 master, and what is written to it is lost at the next "
+            f"parameter {spec.name} is a cast of its float32 master, and what is written to it is lost at the next "
             "step; change the masters, which optimizer.param_groups hold, before step, read values with p.detach(), "
             "or turn masters off (precision={'base': ..., 'master': False})"
         )
@@ -171,13 +171,13 @@ def refusal(name: str, place: ShardPlacement, local: Sequence[int]) -> InputErro
     if _is_wrapped():
         return InputError(
             "a wrapper of torch.distributed can't be put around a compiled model or a module with compiled parts: "
-            f"this rank holds a piece of {place.held.name}, which sw.parallelize keeps in step already. Leave it out, "
+            f"this rank holds a piece of {place.spec.name}, which sw.parallelize keeps in step already. Leave it out, "
             "and with accelerate leave the model and its optimizer out of accelerator.prepare"
         )
-    said = name.strip("_") or "this"
+    op = name.strip("_") or "this"
     return InputError(
-        f"{said} of parameter {place.held.name} (or of its gradient) outside of the model: this rank holds a piece of "
-        f"shape {tuple(local)} of {place.held.shape}, and the result would be about that piece. Elementwise ops, norms "
+        f"{op} of parameter {place.spec.name} (or of its gradient) outside of the model: this rank holds a piece of "
+        f"shape {tuple(local)} of {place.spec.shape}, and the result would be about that piece. Elementwise ops, norms "
         "and sums over everything work on pieces; for others take the whole tensor, which all ranks must do together: "
         "p.full_tensor(), p.full_grad() or model.full_state_dict(); or do it in forward, or before parallelize"
     )
@@ -208,30 +208,30 @@ def _read(func: Any, args: tuple[Any, ...], place: ShardPlacement, dress: Dress)
     of = str(getattr(getattr(func, "__self__", None), "__name__", ""))
     if of in _TURNED:
         raise refusal(of, place, args[0].shape)
-    found = func(*args)
-    return dress(found, place) if of == "data" else found
+    value = func(*args)
+    return dress(value, place) if of == "data" else value
 
 
 def _each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], find: Find, dress: Dress) -> Any:
     """`torch._foreach_mul` and the like, as optimizers and clipping use them: elementwise, tensor by tensor."""
-    made = func(*args, **kwargs)
-    if made is None:  # in place, in other versions of torch
-        return made
-    found = []
-    for old, new in zip(args[0], made, strict=True):
+    results = func(*args, **kwargs)
+    if results is None:  # in place, in other versions of torch
+        return results
+    wrapped = []
+    for old, new in zip(args[0], results, strict=True):
         place = find(old)
         if place is not None and new.shape != old.shape:
             raise refusal(name, place, old.shape)
-        found.append(new if place is None else dress(new, place))
-    return type(made)(found)
+        wrapped.append(new if place is None else dress(new, place))
+    return type(results)(wrapped)
 
 
-def _cut_operands(given: Any, place: ShardPlacement, local: torch.Size, find: Find) -> Any:
+def _shard_operands(operands: Any, place: ShardPlacement, local: torch.Size, find: Find) -> Any:
     """Plain tensors that have the whole size of a split dim, such as a mask, cut as the piece is.
 
     What is the same for all pieces, such as the loss, gets the sum of their gradients.
     """
-    whole = place.held.shape
+    full_shape = place.spec.shape
 
     def shared(tensor: Tensor) -> Tensor:
         for axis in place.axes:
@@ -239,27 +239,29 @@ def _cut_operands(given: Any, place: ShardPlacement, local: torch.Size, find: Fi
         return tensor
 
     def sharding(tensor: Tensor) -> Tensor:
-        if find(tensor) is not None or tensor.ndim > len(whole):
+        if find(tensor) is not None or tensor.ndim > len(full_shape):
             return tensor
-        sizes = (1,) * (len(whole) - tensor.ndim) + tuple(tensor.shape)
-        if all(size == 1 for size, full, mine in zip(sizes, whole, local, strict=True) if full != mine):
+        sizes = (1,) * (len(full_shape) - tensor.ndim) + tuple(tensor.shape)
+        if all(size == 1 for size, full, mine in zip(sizes, full_shape, local, strict=True) if full != mine):
             return shared(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
-        if not any(size == full != mine and size != 1 for size, full, mine in zip(sizes, whole, local, strict=True)):
+        if not any(
+            size == full != mine and size != 1 for size, full, mine in zip(sizes, full_shape, local, strict=True)
+        ):
             return tensor
-        if any(size not in (1, full) for size, full in zip(sizes, whole, strict=True)):
+        if any(size not in (1, full) for size, full in zip(sizes, full_shape, strict=True)):
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled():
             raise refusal("an op with a whole tensor that needs a gradient", place, local)
-        return place.sharding(tensor.expand(whole))
+        return place.shard(tensor.expand(full_shape))
 
-    return torch.utils._pytree.tree_map_only(Tensor, sharding, given)
+    return torch.utils._pytree.tree_map_only(Tensor, sharding, operands)
 
 
 # -- reductions over everything ---------------------------------------------------------------
 
 
 def _is_over_everything(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return len(args) == 1 and all(key == "dtype" or held is None for key, held in kwargs.items())
+    return len(args) == 1 and all(key == "dtype" or value is None for key, value in kwargs.items())
 
 
 def _sum(x: Tensor, place: ShardPlacement, dtype: torch.dtype | None = None) -> Tensor:
@@ -270,15 +272,15 @@ def _sum(x: Tensor, place: ShardPlacement, dtype: torch.dtype | None = None) -> 
 
 
 def _mean(x: Tensor, place: ShardPlacement, dtype: torch.dtype | None = None) -> Tensor:
-    return _sum(x, place, dtype) / math.prod(place.held.shape)
+    return _sum(x, place, dtype) / math.prod(place.spec.shape)
 
 
 def _extreme(op: Any, x: Tensor, place: ShardPlacement) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         raise refusal(f"the gradient of a {op}imum", place, x.shape)
     worst = -math.inf if op == "max" else math.inf
-    found = torch.where(x.isnan(), worst, x) if x.is_floating_point() else x
-    some = (found.amax() if op == "max" else found.amin()) if x.numel() else x.new_tensor(worst)
+    finite = torch.where(x.isnan(), worst, x) if x.is_floating_point() else x
+    some = (finite.amax() if op == "max" else finite.amin()) if x.numel() else x.new_tensor(worst)
     lost = x.isnan().any().to(torch.float64)
     for axis in place.axes:  # a NaN anywhere must win, which a backend does not promise
         some = comm.all_reduce_no_grad(some, place.groups[axis], op)

@@ -1,6 +1,6 @@
 """The functions of torch that take the norm of a tensor, for pieces: over everything they are global.
 
-`global_norms` has the numbers that come out, which talk to other ranks once somebody looks.
+`norms` has the numbers that come out, which talk to other ranks once somebody looks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _used(x: Any, name: str = "") -> Tensor:
     A norm of a `name` that is not over everything would be about the piece.
     """
     if name and hasattr(x, "spread") and x.groups is not None and not is_inside():
-        place = ShardPlacement(x.held, getattr(x, "lies", x.spread), x.groups)
+        place = ShardPlacement(x.spec, getattr(x, "lies", x.spread), x.groups)
         if place.axes:
             raise refusal(name, place, x.shape)
     return x.for_use() if hasattr(x, "for_use") else x  # type: ignore[no-any-return]
@@ -59,12 +59,12 @@ def _norms(tensors: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> list
     """`torch._foreach_norm`, for pieces and plain tensors mixed."""
     own = [getattr(x, "mine", None) for x in tensors]
     counted = [_used(x) if mine is None else mine for x, mine in zip(tensors, own, strict=True)]
-    found = [x if x.numel() else x.sum(dtype=dtype) for x in counted]  # nothing is 0, and has a gradient too
+    norms = [x if x.numel() else x.sum(dtype=dtype) for x in counted]  # nothing is 0, and has a gradient too
     full = [at for at, x in enumerate(counted) if x.numel()]
     if full:
         for at, norm in zip(full, torch._foreach_norm([counted[at] for at in full], order, dtype), strict=True):
-            found[at] = norm
-    return [_lazy(x, norm, float(order)) for x, norm in zip(tensors, found, strict=True)]
+            norms[at] = norm
+    return [_lazy(x, norm, float(order)) for x, norm in zip(tensors, norms, strict=True)]
 
 
 def _lazy(x: Any, norm: Tensor, order: float) -> Tensor:
@@ -76,7 +76,7 @@ def _lazy(x: Any, norm: Tensor, order: float) -> Tensor:
     axes = sharding_axes(x.spread, groups.mesh)
     if not axes and x.stages is None:
         return norm
-    return make_norm(norm, axes, groups, order, x.stages, x.held.name)
+    return make_norm(norm, axes, groups, order, x.stages, x.spec.name)
 
 
 NORMS: dict[Callable[..., Any], Callable[..., Any]] = {

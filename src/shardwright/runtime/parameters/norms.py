@@ -1,6 +1,6 @@
 """The norm of a piece, which becomes the norm of the whole tensor when somebody looks at it.
 
-A `ShardNorm` is a local number that still has to be added up over the axes that cut the piece. Norms that are
+A `PendingNorm` is a local number that still has to be added up over the axes that cut the piece. Norms that are
 stacked are settled together, with one small collective for each axis. A penalty made of a norm has a gradient:
 
     N = (sum of l^p)^(1/p)      dN/dl = (l / N)^(p - 1), nothing where l is 0
@@ -50,18 +50,18 @@ class PendingNorm(Tensor):
             of_stage = any(map(is_of_stage, leaves))
             of = combined(func, leaves) if of_stage else None
             plain = torch.utils._pytree.tree_map_only(PendingNorm, global_norm, (args, kwargs or {}))
-            made = func(*plain[0], **plain[1])
-            return made if of is None else numbered(made, of)
+            result = func(*plain[0], **plain[1])
+            return result if of is None else numbered(result, of)
 
 
 def make_norm(
     local: Tensor, axes: tuple[str, ...], groups: Groups, order: float, stages: PipelineNorms | None, of: str
 ) -> Tensor:
     """The norm of a piece of the parameter `of`, cut over `axes`."""
-    made = local.as_subclass(PendingNorm)
-    made.axes, made.groups, made.order = axes, groups, order
-    made.stages, made.of = stages, of
-    return made
+    norm = local.as_subclass(PendingNorm)
+    norm.axes, norm.groups, norm.order = axes, groups, order
+    norm.stages, norm.of = stages, of
+    return norm
 
 
 def global_norm(norm: PendingNorm) -> Tensor:
@@ -127,13 +127,13 @@ def _over_axes(values: Tensor, lazy: Sequence[PendingNorm], reduce: Callable[[Te
 def _of_all_stages(norms: Sequence[Tensor], settled: Sequence[Tensor]) -> list[Tensor]:
     """What is stacked: in a pipeline the norms of all parameters of all ranks, then those of other tensors."""
     known: dict[PipelineNorms, dict[str, Tensor]] = {}
-    found: list[Tensor] = []
+    others: list[Tensor] = []
     for norm, value in zip(norms, settled, strict=True):
         if isinstance(norm, PendingNorm) and norm.stages is not None:
             known.setdefault(norm.stages, {})[norm.of] = value
         else:
-            found.append(value)
-    return [*(norm for stages, mine in known.items() for norm in stages.norms(mine)), *found]
+            others.append(value)
+    return [*(norm for stages, mine in known.items() for norm in stages.norms(mine)), *others]
 
 
 def _summed(values: Tensor, group: Group) -> Tensor:

@@ -54,8 +54,8 @@ class HeldElsewhere:
 
 
 for _name in "add sub mul truediv pow matmul mod floordiv".split():
-    for _way in ("", "r", "i"):
-        setattr(HeldElsewhere, f"__{_way}{_name}__", HeldElsewhere._refuse)
+    for _prefix in ("", "r", "i"):
+        setattr(HeldElsewhere, f"__{_prefix}{_name}__", HeldElsewhere._refuse)
 for _name in "neg abs getitem setitem len iter float int bool lt le gt ge".split():
     setattr(HeldElsewhere, f"__{_name}__", HeldElsewhere._refuse)
 
@@ -83,15 +83,15 @@ def expect_here(module: nn.Module, values: Mapping[str, Any], prefix: str, *_: A
         return
     here: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     apart = [key for key, tensor in here.items() if key in values and values[key].shape != tensor.shape]
-    whole = [key for key in apart if tuple(values[key].shape) == getattr(_held(here[key]), "shape", None)]
+    full_sized = [key for key in apart if tuple(values[key].shape) == getattr(_spec_of(here[key]), "shape", None)]
     missing = lacking(module)
-    if whole or missing:
+    if full_sized or missing:
         raise InputError(
-            f"{', '.join([*missing, *whole])}: ranks hold parts of this, and a submodule can't tell how to cut it; "
+            f"{', '.join(missing + full_sized)}: ranks hold shards of it, and a submodule can't tell how to shard it; "
             "load it with the whole model: model.load_state_dict({'path.of.the.submodule.' + key: value ...}, "
             "strict=False)"
         )
 
 
-def _held(tensor: Tensor) -> Any:
-    return getattr(tensor, "held", None)
+def _spec_of(tensor: Tensor) -> Any:
+    return getattr(tensor, "spec", None)

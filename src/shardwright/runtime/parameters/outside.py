@@ -92,11 +92,11 @@ def used_outside(parameter: Any) -> Tensor:
 
 def _times(parameter: Any) -> int:
     """Over how many ranks that have the same gradient from outside it is summed."""
-    held, groups, stages = parameter.held, parameter.groups, parameter.stages
+    spec, groups, stages = parameter.spec, parameter.groups, parameter.stages
     if groups is None:
         return 1
     sizes = groups.mesh.sizes
-    if held.level == 3 and zero_axes(held, sizes):  # gradients from outside come to the share, and are not summed
+    if spec.level == 3 and zero_axes(spec, sizes):  # gradients from outside come to the share, and are not summed
         return 1
-    ranks: int = math.prod(sizes[axis] for axis in summing_axes(held, groups.mesh))
-    return ranks * int(stages.count(held.name)) if stages is not None else ranks
+    ranks: int = math.prod(sizes[axis] for axis in summing_axes(spec, groups.mesh))
+    return ranks * int(stages.count(spec.name)) if stages is not None else ranks

@@ -35,13 +35,13 @@ class PackSlot:
     start: int
     width: int
     boxes: tuple[Box, ...]
-    rows: bool  # plain equal runs of the first dim: one strided copy does it
+    contiguous: bool  # plain equal runs of the first dim: one strided copy does it
 
-    def owned(self, whole: Tensor, index: int) -> Tensor:
+    def owned(self, full: Tensor, index: int) -> Tensor:
         """A rank's share as a view on the whole tensor."""
         for dim, (start, length) in enumerate(zip(*self.boxes[index], strict=True)):
-            whole = whole.narrow(dim, start, length)
-        return whole
+            full = full.narrow(dim, start, length)
+        return full
 
 
 class Pack:
@@ -49,7 +49,7 @@ class Pack:
 
     def __init__(
         self,
-        helds: Sequence[ParameterSpec],
+        specs: Sequence[ParameterSpec],
         axes: tuple[str, ...],
         sizes: Mapping[str, int],
         at: Mapping[str, int],
@@ -58,36 +58,36 @@ class Pack:
         self.parts = math.prod(sizes[axis] for axis in axes)
         self.slots: list[PackSlot] = []
         start = 0
-        for held in helds:
-            slot = make_slot(held, axes, sizes, at, start)
+        for spec in specs:
+            slot = make_slot(spec, axes, sizes, at, start)
             self.slots.append(slot)
             start += slot.width
         self.used = start
         self.width = start + extra
-        self.padded = any(not slot.rows for slot in self.slots)
+        self.padded = any(not slot.contiguous for slot in self.slots)
 
-    def rows(self, flat: Tensor) -> Tensor:
+    def by_rank(self, flat: Tensor) -> Tensor:
         """A flat buffer of parts * width elements, as rows."""
         return flat.view(self.parts, self.width)
 
-    def put(self, rows: Tensor, number: int, whole: Tensor) -> None:
+    def put(self, buffer: Tensor, number: int, full: Tensor) -> None:
         """Write a whole tensor into its slot. Padding is left as it is."""
         slot = self.slots[number]
-        if slot.rows:
-            into = rows.narrow(1, slot.start, slot.width)
-            into.copy_(whole.reshape(self.parts, slot.width))
+        if slot.contiguous:
+            into = buffer.narrow(1, slot.start, slot.width)
+            into.copy_(full.reshape(self.parts, slot.width))
             return
         for index in range(self.parts):
-            self.own(rows[index], number, index).copy_(slot.owned(whole, index))
+            self.own(buffer[index], number, index).copy_(slot.owned(full, index))
 
-    def take(self, rows: Tensor, number: int, out: Tensor) -> None:
+    def take(self, buffer: Tensor, number: int, out: Tensor) -> None:
         """Read a whole tensor out of its slot, into `out`."""
         slot = self.slots[number]
-        if slot.rows:
-            out.view(self.parts, slot.width).copy_(rows.narrow(1, slot.start, slot.width))
+        if slot.contiguous:
+            out.view(self.parts, slot.width).copy_(buffer.narrow(1, slot.start, slot.width))
             return
         for index in range(self.parts):
-            slot.owned(out, index).copy_(self.own(rows[index], number, index))
+            slot.owned(out, index).copy_(self.own(buffer[index], number, index))
 
     def own(self, row: Tensor, number: int, index: int) -> Tensor:
         """The share of rank `index` as a view on its row."""
@@ -97,17 +97,17 @@ class Pack:
 
 
 def make_slot(
-    held: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int], at: Mapping[str, int], start: int = 0
+    spec: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int], at: Mapping[str, int], start: int = 0
 ) -> PackSlot:
     """Where the shares of one parameter's compute piece lie, when cut over `axes`."""
-    shape = held.layout.local_shape(held.shape, sizes, at)
-    storage = storage_layout(held, sizes)
+    shape = spec.layout.local_shape(spec.shape, sizes, at)
+    storage = storage_layout(spec, sizes)
     shards = tuple(tuple(sharding for sharding in dim if sharding.axis in axes) for dim in storage.shards)
     further = Layout(shards=shards)
     boxes = []
     for place in product(*(range(sizes[axis]) for axis in axes)):
-        piece = local_region(further, shape, sizes, dict(zip(axes, place, strict=True)))
-        boxes.append((tuple(runs[0][0] if runs else 0 for runs in piece.spans), piece.local_shape))
+        region = local_region(further, shape, sizes, dict(zip(axes, place, strict=True)))
+        boxes.append((tuple(runs[0][0] if runs else 0 for runs in region.spans), region.local_shape))
     numels = [math.prod(lengths) for _, lengths in boxes]
     order = [sharding.axis for sharding in shards[0]] if shards else []
     return PackSlot(
@@ -115,7 +115,7 @@ def make_slot(
         start=start,
         width=max(numels),
         boxes=tuple(boxes),
-        rows=order == list(axes) and len(set(numels)) == 1,
+        contiguous=order == list(axes) and len(set(numels)) == 1,
     )
 
 

@@ -44,15 +44,15 @@ class PipelineNorms:
         self.dtype = torch.float16
         self._numbers: dict[str, int] = {}
         self._own: set[str] = set()
-        self._counts: Counter[str] = Counter(held.name for _, helds in pp_ranks for held in helds)
-        for mesh, helds in pp_ranks:
-            for held in helds:
-                if held.name not in self._numbers:
-                    self._numbers[held.name] = len(self._numbers)
-                    self.dtype = torch.promote_types(self.dtype, held.true_dtype)
+        self._counts: Counter[str] = Counter(spec.name for _, specs in pp_ranks for spec in specs)
+        for mesh, specs in pp_ranks:
+            for spec in specs:
+                if spec.name not in self._numbers:
+                    self._numbers[spec.name] = len(self._numbers)
+                    self.dtype = torch.promote_types(self.dtype, spec.true_dtype)
                     if world.rank == mesh.devices[0]:
-                        self._own.add(held.name)
-        trains = {rank for mesh, helds in pp_ranks if any(held.trainable for held in helds) for rank in mesh.devices}
+                        self._own.add(spec.name)
+        trains = {rank for mesh, specs in pp_ranks if any(spec.trainable for spec in specs) for rank in mesh.devices}
         self._group = group_of(sorted(trains)) if len(trains) > 1 else None
 
     def count(self, name: str) -> int:
@@ -73,7 +73,7 @@ class PipelineNorms:
             process_group.all_reduce(
                 values, self._group
             ).wait()  # each number has one speaker: exact, also for inf and nan
-        found = dict(zip(self._numbers, values[0].to(self.dtype).unbind(), strict=True))
+        norms = dict(zip(self._numbers, values[0].to(self.dtype).unbind(), strict=True))
         there = dict(zip(self._numbers, values[1].tolist(), strict=True))
-        found |= {name: norm.to(self.dtype) for name, norm in known.items() if norm.requires_grad}  # gradients go back
-        return [norm for name, norm in found.items() if there[name]]
+        norms |= {name: norm.to(self.dtype) for name, norm in known.items() if norm.requires_grad}  # gradients go back
+        return [norm for name, norm in norms.items() if there[name]]

@@ -21,9 +21,9 @@ from .spec import coordinates, zero_axes
 
 def renew(parameters: Iterable[ShardedParameter]) -> None:
     """Make parameters what their masters are: those have been given values. All ranks must call it."""
-    held = [parameter for parameter in parameters if parameter.held.master and parameter.shard is not None]
-    if held:
-        Refresh(held)()
+    with_master = [parameter for parameter in parameters if parameter.spec.master and parameter.shard is not None]
+    if with_master:
+        Refresh(with_master)()
 
 
 class Refresh:
@@ -35,24 +35,26 @@ class Refresh:
         room: dict[tuple[tuple[str, ...], torch.dtype], float] = {}
         for parameter in parameters:
             assert parameter.groups is not None
-            axes = zero_axes(parameter.held, parameter.groups.mesh.sizes) if parameter.slot is not None else ()
+            axes = zero_axes(parameter.spec, parameter.groups.mesh.sizes) if parameter.slot is not None else ()
             if not axes:
                 self._alone.append(parameter)
                 continue
-            key = (axes, parameter.held.dtype)
+            key = (axes, parameter.spec.dtype)
             if not kinds[key] or room[key] < 0:
                 kinds[key].append([])
                 room[key] = pack_mb * 2**20
             kinds[key][-1].append(parameter)
             with Untouched():
                 room[key] -= parameter.numel() * parameter.element_size()
-        self._packs = [(held, self._pack(held, axes), axes) for (axes, _), every in kinds.items() for held in every]
+        self._packs = [
+            (packed, self._pack(packed, axes), axes) for (axes, _), every in kinds.items() for packed in every
+        ]
 
     @staticmethod
     def _pack(parameters: Sequence[ShardedParameter], axes: tuple[str, ...]) -> Pack:
         groups = parameters[0].groups
         assert groups is not None
-        return Pack([p.held for p in parameters], axes, groups.mesh.sizes, coordinates(groups))
+        return Pack([p.spec for p in parameters], axes, groups.mesh.sizes, coordinates(groups))
 
     @report_failure
     @torch.no_grad()
@@ -76,4 +78,4 @@ class Refresh:
             for parameters, pack, flat, work in waiting:
                 work.wait()
                 for number, parameter in enumerate(parameters):
-                    pack.take(pack.rows(flat), number, parameter)
+                    pack.take(pack.by_rank(flat), number, parameter)

@@ -47,7 +47,7 @@ class ReplacedParameter(nn.Parameter):
     """A parameter for which a piece stands now."""
 
     key: str
-    piece: ReferenceType[Tensor] | None  # None: this rank has none at all
+    shard: ReferenceType[Tensor] | None  # None: this rank has none at all
     version: int
 
     @classmethod
@@ -71,8 +71,8 @@ class ReplacedParameter(nn.Parameter):
     def fault(self, trains: bool = False) -> str | None:
         """Why this parameter must not be trained, or read."""
         with Untouched():
-            piece = None if self.piece is None else self.piece()
-            stale = piece is None or piece._version != self.version
+            shard = None if self.shard is None else self.shard()
+            stale = shard is None or shard._version != self.version
         if not trains and not stale:
             return None
         what = "is not trained any more" if trains else "has the values of before, not those of the compiled model"
@@ -97,13 +97,13 @@ class ReplacedParameter(nn.Parameter):
 
 def mark_replaced(keys: Mapping[str, nn.Parameter], replaced: Mapping[nn.Parameter, Tensor | None]) -> None:
     """Leave the parameters of an original behind. Where another rank has the piece, one that is here stands for it."""
-    here = next((piece for piece in replaced.values() if piece is not None), None)
+    here = next((shard for shard in replaced.values() if shard is not None), None)
     for key, old in keys.items():
         if old not in replaced:
             continue
-        piece = here if replaced[old] is None else replaced[old]
+        shard = here if replaced[old] is None else replaced[old]
         old.__class__ = ReplacedParameter
         marked = cast(ReplacedParameter, old)
         with Untouched():
-            marked.key, marked.piece = key, None if piece is None else ref(piece)
-            marked.version = 0 if piece is None else piece._version
+            marked.key, marked.shard = key, None if shard is None else ref(shard)
+            marked.version = 0 if shard is None else shard._version

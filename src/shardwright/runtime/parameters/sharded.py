@@ -47,31 +47,31 @@ _HOOK_AFTER = torch.Tensor.register_post_accumulate_grad_hook
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """A piece of a parameter: `held` says of what, `spread` how this tensor lies on the mesh of `groups`."""
+    """A piece of a parameter: `spec` says of what, `spread` how this tensor lies on the mesh of `groups`."""
 
-    held: ParameterSpec
+    spec: ParameterSpec
     spread: Layout
     groups: Groups | None
     shard: ShardedParameter | None
     owner: ShardedParameter | None
     slot: PackSlot | None
-    cut_state: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
+    sharded_keys: frozenset[str] | None  # the optimizer state that is kept as pieces, if that is known
     stages: PipelineNorms | None = None  # of the pipeline that it is a part of
     prefix: str = ""  # where in the user's module the model is that it belongs to, if that is a part
     hooks: ParameterHooks  # of the user's
     knows_stages = True
 
     def __new__(
-        cls, data: Tensor, held: ParameterSpec, groups: Groups | None,
+        cls, data: Tensor, spec: ParameterSpec, groups: Groups | None,
         layout: Layout | None = None, requires_grad: bool = True,
     ) -> ShardedParameter:  # fmt: skip
-        made = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
-        made.held = held
-        made.spread = layout if layout is not None else held.layout
-        made.groups = groups
-        made.shard = made.owner = made.slot = made.cut_state = None
-        made.hooks = ParameterHooks()
-        return made
+        parameter = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
+        parameter.spec = spec
+        parameter.spread = layout if layout is not None else spec.layout
+        parameter.groups = groups
+        parameter.shard = parameter.owner = parameter.slot = parameter.sharded_keys = None
+        parameter.hooks = ParameterHooks()
+        return parameter
 
     def dress(self, gradient: Tensor) -> Tensor:
         """A gradient of it as who computes with it should see it: a piece, if it is one."""
@@ -88,7 +88,7 @@ class ShardedParameter(torch.nn.Parameter):
         """The whole parameter, on every rank. All ranks that hold a piece of it must call it."""
         with Untouched():
             place = _place(self)
-            return self.detach().as_subclass(Tensor).clone() if place is None else place.whole(self.detach())
+            return self.detach().as_subclass(Tensor).clone() if place is None else place.full_tensor(self.detach())
 
     def full_grad(self) -> Tensor | None:
         """The whole gradient, on every rank, or None. All ranks that hold a piece of it must call it."""
@@ -97,7 +97,7 @@ class ShardedParameter(torch.nn.Parameter):
             place = _place(gradient)
             if gradient is None or place is None:
                 return None if gradient is None else gradient.detach().as_subclass(Tensor).clone()
-            return place.whole(gradient.detach())
+            return place.full_tensor(gradient.detach())
 
     @classmethod
     def __torch_function__(
@@ -121,11 +121,11 @@ class ShardedParameter(torch.nn.Parameter):
         if id(self) not in memo:
             with Untouched():
                 data, needs = self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
-            copied = ShardedParameter(data, self.held, self.groups, self.spread, needs)
+            copied = ShardedParameter(data, self.spec, self.groups, self.spread, needs)
             memo[id(self)] = copied
             if self.shard is not None:
                 with Untouched():
-                    _attach_shard(copied, self.shard.detach().clone() if self.held.master else None)
+                    _attach_shard(copied, self.shard.detach().clone() if self.spec.master else None)
             if self.stages is not None:
                 join_pipeline(self.stages, [copied])
         return cast(ShardedParameter, memo[id(self)])
@@ -135,7 +135,7 @@ class ShardedParameter(torch.nn.Parameter):
         with Untouched():
             if self.groups is None or self.stages is not None or sharding_axes(self.spread, self.groups.mesh):
                 raise InputError(
-                    f"{self.held.name} is not whole here: this rank holds {tuple(self.shape)} of {self.held.shape}, or "
+                    f"{self.spec.name} is not whole here: this rank holds {tuple(self.shape)} of {self.spec.shape}, or "
                     f"its own stages of a pipeline, and would write a part of the model. {INSTEAD}"
                 )
             plain = torch.nn.Parameter(self.detach().as_subclass(Tensor), self.requires_grad)
@@ -143,41 +143,41 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with Untouched():
-            return f"ShardedParameter({self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.spread})"
+            return f"ShardedParameter({self.spec.name}, {tuple(self.shape)} of {self.spec.shape}, {self.spread})"
 
 
 def make_parameter(
-    local: Tensor, held: ParameterSpec, groups: Groups, master: Tensor | None = None
+    local: Tensor, spec: ParameterSpec, groups: Groups, master: Tensor | None = None
 ) -> ShardedParameter:
-    """The parameter for a piece that `scatter` cut, with a shard for the optimizer where ZeRO or a master wants one."""
-    layout = stored_layout(held, groups.mesh.sizes)
-    made = ShardedParameter(local, held, groups, layout, requires_grad=held.trainable)
-    if (held.level in (1, 2) or held.master) and held.trainable:
-        _attach_shard(made, master)
-    return made
+    """The parameter for a shard, with a shard for the optimizer where ZeRO or a master weight wants one."""
+    layout = stored_layout(spec, groups.mesh.sizes)
+    parameter = ShardedParameter(local, spec, groups, layout, requires_grad=spec.trainable)
+    if (spec.level in (1, 2) or spec.master) and spec.trainable:
+        _attach_shard(parameter, master)
+    return parameter
 
 
 def true_value(parameter: ShardedParameter) -> ShardedParameter:
     """What has the parameter's true value: its master, if it has one."""
-    return parameter.shard if parameter.held.master and parameter.shard is not None else parameter
+    return parameter.shard if parameter.spec.master and parameter.shard is not None else parameter
 
 
 def _attach_shard(parameter: ShardedParameter, master: Tensor | None = None) -> None:
-    held, groups = parameter.held, parameter.groups
+    spec, groups = parameter.spec, parameter.groups
     if groups is None:
-        raise RankError(f"{held.name} has no groups, so it can't be split again")
+        raise RankError(f"{spec.name} has no groups, so it can't be split again")
     sizes = groups.mesh.sizes
-    axes = zero_axes(held, sizes) if held.level in (1, 2) else ()
+    axes = zero_axes(spec, sizes) if spec.level in (1, 2) else ()
     if not axes and master is None:
         return
-    slot = make_slot(held, axes, sizes, coordinates(groups)) if axes else None
+    slot = make_slot(spec, axes, sizes, coordinates(groups)) if axes else None
     with Untouched():
         if master is not None:
-            rows, parameter.grad_dtype = master, held.true_dtype
+            owned, parameter.grad_dtype = master, spec.true_dtype
         else:
             assert slot is not None
-            rows = slot.owned(parameter.detach(), groups[axes].index)
-    shard = ShardedParameter(rows, held, groups, storage_layout(held, sizes), requires_grad=True)
+            owned = slot.owned(parameter.detach(), groups[axes].index)
+    shard = ShardedParameter(owned, spec, groups, storage_layout(spec, sizes), requires_grad=True)
     shard.owner, shard.slot = parameter, slot
     parameter.shard, parameter.slot = shard, slot
 
@@ -200,9 +200,9 @@ class ShardedGradient(Tensor):
     spread: Layout
     groups: Groups | None
     stages: PipelineNorms | None
-    held: ParameterSpec
+    spec: ParameterSpec
     mine: Tensor | None  # level 1: the share whose norm is summed over the zero axis too
-    whole: Tensor | None  # of a share at level 1: the gradient that it is a view on
+    full: Tensor | None  # of a share at level 1: the gradient that it is a view on
     knows_stages = True
 
     @classmethod
@@ -214,15 +214,15 @@ class ShardedGradient(Tensor):
                 return NORMS[func](*args, **(kwargs or {}))
             if func is UNSCALE:
                 return unscale(*args)
-            if func is _ZERO and getattr(args[0], "whole", None) is not None:
-                args[0].whole.zero_()
+            if func is _ZERO and getattr(args[0], "full", None) is not None:
+                args[0].full.zero_()
             return _outside(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
         """The whole of it, on every rank. All ranks that hold a piece of it must call it."""
         with Untouched():
             place = _place(self)
-            return self.detach().as_subclass(Tensor).clone() if place is None else place.whole(self.detach())
+            return self.detach().as_subclass(Tensor).clone() if place is None else place.full_tensor(self.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with Untouched():
@@ -238,7 +238,7 @@ class ShardedGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with Untouched():
-            return f"a piece of {self.held.name}, {tuple(self.shape)} of {self.held.shape}, {self.lies}"
+            return f"a piece of {self.spec.name}, {tuple(self.shape)} of {self.spec.shape}, {self.lies}"
 
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:
@@ -265,22 +265,22 @@ def _read(parameter: Any) -> Tensor | None:
 
 def keeps_share(parameter: Tensor) -> bool:
     """Whether only a share of the gradient is there, as that of the shard."""
-    return isinstance(parameter, ShardedParameter) and parameter.held.level == 2 and parameter.slot is not None
+    return isinstance(parameter, ShardedParameter) and parameter.spec.level == 2 and parameter.slot is not None
 
 
 def _dressed(parameter: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
-    """The same memory as a `ShardGradient`, kept as `.grad` so that reading twice gives one object."""
+    """The same memory as a `ShardedGradient`, kept as `.grad` so that reading twice gives one object."""
     if gradient is None or isinstance(gradient, ShardedGradient):
         return gradient
     split = parameter.groups is not None and sharding_axes(parameter.spread, parameter.groups.mesh)
     if not split and parameter.slot is None and parameter.stages is None:
         return gradient
-    made = _as_gradient(gradient, parameter)
+    wrapped = _as_gradient(gradient, parameter)
     if parameter.shard is not None and parameter.slot is not None:
-        made.spread = parameter.shard.spread  # what `mine` is
-        made.mine = parameter.slot.owned(gradient, _index(parameter))
-    parameter.grad = made
-    return made
+        wrapped.spread = parameter.shard.spread  # what `mine` is
+        wrapped.mine = parameter.slot.owned(gradient, _index(parameter))
+    parameter.grad = wrapped
+    return wrapped
 
 
 def _share_of_owner(shard: ShardedParameter, owner: ShardedParameter) -> Tensor | None:
@@ -288,28 +288,28 @@ def _share_of_owner(shard: ShardedParameter, owner: ShardedParameter) -> Tensor 
         return None
     if shard.slot is None:
         return _dressed(owner, owner.grad)
-    made = _as_gradient(shard.slot.owned(owner.grad, _index(shard)), shard)
-    made.whole = owner.grad
-    return made
+    share = _as_gradient(shard.slot.owned(owner.grad, _index(shard)), shard)
+    share.full = owner.grad
+    return share
 
 
 def _as_gradient(gradient: Tensor, parameter: ShardedParameter) -> ShardedGradient:
-    return _made(gradient.detach(), parameter.held, parameter.spread, parameter.groups, parameter.stages)
+    return _wrap(gradient.detach(), parameter.spec, parameter.spread, parameter.groups, parameter.stages)
 
 
-def _made(
-    tensor: Tensor, held: ParameterSpec, layout: Layout, groups: Groups | None, stages: PipelineNorms | None
+def _wrap(
+    tensor: Tensor, spec: ParameterSpec, layout: Layout, groups: Groups | None, stages: PipelineNorms | None
 ) -> ShardedGradient:
-    made = tensor.as_subclass(ShardedGradient)
-    made.lies = made.spread = layout
-    made.held, made.groups, made.stages = held, groups, stages
-    made.mine = made.whole = None
-    return made
+    wrapped = tensor.as_subclass(ShardedGradient)
+    wrapped.lies = wrapped.spread = layout
+    wrapped.spec, wrapped.groups, wrapped.stages = spec, groups, stages
+    wrapped.mine = wrapped.full = None
+    return wrapped
 
 
 def wrap_parameter(tensor: Tensor, place: ShardPlacement, stages: PipelineNorms | None = None) -> ShardedGradient:
     """A plain tensor as the piece that it is, with the history that autograd knows."""
-    return _made(tensor, place.held, place.layout, place.groups, stages)
+    return _wrap(tensor, place.spec, place.layout, place.groups, stages)
 
 
 def wrap_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -319,14 +319,14 @@ def wrap_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
     place = _place(parameter)
     if place is None and parameter.stages is None:
         return gradient
-    return _made(gradient, parameter.held, parameter.spread, parameter.groups, parameter.stages)
+    return _wrap(gradient, parameter.spec, parameter.spread, parameter.groups, parameter.stages)
 
 
 def _place(x: Any) -> ShardPlacement | None:
     """Which part of what a tensor is; None if it is all of it."""
     if not isinstance(x, (ShardedParameter, ShardedGradient)) or x.groups is None:
         return None
-    place = ShardPlacement(x.held, _layout(x), x.groups)
+    place = ShardPlacement(x.spec, _layout(x), x.groups)
     return place if place.axes else None
 
 
@@ -339,42 +339,42 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if is_inside():
         return func(*args, **kwargs)
     if args and _has_master(args[0]):
-        local_ops.expect_lasting(func, args[0].held)
+        local_ops.expect_lasting(func, args[0].spec)
     args, kwargs = torch.utils._pytree.tree_map_only(PendingNorm, global_norm, (args, kwargs))
-    given = torch.utils._pytree.tree_leaves((args, kwargs))
-    stages = next((x.stages for x in given if is_of_stage(x)), None)
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    stages = next((x.stages for x in leaves if is_of_stage(x)), None)
     if is_use(func):
         args, kwargs = torch.utils._pytree.tree_map_only(ShardedParameter, lambda x: x.for_use(), (args, kwargs))
     if stages is not None:
         expect_aligned(func, args, kwargs)
     if any(_place(x) is not None for x in torch.utils._pytree.tree_leaves((args, kwargs))):
-        made = local_ops.run(func, args, kwargs, _place, partial(wrap_parameter, stages=stages))
+        result = local_ops.run(func, args, kwargs, _place, partial(wrap_parameter, stages=stages))
     else:
-        made = func(*args, **kwargs)
-    return made if stages is None else _of_stage(func, made, given)
+        result = func(*args, **kwargs)
+    return result if stages is None else _of_stage(func, result, leaves)
 
 
 def _has_master(x: Any) -> bool:
-    return isinstance(x, ShardedParameter) and x.held.master and x.owner is None
+    return isinstance(x, ShardedParameter) and x.spec.master and x.owner is None
 
 
-def _of_stage(func: Callable[..., Any], made: Any, given: Sequence[Any]) -> Any:
+def _of_stage(func: Callable[..., Any], result: Any, leaves: Sequence[Any]) -> Any:
     """What was made of parameters of a stage: a piece like one of them, or what numbers are made of."""
     name = getattr(func, "__name__", "")
-    if type(made) not in (Tensor, tuple, list) or name.startswith(("new_", "_foreach_")) or name.endswith("_like"):
-        return made
+    if type(result) not in (Tensor, tuple, list) or name.startswith(("new_", "_foreach_")) or name.endswith("_like"):
+        return result
     if func is torch.autograd.grad:
-        return made
-    if isinstance(made, Tensor) and made.ndim and name.strip("_") not in ("matmul", "rmatmul", "mm"):
-        of = next((x for x in given if is_of_stage(x) and x.shape == made.shape), None)
+        return result
+    if isinstance(result, Tensor) and result.ndim and name.strip("_") not in ("matmul", "rmatmul", "mm"):
+        of = next((x for x in leaves if is_of_stage(x) and x.shape == result.shape), None)
         if of is not None:
-            return _made(made, of.held, _layout(of), of.groups, of.stages)
-    return numbered(made, combined(func, given))
+            return _wrap(result, of.spec, _layout(of), of.groups, of.stages)
+    return numbered(result, combined(func, leaves))
 
 
 def _index(parameter: ShardedParameter) -> int:
     assert parameter.groups is not None
-    return parameter.groups[zero_axes(parameter.held, parameter.groups.mesh.sizes)].index
+    return parameter.groups[zero_axes(parameter.spec, parameter.groups.mesh.sizes)].index
 
 
 def _write(parameter: ShardedParameter, gradient: Tensor | None) -> None:
@@ -385,7 +385,7 @@ def _write(parameter: ShardedParameter, gradient: Tensor | None) -> None:
         else:
             current = _share_of_owner(parameter, parameter.owner)
             if current is None:
-                raise RankError(f"{parameter.held.name} has no gradient; set the gradient of the model's parameter")
+                raise RankError(f"{parameter.spec.name} has no gradient; set the gradient of the model's parameter")
             current.copy_(gradient)
         return
     other = parameter.owner if parameter.owner is not None else parameter.shard if keeps_share(parameter) else None

@@ -1,21 +1,21 @@
-"""How parameters are held: what a rank keeps of each, and how the generated file says so.
+"""How a parameter is stored on a rank, and how the generated file writes it down.
 
-A compiled model keeps *pieces*. `Held` describes one parameter: its keys in the original
-state dict, its whole shape, the layout it is computed with, the axes over which its
-gradient is a sum (FANNED), and whether ZeRO stores something split on top:
+A `ParameterSpec` describes one parameter: its keys in the original state dict, its full shape, the
+layout it is computed with, the axes over which its gradient is a pending sum, and its ZeRO level:
 
-    level   parameter   gradient   optimizer state     on the zero axis
-    -----   ---------   --------   ---------------
-      1     whole       whole      split
-      2     whole       split      split
-      3     split       split      split
+    level   parameter    gradient     optimizer state     on the zero axis
+    -----   ----------   ----------   ---------------
+      1     replicated   replicated   sharded
+      2     replicated   sharded      sharded
+      3     sharded      sharded      sharded
 
-All three levels split in the same way, by `storage_layout`, so that an optimizer state
-saved under one level fits another. A parameter that is computed with in less than float32 may
-have a float32 `master`, split as the optimizer state is: that is the parameter's true value.
+All three levels shard in the same way, by `storage_layout`, so that an optimizer state saved under
+one level fits another. A parameter that is computed with in less than float32 may have an fp32
+master weight, sharded as the optimizer state is: that is the parameter's true value.
 
-`ParameterEntry` and `shard` are the words of the PARAMETERS table in a generated file; `parse` turns that table
-into `Held`s. `scatter` and `gather` go between whole tensors and pieces. Autograd has no part in anything here.
+`ParameterEntry` and `shard` appear in the PARAMETERS table of a generated file; `parse` turns that
+table into specs. `shard_tensor` and `gather_tensor` go between full tensors and shards. Autograd has
+no part in anything here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..world import Groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter of the original model, and how it is held. Tied weights have several keys."""
+    """One parameter of the original model, and how it is stored. Tied weights have several keys."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
@@ -97,11 +97,11 @@ class ParameterSpec:
         return self.zero[0][1] if self.zero else 0
 
 
-def storage_layout(held: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
+def storage_layout(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
     """The compute layout, further cut by the zero axes. What can't be cut (a scalar) stays whole there."""
-    layout = held.layout
-    for name, _ in held.zero:
-        lengths = _even_lengths(layout, held.shape, sizes)
+    layout = spec.layout
+    for name, _ in spec.zero:
+        lengths = _even_lengths(layout, spec.shape, sizes)
         roomy = [dim for dim, length in enumerate(lengths) if length >= sizes[name]]
         if roomy or max(lengths, default=0) > 1:
             dim = roomy[0] if roomy else lengths.index(max(lengths))
@@ -120,15 +120,15 @@ def _even_lengths(layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]
     return lengths
 
 
-def stored_layout(held: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
+def stored_layout(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
     """The layout of the tensor that is really kept as the parameter: split further only by level 3."""
-    return storage_layout(held, sizes) if held.level == 3 else held.layout
+    return storage_layout(spec, sizes) if spec.level == 3 else spec.layout
 
 
-def zero_axes(held: ParameterSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def zero_axes(spec: ParameterSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The zero axes that really cut something and have more than one rank."""
-    layout = storage_layout(held, sizes)
-    return tuple(name for name, _ in held.zero if sizes[name] > 1 and layout.shard_of(name) is not None)
+    layout = storage_layout(spec, sizes)
+    return tuple(name for name, _ in spec.zero if sizes[name] > 1 and layout.shard_of(name) is not None)
 
 
 def sharding_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
@@ -136,19 +136,19 @@ def sharding_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis.name for axis in mesh.axes if axis.size > 1 and layout.shard_of(axis.name) is not None)
 
 
-def wanted_groups(helds: Iterable[ParameterSpec], mesh: Mesh) -> set[tuple[str, ...]]:
+def wanted_groups(specs: Iterable[ParameterSpec], mesh: Mesh) -> set[tuple[str, ...]]:
     """The products of axes that gradients and ZeRO need; pass them to `Groups`."""
     wanted = set()
-    for held in helds:
-        split = zero_axes(held, mesh.sizes)
-        sums = summing_axes(held, mesh)
+    for spec in specs:
+        split = zero_axes(spec, mesh.sizes)
+        sums = summing_axes(spec, mesh)
         wanted |= {split, sums, tuple(axis for axis in sums if axis not in split)}
     return {axes for axes in wanted if axes}
 
 
-def summing_axes(held: ParameterSpec, mesh: Mesh) -> tuple[str, ...]:
+def summing_axes(spec: ParameterSpec, mesh: Mesh) -> tuple[str, ...]:
     """The axes, longer than one, over which the gradient is summed, in the mesh's order."""
-    return tuple(axis.name for axis in mesh.axes if axis.size > 1 and axis.name in held.sums)
+    return tuple(axis.name for axis in mesh.axes if axis.size > 1 and axis.name in spec.sums)
 
 
 def coordinates(groups: Groups) -> dict[str, int]:
@@ -156,36 +156,36 @@ def coordinates(groups: Groups) -> dict[str, int]:
     return {name: groups[name].index for name in groups.mesh.names}
 
 
-# -- between whole tensors and pieces ---------------------------------------------------
+# -- between full tensors and shards ---------------------------------------------------
 
 
 def shard_tensor(
-    full: Tensor, held: ParameterSpec, sizes: Mapping[str, int], at: Mapping[str, int], layout: Layout | None = None
+    full: Tensor, spec: ParameterSpec, sizes: Mapping[str, int], at: Mapping[str, int], layout: Layout | None = None
 ) -> Tensor:
-    """This rank's piece of a whole tensor (a value or a gradient), with its own memory."""
-    if tuple(full.shape) != held.shape:
+    """This rank's shard of a full tensor (a value or a gradient), with its own memory."""
+    if tuple(full.shape) != spec.shape:
         raise LayoutError(
-            f"parameter {held.name} has shape {held.shape}, got a tensor of shape {tuple(full.shape)}; "
+            f"parameter {spec.name} has shape {spec.shape}, got a tensor of shape {tuple(full.shape)}; "
             "load a state dict of the model that was compiled"
         )
-    piece = full.detach().as_subclass(Tensor)
-    for dim, shards in enumerate((layout or stored_layout(held, sizes)).shards):
+    local = full.detach().as_subclass(Tensor)
+    for dim, shards in enumerate((layout or stored_layout(spec, sizes)).shards):
         for sharding in shards:
-            piece = blocks.shard(piece, dim, sharding, sizes[sharding.axis], at[sharding.axis])
-    return piece.clone(memory_format=torch.contiguous_format)
+            local = blocks.shard(local, dim, sharding, sizes[sharding.axis], at[sharding.axis])
+    return local.clone(memory_format=torch.contiguous_format)
 
 
-def gather_tensor(local: Tensor, held: ParameterSpec, groups: Groups, layout: Layout | None = None) -> Tensor:
-    """The whole tensor from every rank's piece, on every rank. All ranks of the mesh must call it."""
+def gather_tensor(local: Tensor, spec: ParameterSpec, groups: Groups, layout: Layout | None = None) -> Tensor:
+    """The full tensor from every rank's shard, on every rank. All ranks of the mesh must call it."""
     sizes = groups.mesh.sizes
-    whole = local.detach().as_subclass(Tensor)
-    for dim, shards in enumerate((layout or stored_layout(held, sizes)).shards):
-        for sharding in reversed(shards):  # only the minor-most cut can be joined directly
-            whole = _gather_cut(whole, dim, sharding, groups)
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+    full = local.detach().as_subclass(Tensor)
+    for dim, shards in enumerate((layout or stored_layout(spec, sizes)).shards):
+        for sharding in reversed(shards):  # only the minor-most shard can be joined directly
+            full = _gather_shard(full, dim, sharding, groups)
+    return full.clone() if full.data_ptr() == local.data_ptr() else full
 
 
-def _gather_cut(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> Tensor:
+def _gather_shard(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> Tensor:
     group = groups[sharding.axis]
     if group.process_group is None:
         return local
@@ -200,7 +200,7 @@ def _gather_cut(local: Tensor, dim: int, sharding: Shard, groups: Groups) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """A plain contiguous cut as it is written, before the size of its dim is known."""
+    """A plain contiguous shard as it is written, before the size of its dim is known."""
 
     axis: str
     blocks: tuple[Block, ...] = ()
@@ -222,7 +222,7 @@ def shard(axis: str, *runs: int | tuple[int, int, int], repeat: int = 1) -> Shar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """How a parameter is held, as written in the PARAMETERS table of a generated file."""
+    """How a parameter is stored, as written in the PARAMETERS table of a generated file."""
 
     shape: tuple[int, ...]
     shards: Mapping[int, Shard | ShardEntry | tuple[Shard | ShardEntry, ...]] = field(default_factory=dict)
@@ -234,11 +234,11 @@ class ParameterEntry:
     unit: str = ""
 
 
-def parse(pieces: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str]) -> list[ParameterSpec]:
-    """The PARAMETERS table as `Held`s, in the order of the real `keys`; a `*` stands for one part of a key."""
-    exact = {key: (piece, ()) for key, piece in pieces.items() if "*" not in key}
-    stars = [(_pattern(key), piece) for key, piece in pieces.items() if "*" in key]
-    found: list[ParameterSpec] = []
+def parse(table: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str]) -> list[ParameterSpec]:
+    """The PARAMETERS table as specs, in the order of the real `keys`; a `*` stands for one part of a key."""
+    exact = {key: (entry, ()) for key, entry in table.items() if "*" not in key}
+    stars = [(_pattern(key), entry) for key, entry in table.items() if "*" in key]
+    specs: list[ParameterSpec] = []
     tied: set[str] = set()
     faults = []
     for key in keys:
@@ -248,11 +248,11 @@ def parse(pieces: Mapping[str, ParameterEntry], mesh: Mesh, keys: Sequence[str])
         if len(fits) != 1:
             faults.append(f"{key} is described by {len(fits)} entries of PARAMETERS, it needs one")
             continue
-        held = _held(key, fits[0][0], fits[0][1], mesh)
-        tied.update(held.keys[1:])
-        found.append(held)
+        spec = _parse_entry(key, fits[0][0], fits[0][1], mesh)
+        tied.update(spec.keys[1:])
+        specs.append(spec)
     raise_all(LayoutError, f"PARAMETERS does not fit the model's {len(keys)} parameters:", faults)
-    return found
+    return specs
 
 
 def _pattern(key: str) -> re.Pattern[str]:
@@ -265,28 +265,28 @@ def _filled(text: str, stars: Sequence[str]) -> str:
     return text
 
 
-def _held(key: str, piece: ParameterEntry, stars: Sequence[str], mesh: Mesh) -> ParameterSpec:
+def _parse_entry(key: str, entry: ParameterEntry, stars: Sequence[str], mesh: Mesh) -> ParameterSpec:
     shards: list[list[Shard]] = []
-    for dim, size in enumerate(piece.shape):
-        given = piece.shards.get(dim, ())
+    for dim, size in enumerate(entry.shape):
+        written = entry.shards.get(dim, ())
         shards.append([])
-        for text in given if isinstance(given, tuple) else (given,):
+        for text in written if isinstance(written, tuple) else (written,):
             axis = mesh.axis(text.axis)
-            made = make_shard(axis, text.blocks, text.repeat) if text.blocks else contiguous_shard(axis, size)
-            if made.elements != size:
+            sharding = make_shard(axis, text.blocks, text.repeat) if text.blocks else contiguous_shard(axis, size)
+            if sharding.elements != size:
                 raise LayoutError(
-                    f"{key}: the cut of dim {dim} over {axis.name} covers {made.elements} elements, and {size} are left"
+                    f"{key}: sharding dim {dim} over {axis.name} covers {sharding.elements} elements, {size} are left"
                 )
-            shards[-1].append(made)
-            size = made.local(axis.size, 0)
+            shards[-1].append(sharding)
+            size = sharding.local(axis.size, 0)
     return ParameterSpec(
-        keys=(key, *(_filled(other, stars) for other in piece.tied)),
-        shape=piece.shape,
-        dtype=piece.dtype,
-        layout=make_layout(shards, {mesh.axis(name).name: REPLICATE for name in piece.sums}),
-        trainable=not piece.frozen,
-        zero=tuple(piece.zero.items()),
-        unit=_filled(piece.unit, stars),
+        keys=(key, *(_filled(other, stars) for other in entry.tied)),
+        shape=entry.shape,
+        dtype=entry.dtype,
+        layout=make_layout(shards, {mesh.axis(name).name: REPLICATE for name in entry.sums}),
+        trainable=not entry.frozen,
+        zero=tuple(entry.zero.items()),
+        unit=_filled(entry.unit, stars),
     )
 
 

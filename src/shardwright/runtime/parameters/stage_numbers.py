@@ -56,13 +56,13 @@ class StageNumber(Tensor):
         return "StageNumber(about the parameters of one stage of a pipeline)"
 
 
-def numbered(made: Any, of: frozenset[str]) -> Any:
+def numbered(result: Any, of: frozenset[str]) -> Any:
     """What was made of parameters of a stage, marked as that."""
-    if isinstance(made, (tuple, list)) and all(type(item) is Tensor for item in made):
-        return type(made)([numbered(item, of) for item in made])
-    if type(made) is not Tensor:
-        return made
-    number = made.as_subclass(StageNumber)
+    if isinstance(result, (tuple, list)) and all(type(item) is Tensor for item in result):
+        return type(result)([numbered(item, of) for item in result])
+    if type(result) is not Tensor:
+        return result
+    number = result.as_subclass(StageNumber)
     number.of = of
     return number
 
@@ -97,7 +97,7 @@ def _names(tensor: Any) -> frozenset[str]:
     if isinstance(tensor, StageNumber):
         return tensor.of
     if is_of_stage(tensor):
-        return frozenset({tensor.held.name if hasattr(tensor, "held") else tensor.of})
+        return frozenset({tensor.spec.name if hasattr(tensor, "spec") else tensor.of})
     return frozenset({_LOSS}) if tensor.requires_grad else frozenset()
 
 

@@ -28,7 +28,7 @@ from .state_values import PartialState, ShardTensor, as_state, local_of, region_
 
 
 def state_dict(
-    held: Iterable[ParameterSpec],
+    specs: Iterable[ParameterSpec],
     parameters: Mapping[str, ShardedParameter],
     buffers: Mapping[str, Tensor],
     groups: Groups,
@@ -37,17 +37,17 @@ def state_dict(
 
     Of a parameter with a float32 master it is the master: what is saved in one precision is loaded in another.
     """
-    found: dict[str, Tensor] = {}
-    for one in held:
-        true = true_value(parameters[one.name])
-        value = as_state(true, one, true.spread, groups)
-        found.update(dict.fromkeys(one.keys, value))
-    found.update({key: buffer.detach() for key, buffer in buffers.items()})
-    return PartialState(found) if groups.mesh.size < here().size else found
+    values: dict[str, Tensor] = {}
+    for spec in specs:
+        true = true_value(parameters[spec.name])
+        value = as_state(true, spec, true.spread, groups)
+        values.update(dict.fromkeys(spec.keys, value))
+    values.update({key: buffer.detach() for key, buffer in buffers.items()})
+    return PartialState(values) if groups.mesh.size < here().size else values
 
 
 def full_state_dict(
-    held: Iterable[ParameterSpec],
+    specs: Iterable[ParameterSpec],
     parameters: Mapping[str, ShardedParameter],
     buffers: Mapping[str, Tensor],
     groups: Groups,
@@ -55,22 +55,22 @@ def full_state_dict(
     pp_ranks: Seats = (),
 ) -> dict[str, Tensor]:
     """Whole tensors under the original keys, on every rank or only on `rank`. All ranks must call it."""
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     keep = rank is None or here().rank == rank
     own: dict[str, Tensor] = {}
-    for one in held:
+    for spec in specs:
         with Untouched():
-            true = true_value(parameters[one.name])
-            whole = gather_tensor(true, one, groups, true.spread).as_subclass(Tensor)
+            true = true_value(parameters[spec.name])
+            full = gather_tensor(true, spec, groups, true.spread).as_subclass(Tensor)
         if keep or len(pp_ranks) > 1:
-            own[one.name] = whole
-    every = [one for _, helds in pp_ranks for one in helds] if len(pp_ranks) > 1 else held
+            own[spec.name] = full
+    every = [spec for _, stage_specs in pp_ranks for spec in stage_specs] if len(pp_ranks) > 1 else specs
     whole_of = spread_out(own, pp_ranks)
-    for one in every if keep else ():
-        tensor = whole_of[one.name]
+    for spec in every if keep else ():
+        tensor = whole_of[spec.name]
         assert tensor is not None
-        found.update(dict.fromkeys(one.keys, tensor))
-    return {**found, **{key: buffer.detach().clone() for key, buffer in buffers.items()}} if keep else {}
+        values.update(dict.fromkeys(spec.keys, tensor))
+    return {**values, **{key: buffer.detach().clone() for key, buffer in buffers.items()}} if keep else {}
 
 
 Seats = Sequence[tuple[Mesh, Sequence[ParameterSpec]]]
@@ -81,28 +81,28 @@ def spread_out(values: Mapping[str, Tensor | None], pp_ranks: Seats) -> dict[str
     """Whole tensors by first key, on all ranks, from the first mesh that holds each. All ranks must call it."""
     if len(pp_ranks) < 2:
         return dict(values)
-    found: dict[str, Tensor | None] = {}
+    gathered: dict[str, Tensor | None] = {}
     device = here().device
-    for mesh, helds in pp_ranks:
+    for mesh, specs in pp_ranks:
         source = mesh.devices[0]
-        for held in (one for one in helds if one.name not in found):
-            own = values.get(held.name)
+        for spec in (spec for spec in specs if spec.name not in gathered):
+            own = values.get(spec.name)
             there = torch.tensor(own is not None, device=device)
             dist.broadcast(there, source)
             if bool(there):
-                empty = torch.empty(held.shape if own is None else (), dtype=held.true_dtype, device=device)
-                whole = empty if own is None else own.contiguous()
-                dist.broadcast(whole, source)
-                found[held.name] = whole
+                empty = torch.empty(spec.shape if own is None else (), dtype=spec.true_dtype, device=device)
+                full = empty if own is None else own.contiguous()
+                dist.broadcast(full, source)
+                gathered[spec.name] = full
             else:
-                found[held.name] = None
-    return found
+                gathered[spec.name] = None
+    return gathered
 
 
 @torch.no_grad()
 def load_state(
     values: Mapping[str, Any],
-    held: Iterable[ParameterSpec],
+    specs: Iterable[ParameterSpec],
     parameters: Mapping[str, ShardedParameter],
     buffers: Mapping[str, Tensor],
     groups: Groups,
@@ -113,26 +113,26 @@ def load_state(
 
     Returns what `nn.Module.load_state_dict` returns: the missing and the unexpected keys.
     """
-    held = list(held)
-    known = {key for one in held for key in one.keys} | set(buffers) | set(elsewhere)
-    missing = [one.name for one in held if not any(key in values for key in one.keys)]
+    specs = list(specs)
+    known = {key for spec in specs for key in spec.keys} | set(buffers) | set(elsewhere)
+    missing = [spec.name for spec in specs if not any(key in values for key in spec.keys)]
     missing += [key for key in buffers if key not in values]
     unexpected = [key for key in values if key not in known]
     if strict:
         faults = [f"missing: {key}" for key in missing] + [f"unexpected: {key}" for key in unexpected]
         raise_all(InputError, f"the state dict does not fit the model{_wrapped_keys(unexpected)}:", faults)
-    for one in held:
-        key = next((key for key in one.keys if key in values), None)
+    for spec in specs:
+        key = next((key for key in spec.keys if key in values), None)
         if key is not None:
-            true = true_value(parameters[one.name])
-            piece = region_of_value(values[key], one, true.spread, groups)
+            true = true_value(parameters[spec.name])
+            local = region_of_value(values[key], spec, true.spread, groups)
             with Untouched():
-                true.copy_(piece)
-    renew(parameters[one.name] for one in held)
+                true.copy_(local)
+    renew(parameters[spec.name] for spec in specs)
     for key, buffer in buffers.items():
         if key in values:
-            given = values[key]
-            buffer.copy_(given.full_tensor() if isinstance(given, (DTensor, ShardTensor)) else given)
+            value = values[key]
+            buffer.copy_(value.full_tensor() if isinstance(value, (DTensor, ShardTensor)) else value)
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
@@ -171,22 +171,22 @@ def load_optimizer_state_dict(optimizer: Optimizer, values: Mapping[str, Any]) -
     for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
         for leaf in group["params"]:
-            given = values["state"].get(name_of(leaf))
-            if given is None:
+            state = values["state"].get(name_of(leaf))
+            if state is None:
                 optimizer.state.pop(leaf, None)
                 continue
-            optimizer.state[leaf] = loaded_state(given, leaf)
+            optimizer.state[leaf] = loaded_state(state, leaf)
 
 
-def loaded_state(given: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
+def loaded_state(state: Mapping[str, Any], leaf: Any) -> dict[str, Any]:
     """A parameter's state, of whole tensors or pieces, as it is kept here: cut as the leaf is, with its own memory."""
     if not isinstance(leaf, ShardedParameter) or leaf.groups is None:
-        return {key: _own(value) for key, value in given.items()}
-    held, groups = leaf.held, leaf.groups
-    fits = {k for k, v in given.items() if isinstance(v, Tensor) and tuple(v.shape) == held.shape}
-    leaf.cut_state = frozenset(fits) if held.shape else None
+        return {key: _own(value) for key, value in state.items()}
+    spec, groups = leaf.spec, leaf.groups
+    fits = {k for k, v in state.items() if isinstance(v, Tensor) and tuple(v.shape) == spec.shape}
+    leaf.sharded_keys = frozenset(fits) if spec.shape else None
     return {
-        k: region_of_value(v, held, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in given.items()
+        k: region_of_value(v, spec, leaf.spread, groups).clone() if k in fits else _own(v) for k, v in state.items()
     }
 
 
@@ -198,15 +198,15 @@ def fill_state(optimizer: Optimizer) -> None:
     owners: list[Any] = [leaf if getattr(leaf, "owner", None) is None else leaf.owner for leaf in leaves]
     takers = [leaf if keeps_share(leaf) else owner for leaf, owner in zip(leaves, owners, strict=True)]
     with Untouched(), torch.no_grad():
-        before = [(held, held.detach().clone()) for held in dict.fromkeys((*owners, *leaves))]
-        kept = [taker.grad for taker in takers]
+        before = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys((*owners, *leaves))]
+        gradients = [taker.grad for taker in takers]
         for taker in takers:
             taker.grad = torch.zeros_like(taker, dtype=taker.grad_dtype)
     optimizer.step()
     with Untouched(), torch.no_grad():
         for owner, value in before:
             owner.copy_(value)
-        for taker, gradient in zip(takers, kept, strict=True):
+        for taker, gradient in zip(takers, gradients, strict=True):
             taker.grad = gradient
 
 
@@ -224,7 +224,7 @@ def without_unsaved(values: dict[str, Any], saved: Iterable[str], prefix: str = 
 def name_of(leaf: Any) -> str:
     """The key of what an optimizer updates, in the user's module: of a piece, or of a parameter beside the parts."""
     if isinstance(leaf, ShardedParameter) and leaf.groups is not None:
-        return (leaf if leaf.owner is None else leaf.owner).prefix + leaf.held.name
+        return (leaf if leaf.owner is None else leaf.owner).prefix + leaf.spec.name
     if not hasattr(leaf, "key"):
         raise LayoutError("the optimizer holds a parameter that is no piece of the model; save its state yourself")
     return str(leaf.key)
@@ -234,9 +234,11 @@ def state_value(leaf: Any, name: str, value: Any) -> Any:
     """A value of an optimizer's state, as a piece if it is one of those with the parameter's shape."""
     if not isinstance(value, Tensor) or not isinstance(leaf, ShardedParameter):
         return value
-    sharding = name in leaf.cut_state if leaf.cut_state is not None else value.shape == leaf.shape and value.dim() > 0
+    sharding = (
+        name in leaf.sharded_keys if leaf.sharded_keys is not None else value.shape == leaf.shape and value.dim() > 0
+    )
     assert leaf.groups is not None
-    return as_state(value, leaf.held, leaf.spread, leaf.groups) if sharding else value
+    return as_state(value, leaf.spec, leaf.spread, leaf.groups) if sharding else value
 
 
 def _own(value: Any) -> Any:

@@ -4,7 +4,7 @@
     ------------------------------------------------   ------------------------------------------------------
     whole on every rank                                a plain tensor, as on one device
     one box of the whole, as a DTensor can say it      a `ShardedState`: a DTensor, which other tools understand
-    several boxes (the rows of q, k and v), or cut     a `PieceTensor`
+    several boxes (the rows of q, k and v), or cut     a `ShardTensor`
     by two axes in another order than a DTensor's
     in a pipeline, where other ranks have other keys   one of the two, though it may be whole
 
@@ -44,10 +44,10 @@ class Unpicklable:
     """A piece, which one rank must not write as if it were the tensor; ranks may copy it in memory."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        name, local, whole = self._described()
+        name, local, shape = self._described()
         raise InputError(
-            f"{name} is not whole here: this rank holds {tuple(local)} of {tuple(whole)}, and what it writes by itself "
-            f"would be a part of {'the model' if local != whole else 'a pipeline'}. {INSTEAD}"
+            f"{name} is not whole here: this rank holds {tuple(local)} of {tuple(shape)}, and what it writes by itself "
+            f"would be a part of {'the model' if local != shape else 'a pipeline'}. {INSTEAD}"
         )
 
     def _described(self) -> tuple[str, torch.Size, torch.Size]:
@@ -70,14 +70,14 @@ class ShardTensor(Unpicklable, Tensor):
     """Some boxes of a whole tensor: has the whole's shape, holds `local`. Implements torch's _Checkpointable."""
 
     local: Tensor
-    held: ParameterSpec
+    spec: ParameterSpec
     spread: Layout
     groups: Groups
 
-    def __new__(cls, local: Tensor, held: ParameterSpec, layout: Layout, groups: Groups) -> ShardTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=local.dtype, device=local.device)
-        made.local, made.held, made.spread, made.groups = local.detach(), held, layout, groups
-        return made
+    def __new__(cls, local: Tensor, spec: ParameterSpec, layout: Layout, groups: Groups) -> ShardTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=local.device)
+        tensor.local, tensor.spec, tensor.spread, tensor.groups = local.detach(), spec, layout, groups
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -89,7 +89,7 @@ class ShardTensor(Unpicklable, Tensor):
             return args[0]._like(args[0].local)
         if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
             return args[0]._like(func(args[0].local, *args[1:], **(kwargs or {})))
-        name = args[0].held.name if args and isinstance(args[0], ShardTensor) else "a parameter"
+        name = args[0].spec.name if args and isinstance(args[0], ShardTensor) else "a parameter"
         raise InputError(
             f"{func} was called on a piece of {name}; use .full_tensor() for the whole, .local for what this rank holds"
         )
@@ -98,23 +98,23 @@ class ShardTensor(Unpicklable, Tensor):
         return memo.setdefault(id(self), self._like(self.local.clone()))  # type: ignore[no-any-return]
 
     def _described(self) -> tuple[str, torch.Size, torch.Size]:
-        return self.held.name, self.local.shape, torch.Size(self.held.shape)
+        return self.spec.name, self.local.shape, torch.Size(self.spec.shape)
 
     def _like(self, local: Tensor) -> ShardTensor:
-        return ShardTensor(local, self.held, self.spread, self.groups)
+        return ShardTensor(local, self.spec, self.spread, self.groups)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PieceTensor({self.held.name}, {tuple(self.local.shape)} of {self.held.shape}, {self.spread})"
+        return f"ShardTensor({self.spec.name}, {tuple(self.local.shape)} of {self.spec.shape}, {self.spread})"
 
     def full_tensor(self) -> Tensor:
         """The whole tensor. All ranks must call it."""
-        return gather_tensor(self.local, self.held, self.groups, self.spread)
+        return gather_tensor(self.local, self.spec, self.groups, self.spread)
 
     @property
     def boxes(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
         """(offset in the whole, offset in `local`, sizes) of each box."""
         sizes = self.groups.mesh.sizes
-        return local_region(self.spread, self.held.shape, sizes, coordinates(self.groups)).boxes
+        return local_region(self.spread, self.spec.shape, sizes, coordinates(self.groups)).boxes
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
@@ -122,7 +122,7 @@ class ShardTensor(Unpicklable, Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.held.shape)),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.spec.shape)),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -133,10 +133,10 @@ class ShardTensor(Unpicklable, Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for offset, at, sizes in self.boxes:
             if index.offset is not None and tuple(index.offset) == offset:
-                found = self.local
+                shard = self.local
                 for dim, (start, length) in enumerate(zip(at, sizes, strict=True)):
-                    found = found.narrow(dim, start, length)
-                return found
+                    shard = shard.narrow(dim, start, length)
+                return shard
         raise InputError(f"{index.fqn}: this rank holds no box at {index.offset}")
 
 
@@ -148,8 +148,8 @@ class ShardedState(Unpicklable, DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with Untouched():
-            found = func(*args, **(kwargs or {}))
-        return pytree.tree_map_only(DTensor, sharded_state, found)
+            result = func(*args, **(kwargs or {}))
+        return pytree.tree_map_only(DTensor, sharded_state, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         return memo.setdefault(id(self), self.clone())  # type: ignore[no-any-return]
@@ -168,7 +168,7 @@ def sharded_state(value: DTensor) -> DTensor:
 _meshes: WeakKeyDictionary[Groups, DeviceMesh | None] = WeakKeyDictionary()
 
 
-def as_state(local: Tensor, held: ParameterSpec, layout: Layout, groups: Groups) -> Tensor:
+def as_state(local: Tensor, spec: ParameterSpec, layout: Layout, groups: Groups) -> Tensor:
     """What a rank holds as the value of a state dict (see above for which kind)."""
     if groups not in _meshes:
         _meshes[groups] = groups.device_mesh()
@@ -179,8 +179,8 @@ def as_state(local: Tensor, held: ParameterSpec, layout: Layout, groups: Groups)
         return local
     placements = _placements(layout, groups.mesh)
     if placements is None or mesh is None or all(placed.is_replicate() for placed in placements):
-        return ShardTensor(local, held, layout, groups)
-    return _from_local(local, mesh, placements, torch.Size(held.shape))
+        return ShardTensor(local, spec, layout, groups)
+    return _from_local(local, mesh, placements, torch.Size(spec.shape))
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
@@ -191,7 +191,7 @@ def _from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 def _placements(layout: Layout, mesh: Mesh) -> list[Placement] | None:
     """The layout in DTensor's words, for the axes longer than one, or None if it has no words for it."""
     names = [axis.name for axis in mesh.axes if axis.size > 1]
-    found: list[Placement] = [Replicate() for _ in names]
+    placements: list[Placement] = [Replicate() for _ in names]
     for dim, every in enumerate(layout.shards):
         shards = [sharding for sharding in every if sharding.axis in names]
         order = [names.index(sharding.axis) for sharding in shards]
@@ -201,8 +201,8 @@ def _placements(layout: Layout, mesh: Mesh) -> list[Placement] | None:
             parts = mesh.sizes[sharding.axis]
             if not sharding.simple(parts) or not (sharding.even(parts) or sharding.blocks[0].inner == 1):
                 return None
-            found[names.index(sharding.axis)] = Shard(dim)
-    return found
+            placements[names.index(sharding.axis)] = Shard(dim)
+    return placements
 
 
 def shard_like(value: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def local_of(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def region_of_value(value: Tensor, held: ParameterSpec, layout: Layout, groups: Groups) -> Tensor:
+def region_of_value(value: Tensor, spec: ParameterSpec, layout: Layout, groups: Groups) -> Tensor:
     """What this rank holds under `layout` of a value that is whole or a piece."""
     if isinstance(value, ShardTensor):
         same = value.spread.shards == layout.shards and value.groups.mesh == groups.mesh
@@ -227,8 +227,8 @@ def region_of_value(value: Tensor, held: ParameterSpec, layout: Layout, groups: 
         if same:
             return value
     elif isinstance(value, DTensor):
-        mine = as_state(torch.empty(0), held, layout, groups) if _placements(layout, groups.mesh) is not None else None
+        mine = as_state(torch.empty(0), spec, layout, groups) if _placements(layout, groups.mesh) is not None else None
         if isinstance(mine, DTensor) and mine.device_mesh == value.device_mesh and mine.placements == value.placements:
             return value.to_local()
         value = value.full_tensor()
-    return shard_tensor(value, held, groups.mesh.sizes, coordinates(groups), layout)
+    return shard_tensor(value, spec, groups.mesh.sizes, coordinates(groups), layout)

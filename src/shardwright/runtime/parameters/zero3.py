@@ -53,10 +53,10 @@ class UnitUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         nodes = [node for node, _ in ctx.next_functions]
         where = ["nowhere" if node is None else destination_of(node) for node in nodes]
-        kept = [gradient if to == "grad" else None for gradient, to in zip(gradients, where, strict=True)]
-        ctx.zero._returned(ctx.shards, kept, {at for at, to in enumerate(where) if to == "grad"})
-        asked = [gradient if to == "caller" else None for gradient, to in zip(gradients, where, strict=True)]
-        return None, None, *ctx.shards.summed(asked)
+        accumulated = [gradient if to == "grad" else None for gradient, to in zip(gradients, where, strict=True)]
+        ctx.zero._returned(ctx.shards, accumulated, {at for at, to in enumerate(where) if to == "grad"})
+        requested = [gradient if to == "caller" else None for gradient, to in zip(gradients, where, strict=True)]
+        return None, None, *ctx.shards.summed(requested)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ class Zero3:
         self._loose: dict[str, list[Pair]] = {}
         for name, pairs in units.items():
             kinds: dict[tuple[tuple[str, ...], torch.dtype], list[Pair]] = defaultdict(list)
-            for held, parameter in pairs:
-                axes = zero_axes(held, groups.mesh.sizes) if held.level == 3 else ()
-                kinds[axes, held.dtype].append((held, parameter))
-            self._loose[name] = [pair for (axes, _), held in kinds.items() if not axes for pair in held]
-            self._units[name] = [UnitShards(held, axes, groups, wire) for (axes, _), held in kinds.items() if axes]
+            for spec, parameter in pairs:
+                axes = zero_axes(spec, groups.mesh.sizes) if spec.level == 3 else ()
+                kinds[axes, spec.dtype].append((spec, parameter))
+            self._loose[name] = [pair for (axes, _), kind in kinds.items() if not axes for pair in kind]
+            self._units[name] = [UnitShards(kind, axes, groups, wire) for (axes, _), kind in kinds.items() if axes]
         self._order = list(order)
-        self._names = {id(shards): name for name, held in self._units.items() for shards in held}
+        self._names = {id(shards): name for name, unit in self._units.items() for shards in unit}
         self._ready: dict[UnitShards, GatheredUnit] = {}  # gathered or on the way
         self._live: dict[int, UnitShards] = {}  # by the address of the buffer
         self._again: list[UnitShards] = []  # gathered again by the backward that runs, oldest first
@@ -129,9 +129,9 @@ class Zero3:
 
     def open(self, name: str) -> dict[str, Tensor]:
         """The whole parameters of a unit, by key. Starts the gather of the next unit in the order."""
-        found: dict[str, Tensor] = {}
-        for held, parameter in self._loose[name]:
-            found.update(dict.fromkeys(held.keys, self._leaf(parameter)))
+        parameters: dict[str, Tensor] = {}
+        for spec, parameter in self._loose[name]:
+            parameters.update(dict.fromkeys(spec.keys, self._leaf(parameter)))
         opened = [self._gathered(shards) for shards in self._units[name]]
         if torch._C._current_graph_task_id() == -1:
             self._ahead(name, 1)
@@ -144,12 +144,12 @@ class Zero3:
             if torch.is_grad_enabled() and gathered.shards.returns:
                 with Untouched():
                     leaves = [self._leaf(parameter) for _, parameter in pairs]
-                    whole = cast(tuple[Tensor, ...], UnitUse.apply(self, gathered, *leaves))  # type: ignore[no-untyped-call]
+                    views = cast(tuple[Tensor, ...], UnitUse.apply(self, gathered, *leaves))  # type: ignore[no-untyped-call]
             else:
-                whole = tuple(gathered.views())
-            for (held, _), tensor in zip(pairs, whole, strict=True):
-                found.update(dict.fromkeys(held.keys, tensor))
-        return found
+                views = tuple(gathered.views())
+            for (spec, _), tensor in zip(pairs, views, strict=True):
+                parameters.update(dict.fromkeys(spec.keys, tensor))
+        return parameters
 
     def close(self, name: str) -> None:
         """Let the gathered parameters of a unit go. In a recomputation its backward comes next, and does that."""
@@ -229,9 +229,9 @@ class Zero3:
     def _returned(self, shards: UnitShards, gradients: Sequence[Tensor | None], wanted: Container[int]) -> None:
         """A unit's backward is through: its gradients go out, its parameters go. `wanted` go to `.grad`."""
         self._begin()
-        for gradient, (held, _) in zip(gradients, shards.pairs, strict=True):
+        for gradient, (spec, _) in zip(gradients, shards.pairs, strict=True):
             if gradient is not None:
-                expect_plain(held, gradient)
+                expect_plain(spec, gradient)
         if shards in self._again:
             self._again.remove(shards)
         self._release(shards)

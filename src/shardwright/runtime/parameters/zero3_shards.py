@@ -1,10 +1,10 @@
 """The shares of a unit's parameters (ZeRO-3): how they lie in memory, are gathered, and how their gradients come back.
 
-    Shards      parameters of one unit that one collective gathers, in one row
-    Gathered    the whole parameters, or the promise of them
-    Return      whole gradients on their way to shares, and to `.grad`
+    UnitShards      parameters of one unit that one collective gathers, in one row
+    GatheredUnit    the whole parameters, or the promise of them
+    GradientReturn  whole gradients on their way to shares, and to `.grad`
 
-When any of this happens is decided in `zero`.
+When any of this happens is decided in `zero3`.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ class UnitShards:
         self.wire = wire or pairs[0][0].dtype  # gradients are summed in it
         self.pairs, self.groups = list(pairs), groups
         self.group = groups[axes]
-        self.pack = Pack([held for held, _ in pairs], axes, groups.mesh.sizes, coordinates(groups))
+        self.pack = Pack([spec for spec, _ in pairs], axes, groups.mesh.sizes, coordinates(groups))
         with torch.no_grad(), Untouched():
             self.row = pairs[0][1].new_zeros(self.pack.width)
             for number, (_, parameter) in enumerate(pairs):
-                home = self._home(number)
-                home.copy_(parameter)
-                parameter.data = home  # the shards live in the row, so that gathering copies nothing
+                own = self._own_slice(number)
+                own.copy_(parameter)
+                parameter.data = own  # the shards live in the row, so that gathering copies nothing
                 if isinstance(parameter, ShardedParameter):
                     parameter.hooks.summed_later = parameter.hooks.in_shares = True
         by_rest: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        for number, (held, _) in enumerate(pairs):
-            if held.trainable:
-                by_rest[tuple(axis for axis in summing_axes(held, groups.mesh) if axis not in axes)].append(number)
+        for number, (spec, _) in enumerate(pairs):
+            if spec.trainable:
+                by_rest[tuple(axis for axis in summing_axes(spec, groups.mesh) if axis not in axes)].append(number)
         self.returns = [GradientReturn(self, numbers, rest, groups, axes) for rest, numbers in by_rest.items()]
 
     def __str__(self) -> str:
-        return f"the parameters {name_some([held.name for held, _ in self.pairs])}"
+        return f"the parameters {name_some([spec.name for spec, _ in self.pairs])}"
 
-    def _home(self, number: int) -> Tensor:
+    def _own_slice(self, number: int) -> Tensor:
         return self.pack.own(self.row, number, self.group.index)
 
     def summed(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Shares of whole gradients for `torch.autograd.grad`: one after the other, by ops that have a gradient."""
         return [
-            None if gradient is None else _share(gradient, held, self.groups)
-            for gradient, (held, _) in zip(gradients, self.pairs, strict=True)
+            None if gradient is None else _share(gradient, spec, self.groups)
+            for gradient, (spec, _) in zip(gradients, self.pairs, strict=True)
         ]
 
     def version(self) -> tuple[tuple[int, int], ...]:
@@ -78,18 +78,18 @@ class UnitShards:
         row = self.row
         with torch.no_grad(), Untouched():
             for number, (_, parameter) in enumerate(self.pairs):
-                if parameter.data_ptr() != self._home(number).data_ptr():
+                if parameter.data_ptr() != self._own_slice(number).data_ptr():
                     row = row.clone() if row is self.row else row
                     self.pack.own(row, number, self.group.index).copy_(parameter)
         return row
 
 
-def _share(gradient: Tensor, held: ParameterSpec, groups: Groups) -> Tensor:
+def _share(gradient: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
     """The own share of a gradient that is summed over ranks."""
     gradient = dense(gradient)
-    layout = storage_layout(held, groups.mesh.sizes)
-    split = zero_axes(held, groups.mesh.sizes)
-    for axis in summing_axes(held, groups.mesh):
+    layout = storage_layout(spec, groups.mesh.sizes)
+    split = zero_axes(spec, groups.mesh.sizes)
+    for axis in summing_axes(spec, groups.mesh):
         if axis not in split:
             gradient = comm.all_reduce(gradient, groups[axis])
     for dim, shards in enumerate(layout.shards):
@@ -108,9 +108,9 @@ class GatheredUnit:
         with torch.inference_mode(False):  # what is made for inference can't train later
             row = shards.fill_row()
             self.sent = row  # until it has arrived: it may be a copy that nobody else holds
-            self.rows: Tensor | None = row.new_empty(shards.pack.parts * shards.pack.width)
+            self.buffer: Tensor | None = row.new_empty(shards.pack.parts * shards.pack.width)
         flight_recorder.enter("all_gather", shards.group.process_group, shards)
-        self.work = process_group.all_gather(self.rows, row, shards.group.process_group)
+        self.work = process_group.all_gather(self.buffer, row, shards.group.process_group)
         self.flat: Tensor | None = None
         self.offsets: list[int] = []
 
@@ -119,16 +119,16 @@ class GatheredUnit:
     def wait(self) -> Tensor:
         """The flat buffer in which the whole parameters lie one after the other."""
         if self.flat is None:
-            assert self.rows is not None
+            assert self.buffer is not None
             self.work.wait()
             self.work = process_group.DONE  # the other holds on to the rows
             pack = self.shards.pack
-            rows = pack.rows(self.rows)
+            rows = pack.by_rank(self.buffer)
             self.flat, views = whole_buffer(pack.slots, rows)
             for number, view in enumerate(views):
                 pack.take(rows, number, view)
                 self.offsets.append(int(view.storage_offset()))
-            self.rows = None
+            self.buffer = None
         return self.flat
 
     @torch.no_grad()
@@ -156,12 +156,12 @@ class GradientReturn:
         self.pairs = [shards.pairs[number] for number in numbers]
         self.group = shards.group
         self.rest = groups[rest].process_group if rest else None
-        helds = [held for held, _ in self.pairs]
-        self.pack = Pack(helds, axes, groups.mesh.sizes, coordinates(groups), extra=len(helds))
+        specs = [spec for spec, _ in self.pairs]
+        self.pack = Pack(specs, axes, groups.mesh.sizes, coordinates(groups), extra=len(specs))
         self.sent: list[tuple[Tensor, Tensor, process_group.PendingWork, bool]] = []
 
     def __str__(self) -> str:
-        return f"the gradients of {name_some([held.name for held, _ in self.pairs])}"
+        return f"the gradients of {name_some([spec.name for spec, _ in self.pairs])}"
 
     @torch.no_grad()
     def send(self, gradients: Sequence[Tensor | None], like: Tensor, wire: torch.dtype) -> None:
@@ -170,7 +170,7 @@ class GradientReturn:
         size = self.pack.parts * self.pack.width
         make = like.new_empty if full and not self.pack.padded else like.new_zeros
         flat = make(size, dtype=wire)
-        rows = self.pack.rows(flat)
+        rows = self.pack.by_rank(flat)
         flags = rows.narrow(1, self.pack.used, len(gradients))
         flags.copy_(torch.tensor([g is not None for g in gradients], dtype=flat.dtype, device=flat.device))
         for number, gradient in enumerate(gradients):
@@ -190,9 +190,9 @@ class GradientReturn:
                 flight_recorder.enter("all_reduce", self.rest, self)
                 process_group.all_reduce(row, self.rest).wait()
             flags = [1.0] * len(self.pairs) if full else row.narrow(0, self.pack.used, len(self.pairs)).tolist()
-            for number, (held, parameter) in enumerate(self.pairs):
+            for number, (spec, parameter) in enumerate(self.pairs):
                 if flags[number] > 0 and needs_gradient(parameter):  # torch drops that of what was frozen since
-                    _hand_out(leaf_of(parameter), self.pack.own(row, number, self.group.index), held)
+                    _hand_out(leaf_of(parameter), self.pack.own(row, number, self.group.index), spec)
         self.sent.clear()
 
     def drop(self) -> None:
@@ -202,11 +202,11 @@ class GradientReturn:
         self.sent.clear()
 
 
-def _hand_out(leaf: Tensor, share: Tensor, held: ParameterSpec) -> None:
+def _hand_out(leaf: Tensor, share: Tensor, spec: ParameterSpec) -> None:
     """Add a share that is summed to `.grad`, with the user's hooks around."""
     hooks = leaf.hooks if isinstance(leaf, ShardedParameter) else ParameterHooks()
     if hooks.before:
         share = hooks.change(wrap_gradient(leaf, share))
     old = raw_gradient(leaf)
-    set_raw_gradient(leaf, share.to(held.true_dtype) if old is None else old.add_(share))
+    set_raw_gradient(leaf, share.to(spec.true_dtype) if old is None else old.add_(share))
     hooks.tell(leaf)

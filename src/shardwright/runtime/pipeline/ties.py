@@ -93,7 +93,7 @@ class TiedGradients:
         """Exchange the sums of this stage, and hand out those of all. All ranks that hold any must call it."""
         if self._transport is None:
             raise LayoutError("parameters are held by several stages, and nobody has said how to reach those")
-        found = {entry.held.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
+        found = {entry.spec.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
         coming = {name: self._exchange(self._ties[name], *found[name], self._transport) for name in sorted(found)}
         for name, (entry, own) in sorted(found.items()):
             total = _added(self._ties[name], own, coming[name])
@@ -136,12 +136,12 @@ def _hand_out(entry: BucketSlot, total: Tensor) -> None:
     if not entry.seen:
         entry.set_aside()
     parameter = entry.parameter
-    shard = parameter.shard if isinstance(parameter, ShardedParameter) and entry.held.level == 2 else None
+    shard = parameter.shard if isinstance(parameter, ShardedParameter) and entry.spec.level == 2 else None
     if shard is None or shard.slot is None or shard.groups is None:
         entry.hand_out(total)
         return
-    place = shard.groups[zero_axes(entry.held, shard.groups.mesh.sizes)].index
-    share, old = shard.slot.owned(total, place).to(entry.held.true_dtype), raw_gradient(shard)
+    place = shard.groups[zero_axes(entry.spec, shard.groups.mesh.sizes)].index
+    share, old = shard.slot.owned(total, place).to(entry.spec.true_dtype), raw_gradient(shard)
     if entry.hooks.before:
         share = entry.hooks.change(wrap_gradient(shard, share))
     set_raw_gradient(shard, share.clone() if old is None else old.add_(share))

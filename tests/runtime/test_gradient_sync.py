@@ -291,7 +291,7 @@ def test_buckets_follow_backward_and_are_few():
         model = Pieces(mesh_of(2))
         few = GradientSync(model.pairs, model.groups)
         many = GradientSync(model.pairs, model.groups, **TINY)
-        names = [entry.held.name for bucket in many.buckets for entry in bucket.entries]
+        names = [entry.spec.name for bucket in many.buckets for entry in bucket.entries]
         return len(few.buckets), len(many.buckets), names
 
     few, many, names = run_ranks(2, body)[0]

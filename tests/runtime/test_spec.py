@@ -122,7 +122,7 @@ def test_parse_names_every_key_that_is_not_described():
 
 
 def test_a_cut_that_does_not_fit_is_refused():
-    with pytest.raises(LayoutError, match="covers 24 elements, and 20 are left"):
+    with pytest.raises(LayoutError, match="covers 24 elements, 20 are left"):
         parse({"w": ParameterEntry(shape=(20,), shards={0: shard("tp", 3, 4, 2)})}, MESH, ["w"])
 
 

@@ -81,7 +81,7 @@ def test_clip_grad_norm_is_exact(level, foreach, order):
         grads = []
         for parameter in made:
             owned = parameter.shard if level == 2 and parameter.shard is not None else parameter
-            grads.append(gather_tensor(owned.grad, parameter.held, groups, owned.spread))
+            grads.append(gather_tensor(owned.grad, parameter.spec, groups, owned.spread))
         return norm, grads
 
     for norm, grads in run_ranks(4, body):

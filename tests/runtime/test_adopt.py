@@ -17,7 +17,7 @@ from shardwright.runtime.parameters.spec import ParameterSpec, coordinates, gath
 from shardwright.runtime.world import Groups
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of
 from tests.runtime.ranks import run_processes, run_ranks
-from tests.runtime.test_zero import Split
+from tests.runtime.test_zero3 import Split
 
 MAKERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -222,14 +222,14 @@ def test_optimizers_that_need_whole_tensors_are_exact(name, level):
         for step in range(3):
             for key, gradient in gradients(step).items():
                 leaf = made[key].shard if level == 2 else made[key]
-                set_raw_gradient(leaf, shard_tensor(gradient, made[key].held, MESH.sizes, at, leaf.spread))
+                set_raw_gradient(leaf, shard_tensor(gradient, made[key].spec, MESH.sizes, at, leaf.spread))
             optimizer.step()
         assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], made.values(), strict=True)].count(
             False
         ) == (3 if level in (1, 2) else 0)
         kept = [v.numel() for s in optimizer.state.values() for k, v in s.items() if k == "momentum_buffer"]
         return (
-            {k: gather_tensor(p.data, p.held, groups) for k, p in made.items()},
+            {k: gather_tensor(p.data, p.spec, groups) for k, p in made.items()},
             sum(kept),
             getattr(optimizer, "calls", 3),
         )

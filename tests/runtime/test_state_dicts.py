@@ -24,20 +24,20 @@ from shardwright.runtime.parameters.state_dicts import (
 from shardwright.runtime.parameters.state_values import ShardTensor, as_state, region_of_value
 from tests.runtime.little import Pieces, Single, assert_same, batch, mesh_of, whole_values
 from tests.runtime.ranks import run_processes, run_ranks
-from tests.runtime.test_zero import Split
+from tests.runtime.test_zero3 import Split
 
 KEYS = ["embed", "head", "w1", "scale", "gain", "w2", "bias", "idle", "frozen", "count"]
 
 
 def parts(model):
-    return model.helds, model.p, {"count": model.count}, model.groups
+    return model.specs, model.p, {"count": model.count}, model.groups
 
 
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_piece_that_is_cut_as_it_is_wanted_is_taken_as_it_is(level):
     def body(rank):
         model, kinds = Pieces(mesh_of(2, 2), level), set()
-        for held in model.helds:
+        for held in model.specs:
             layout = stored_layout(held, model.groups.mesh.sizes)
             local = shard_tensor(
                 whole_values()[held.name], held, model.groups.mesh.sizes, coordinates(model.groups), layout

@@ -1,4 +1,4 @@
-"""Seats: which devices hold which parameters, and what is refused."""
+"""Pipeline ranks: which devices hold which parameters, and what is refused."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_a_seat_has_all_segments_of_its_devices(tmp_path, text, segments):
     assert [pp_rank.mesh for pp_rank in pp_ranks] == sorted(
         {s.mesh for s in plan.segments}, key=lambda mesh: mesh.devices
     )
-    held = [{one.name for one in pp_rank.held} for pp_rank in pp_ranks]
+    held = [{one.name for one in pp_rank.specs} for pp_rank in pp_ranks]
     assert set().union(*held) == {parameter.key for parameter in graph_of("gpt", 12).parameters}
-    assert all(len(names) == len(pp_rank.held) for names, pp_rank in zip(held, pp_ranks, strict=True)), "each once"
+    assert all(len(names) == len(pp_rank.specs) for names, pp_rank in zip(held, pp_ranks, strict=True)), "each once"
 
 
 def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
@@ -59,7 +59,7 @@ def test_a_tied_weight_is_held_by_both_stages_under_both_names(tmp_path):
     found = [
         one.keys
         for pp_rank in find_pipeline_ranks(plan.segments, made)
-        for one in pp_rank.held
+        for one in pp_rank.specs
         if one.name == "wte.weight"
     ]
 
@@ -70,7 +70,7 @@ def test_the_first_and_last_segment_of_one_device_hold_it_once(tmp_path):
     plan, made = made_of("pp=2,zbv", tmp_path)
 
     found = [
-        [one.name for one in pp_rank.held].count("wte.weight") for pp_rank in find_pipeline_ranks(plan.segments, made)
+        [one.name for one in pp_rank.specs].count("wte.weight") for pp_rank in find_pipeline_ranks(plan.segments, made)
     ]
 
     assert found == [1, 0]
@@ -124,7 +124,7 @@ def test_a_call_that_reads_parameters_on_other_devices_says_which_and_where():
         verify(Heads(), "pp=2", example=(torch.randn(4, 6),), method="threads", entries=("train", "eval"))
 
     said = str(error.value)
-    assert "eval_head / linear (aten.linear.default) at test_seats.py:" in said
+    assert "eval_head / linear (aten.linear.default) at test_pipeline_ranks.py:" in said
     assert "reads eval_head.weight on device 1, and it is on device 0" in said
 
 
