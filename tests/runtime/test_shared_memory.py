@@ -60,7 +60,7 @@ def run(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that are full after a few numbers."""
-    monkeypatch.setattr(shared_memory, "PIECE", 256)
+    monkeypatch.setattr(shared_memory, "CHUNK", 256)
     monkeypatch.setattr(shared_memory, "RING", 2048)
     monkeypatch.setattr(shared_memory, "SHARED", 128)
 
@@ -235,7 +235,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: Any) -> None:
 
 def test_ranks_that_do_not_do_the_same_are_told(monkeypatch: Any) -> None:
     def fn(at: SharedMemoryGroup) -> None:
-        with pytest.raises(dist.DistError, match=r"ranks \d and \d don't do the same: one has posted \d+ bytes"):
+        with pytest.raises(dist.DistError, match=r"ranks \d and \d are out of step: one has posted \d+ bytes"):
             all_reduce(at, torch.ones(1 + at.index)).wait()
 
     run(2, fn, monkeypatch)
