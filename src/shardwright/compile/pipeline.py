@@ -110,8 +110,8 @@ def _crossing(held: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
         shape=held.shape,
         dtype=getattr(torch, held.dtype),
         gradient=held.gradient,
-        given=held.given,
-        taken=held.taken,
+        source_layout=held.given,
+        target_layout=held.taken,
         outputs=frozenset(at for at, names in enumerate(behind) if held.value in names),
     )
 

@@ -1,7 +1,7 @@
-"""Batch norm over a batch that is split: statistics of the whole batch, exactly.
+"""Batch norm over a batch that is split: statistics of the global batch, exactly.
 
 Each rank sends how many values it has a channel, their mean and their squared distance
-from it; from these the mean and variance of the whole batch follow without loss of
+from it; from these the mean and variance of the global batch follow without loss of
 precision, in one collective, whether or not the ranks have equally many rows:
 
     mean = sum_r n_r mean_r / n
@@ -107,13 +107,13 @@ class _Normalize(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             before = flight_recorder.within(ctx.place)
-            whole = (
+            total = (
                 sums
                 if ctx.group is None or ctx.group.process_group is None
                 else comm.all_reduce_no_grad(sums, ctx.group)
             )
             flight_recorder.within(before)
-            mean_dy, mean_dy_xhat = (whole / values).unbind()
+            mean_dy, mean_dy_xhat = (total / values).unbind()
             scale = rstd if weight is None else rstd * weight
             dx = (dy - _channels(mean_dy, x) - xhat * _channels(mean_dy_xhat, x)) * _channels(scale, x)
         return (
@@ -130,8 +130,8 @@ def _gradient_of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     dims, dy, wide = _not_channels(x), _wide(gradient), _wide(x)
 
     def mean_over_all(sums: Tensor) -> Tensor:
-        whole = sums if ctx.group is None else comm.all_reduce(sums, ctx.group, dst=comm.R)
-        return _channels(whole / values, x)
+        total = sums if ctx.group is None else comm.all_reduce(sums, ctx.group, dst=comm.R)
+        return _channels(total / values, x)
 
     apart = wide - mean_over_all(wide.sum(dims))
     rstd = torch.rsqrt(mean_over_all(apart.square().sum(dims)) + ctx.eps)

@@ -37,7 +37,7 @@ def show_everywhere(parameters: Sequence[ShardedParameter], device: torch.device
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that an optimizer sees, those that have values: under ZeRO, of shares of parameters."""
-    return [held for p in parameters if (held := leaf_of(p).grad) is not None and held.numel()]
+    return [gradient for p in parameters if (gradient := leaf_of(p).grad) is not None and gradient.numel()]
 
 
 def are_finite(gradients: list[Tensor]) -> Tensor:
