@@ -3,10 +3,10 @@
     this rank's tokens, each with k experts
         │  sorted by the rank that holds the expert         all_to_all: how many
         ▼
-    rows, weights, experts' numbers there                   all_to_all: the rows
+    tokens, weights, local expert indices                   all_to_all: the tokens
         │  the layer itself, on this rank's experts, one expert a row
         ▼
-    results, back to the rank they came from                all_to_all: the rows
+    results, back to the rank they came from                all_to_all: the results
         │  put in order, summed over the k experts
         ▼
     this rank's tokens

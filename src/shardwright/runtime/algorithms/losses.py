@@ -1,6 +1,6 @@
-"""Losses whose mean is over the whole batch, and cross entropy over split classes.
+"""Losses whose mean is over the global batch, and cross entropy over split classes.
 
-A mean over labels that count is a ratio of two sums, so with rows split over a group no
+A mean over labels that count is a ratio of two sums, so with samples split over a group no
 rank can take it alone. Each returns its **share**, the local sum divided by the global
 count; the shares add up to the exact mean, also when one rank has no label that counts.
 

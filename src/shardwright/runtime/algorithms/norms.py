@@ -2,7 +2,7 @@
 
 Each rank sends how many values it has a channel, their mean and their squared distance
 from it; from these the mean and variance of the global batch follow without loss of
-precision, in one collective, whether or not the ranks have equally many rows:
+precision, in one collective, whether or not the ranks have equally many samples:
 
     mean = sum_r n_r mean_r / n
     var  = sum_r (m2_r + n_r (mean_r - mean)^2) / n
@@ -11,7 +11,7 @@ Backward needs two sums over the whole batch for each channel, in one collective
 
     dx = w / std (dy - sum(dy) / n - xhat sum(dy xhat) / n)
 
-The gradients of weight and bias are left as sums over this rank's rows: the parameter's
+The gradients of weight and bias are left as sums over this rank's samples: the parameter's
 own synchronisation adds them. Buffers are not written: the caller applies what returns.
 """
 
@@ -39,7 +39,7 @@ def batch_norm(
     eps: float,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The normed rows of this rank, and the buffers as they should become (momentum None keeps them)."""
+    """The normalized samples of this rank, and the buffers as they should become (momentum None keeps them)."""
     if not training and running_mean is not None and running_var is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
     values, mean, var = _statistics(x.detach(), group)
@@ -57,7 +57,7 @@ def _moved(buffer: Tensor | None, seen: Tensor, momentum: float | None) -> Tenso
 
 
 def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-    """How many values a channel has in the whole batch, their mean, their variance."""
+    """How many values a channel has in the global batch, their mean, their variance."""
     x = _wide(x)
     dims = _not_channels(x)
     n = x.numel() // max(x.shape[1], 1)

@@ -8,10 +8,10 @@ came before, and a recomputation in backward draws the same mask again. The key 
 Time is one of these axes: what microbatches do not split is drawn once for all of them. The microbatch itself is in
 the key only where each is a batch of its own.
 
-In **exact** mode the key is (seed, step, op) alone: every rank draws the mask of the whole
-value and takes its piece of it. That is slow, and makes any number of ranks agree with
+In **exact** mode the key is (seed, step, op) alone: every rank draws the mask of the global
+value and takes its shard of it. That is slow, and makes any number of ranks agree with
 one device to the last bit, which is how dropout is verified. `ExactDropout` makes an
-ordinary model on one device draw those whole masks.
+ordinary model on one device draw those global masks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether what is replicated on several ranks is really the same on all of them, bit for bit.
 
-Replicas of data parallelism, parameters that tensor-parallel ranks hold whole, parameters that two
-stages share, buffers: each piece has a name made of its key and its boxes, so that ranks that hold the
+Replicas of data parallelism, parameters that are replicated over tensor-parallel ranks, parameters that two
+stages share, buffers: each shard has a name made of its key and its region, so that ranks that have the
 same piece find each other whatever the plan is. A rank sends one number for each piece that it holds,
 a hash of its bits that is summed in whole numbers on the device, so that it depends on no order.
 """
@@ -131,8 +131,8 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def _gathered(pairs: list[list[int]], device: torch.device) -> list[list[list[int]]]:
-    """The rows of every rank; ranks may have unequal numbers of them."""
-    counts = objects.all_gather_numbers(len(pairs), "how many pieces ranks hold")
+    """The (name, hash) pairs of every rank; ranks may have unequal numbers of them."""
+    counts = objects.all_gather_numbers(len(pairs), "how many shards ranks have")
     size, most = len(counts), max(counts)
     mine = torch.full((most, 2), -1, dtype=torch.int64, device=device)
     if pairs:

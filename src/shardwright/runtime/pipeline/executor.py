@@ -63,7 +63,7 @@ class AssembledTensor:
 
 
 class InFlightMicrobatch(NamedTuple):
-    """What a segment keeps of a microbatch from F to B."""
+    """What a stage saves of a microbatch from F to B."""
 
     edges: tuple[tuple[str, GradientEdge], ...]  # where the gradients of values enter
     leaves: dict[str, Tensor]  # what crossed to it, and gets a gradient
@@ -150,10 +150,10 @@ class PipelineExecutor:
     # -- steps ---------------------------------------------------------------------------
 
     def _at(self, step: Step) -> tuple[PlacedStage, Program]:
-        """The segment of a step, with the clock set to its microbatch."""
+        """The stage of a step, with the clock set to its microbatch."""
         placed = self.pipeline.placed[step.segment]
         if placed.stage is None:
-            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of segment {step.segment}")
+            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of stage {step.segment}")
         self.pipeline.moment.move(step.microbatch)
         placed.stage.random.microbatch = step.microbatch
         return placed, placed.stage

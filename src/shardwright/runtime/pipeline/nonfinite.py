@@ -41,7 +41,7 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def are_finite(gradients: list[Tensor]) -> Tensor:
-    """Whether all own pieces of some gradients are finite."""
+    """Whether this rank's shards of some gradients are all finite."""
     with Untouched():
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
         return torch.isfinite(largest).all()

@@ -42,7 +42,7 @@ def combine(out: PipelineOutput, values: Sequence[Tensor]) -> Tensor:
 
 
 def microbatch_gradient(out: PipelineOutput, gradient: Tensor, microbatches: int, microbatch: int) -> Tensor:
-    """The gradient of a microbatch's value from that of the whole."""
+    """The gradient of a microbatch's value from that of the combined value."""
     if out.how == "cat":
         return blocks.shard(gradient, out.dim, microbatch_shard(out), microbatches, microbatch)
     if out.how == "mean":

@@ -38,7 +38,7 @@ Coming = tuple[int, Route, Tensor, Arrival]
 class TiedParameter:
     """One parameter, on the ranks of several meshes, seen from one of them."""
 
-    shape: tuple[int, ...]  # of the piece that is here
+    shape: tuple[int, ...]  # of this rank's shard
     stages: int
     own: int  # which of the stages this is
     sends: tuple[Route, ...]
