@@ -244,7 +244,7 @@ RUNTIME = (
     Fault(
         "a mean over microbatches is a sum",
         f"{PIPE}/outputs.py",
-        'return total / len(found) if out.how == "mean" else total',
+        'return total / len(values) if out.how == "mean" else total',
         "return total",
         f"{PIPE}/test_outputs.py",
     ),
@@ -260,7 +260,7 @@ RUNTIME = (
         f"{PIPE}/executor.py",
         "            arrival.wait()\n            if aside is not None:",
         "            if aside is not None:",
-        f"{PIPE}/test_loop.py",
+        f"{PIPE}/test_autograd.py",
     ),
     Fault(
         "stages keep their own gradient of a tied weight",

@@ -34,7 +34,7 @@ def shard_of(*blocks: Block, repeat: int = 1) -> Shard:
     return Shard(axis="tp", blocks=blocks, repeat=repeat)
 
 
-CUTS: dict[str, tuple[int, Shard | None]] = {
+SHARDINGS: dict[str, tuple[int, Shard | None]] = {
     "even": (12, None),
     "plain": (12, shard_of(Block(1, 12, 1))),
     "fused": (72, shard_of(Block(3, 12, 2))),
@@ -45,7 +45,7 @@ CUTS: dict[str, tuple[int, Shard | None]] = {
 }
 
 
-def whole(size: int, dim: int, seed: int, others: int = 12) -> Tensor:
+def global_tensor(size: int, dim: int, seed: int, others: int = 12) -> Tensor:
     shape = [2, others, 2]
     shape[dim] = size
     generator = torch.Generator().manual_seed(seed)
@@ -53,8 +53,8 @@ def whole(size: int, dim: int, seed: int, others: int = 12) -> Tensor:
     return x.transpose(0, 2).contiguous().transpose(0, 2)  # not contiguous
 
 
-def held(kind: str, x: Tensor, rank: int, n: int, dim: int, sharding: Shard | None) -> Tensor:
-    """What a rank holds of a whole tensor."""
+def local_value(kind: str, x: Tensor, rank: int, n: int, dim: int, sharding: Shard | None) -> Tensor:
+    """What a rank has of a global tensor, in one of the four layout states."""
     if kind in "IR":
         return x
     if kind == "P":
@@ -62,8 +62,8 @@ def held(kind: str, x: Tensor, rank: int, n: int, dim: int, sharding: Shard | No
         parts.append(x - sum(parts))
         return parts[rank]
     spans = sharding.spans(n, rank) if sharding else [(rank * x.shape[dim] // n, x.shape[dim] // n)]
-    kept = [i for start, length in spans for i in range(start, start + length)]
-    return x.index_select(dim, torch.tensor(kept, dtype=torch.long))
+    indices = [i for start, length in spans for i in range(start, start + length)]
+    return x.index_select(dim, torch.tensor(indices, dtype=torch.long))
 
 
 def check(kind: str, found: list[Tensor], x: Tensor, dim: int, sharding: Shard | None) -> None:
@@ -71,10 +71,10 @@ def check(kind: str, found: list[Tensor], x: Tensor, dim: int, sharding: Shard |
         assert torch.equal(sum(found), x)
         return
     for rank, y in enumerate(found):
-        assert torch.equal(y, held(kind, x, rank, len(found), dim, sharding))
+        assert torch.equal(y, local_value(kind, x, rank, len(found), dim, sharding))
 
 
-CONVERTERS: dict[str, tuple[str, str, list[str], list[str]]] = {
+RESHARDS: dict[str, tuple[str, str, list[str], list[str]]] = {
     "all_reduce": ("P", "I", ["all_reduce"], []),
     "replicate": ("I", "R", [], ["all_reduce"]),
     "all_reduce_to_r": ("P", "R", ["all_reduce"], ["all_reduce"]),
@@ -97,12 +97,12 @@ def bind(name: str, dim: int, sharding: Shard | None) -> Callable[[Tensor, Group
 
 
 def convert_all(rank: int, n: int, name: str, cases: list[tuple[int, str]]) -> list[tuple[Tensor, Tensor, list[str]]]:
-    source, target, _, _ = CONVERTERS[name]
+    source, target, _, _ = RESHARDS[name]
     group, results = group_of(n), []
     for dim, label in cases:
-        size, sharding = CUTS[label]
-        x = held(source, whole(size, dim, 1), rank, n, dim, sharding).requires_grad_()
-        gradient = held(GRADIENT[target], whole(size, dim, 2), rank, n, dim, sharding)
+        size, sharding = SHARDINGS[label]
+        x = local_value(source, global_tensor(size, dim, 1), rank, n, dim, sharding).requires_grad_()
+        gradient = local_value(GRADIENT[target], global_tensor(size, dim, 2), rank, n, dim, sharding)
         before = x.detach().clone(), gradient.clone()
         with comm.recording() as issued:
             y = bind(name, dim, sharding)(x, group=group)
@@ -115,17 +115,17 @@ def convert_all(rank: int, n: int, name: str, cases: list[tuple[int, str]]) -> l
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("name", CONVERTERS)
-def test_converters_do_what_the_layouts_mean(name: str, n: int) -> None:
-    source, target, forward, backward = CONVERTERS[name]
-    cases = [(dim, label) for label in CUTS for dim in (0, 1, 2)]
+@pytest.mark.parametrize("name", RESHARDS)
+def test_reshards_do_what_the_layouts_mean(name: str, n: int) -> None:
+    source, target, forward, backward = RESHARDS[name]
+    cases = [(dim, label) for label in SHARDINGS for dim in (0, 1, 2)]
 
     results = run_ranks(n, convert_all, n, name, cases)
 
     for at, (dim, label) in enumerate(cases):
-        size, sharding = CUTS[label]
-        check(target, [ranks[at][0] for ranks in results], whole(size, dim, 1), dim, sharding)
-        check(GRADIENT[source], [ranks[at][1] for ranks in results], whole(size, dim, 2), dim, sharding)
+        size, sharding = SHARDINGS[label]
+        check(target, [ranks[at][0] for ranks in results], global_tensor(size, dim, 1), dim, sharding)
+        check(GRADIENT[source], [ranks[at][1] for ranks in results], global_tensor(size, dim, 2), dim, sharding)
         assert all(ranks[at][2] == forward + backward for ranks in results)
 
 
@@ -133,9 +133,9 @@ def exchange_all(rank: int, n: int, cases: list[tuple[int, str, int, str]]) -> l
     group, results = group_of(n), []
     for from_dim, from_label, to_dim, to_label in cases:
         (value, gradient), from_cut, to_shard = exchange_case(from_dim, from_label, to_dim, to_label)
-        x = held("S", value, rank, n, from_dim, from_cut).requires_grad_()
+        x = local_value("S", value, rank, n, from_dim, from_cut).requires_grad_()
         y = comm.all_to_all(x, from_dim, to_dim, group, from_cut, to_shard)
-        y.backward(held("S", gradient, rank, n, to_dim, to_shard))
+        y.backward(local_value("S", gradient, rank, n, to_dim, to_shard))
         assert x.grad is not None
         results.append((y.detach(), x.grad))
     return results
@@ -144,7 +144,7 @@ def exchange_all(rank: int, n: int, cases: list[tuple[int, str, int, str]]) -> l
 def exchange_case(
     from_dim: int, from_label: str, to_dim: int, to_label: str
 ) -> tuple[tuple[Tensor, Tensor], Shard | None, Shard | None]:
-    (from_size, from_cut), (to_size, to_shard) = CUTS[from_label], CUTS[to_label]
+    (from_size, from_cut), (to_size, to_shard) = SHARDINGS[from_label], SHARDINGS[to_label]
     shape = [2, 2, 2]
     shape[from_dim], shape[to_dim] = from_size, to_size
     value = torch.arange(torch.Size(shape).numel()).double().view(shape)
@@ -154,7 +154,7 @@ def exchange_case(
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_exchange_moves_the_split_to_another_dim(n: int) -> None:
     dims = [(0, 1), (1, 0), (0, 2), (2, 1)]
-    cases = [(a, source, b, target) for a, b in dims for source in CUTS for target in CUTS]
+    cases = [(a, source, b, target) for a, b in dims for source in SHARDINGS for target in SHARDINGS]
     cases += [(1, "plain", 1, "even")]
 
     results = run_ranks(n, exchange_all, n, cases)
@@ -166,12 +166,12 @@ def test_exchange_moves_the_split_to_another_dim(n: int) -> None:
 
 
 def other_blocks(rank: int) -> Tensor:
-    x = held("S", whole(12, 1, 1), rank, 2, 1, None)
+    x = local_value("S", global_tensor(12, 1, 1), rank, 2, 1, None)
     return comm.all_to_all(x, 1, 1, group_of(2), None, shard_of(Block(3, 2, 2)))
 
 
 def test_exchange_on_one_dim_changes_the_blocks() -> None:
-    check("S", run_ranks(2, other_blocks), whole(12, 1, 1), 1, shard_of(Block(3, 2, 2)))
+    check("S", run_ranks(2, other_blocks), global_tensor(12, 1, 1), 1, shard_of(Block(3, 2, 2)))
 
 
 def odd_values(rank: int) -> None:
@@ -228,7 +228,7 @@ def test_scaling_a_gradient_leaves_the_value() -> None:
     assert x.grad.tolist() == [0.5, 0.5]
 
 
-def uneven_without_cut(rank: int) -> None:
+def uneven_without_sharding(rank: int) -> None:
     with pytest.raises(LayoutError, match=r"shape \(5,\) does not divide by the 2 ranks of tp"):
         comm.shard(torch.zeros(5), 0, group_of(2))
     with pytest.raises(LayoutError, match="pass a sharding"):
@@ -237,15 +237,15 @@ def uneven_without_cut(rank: int) -> None:
         comm.zero_pad(torch.zeros(5), 0, group_of(2), shard_of(Block(1, 6, 1)))
 
 
-def test_an_uneven_dim_needs_its_cut() -> None:
-    run_ranks(2, uneven_without_cut)
+def test_an_uneven_dim_needs_its_sharding() -> None:
+    run_ranks(2, uneven_without_sharding)
 
 
 def every_collective(rank: int, n: int, shared: str) -> list[list[tuple[Tensor, Tensor, list[str]]]]:
     os.environ["SHARDWRIGHT_SHARED_MEMORY"] = shared
     cases = [(dim, label) for label in ("even", "fused", "uneven", "empty") for dim in (0, 1)]
     odd_values(rank)
-    return [convert_all(rank, n, name, cases) for name in CONVERTERS]
+    return [convert_all(rank, n, name, cases) for name in RESHARDS]
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])
@@ -254,13 +254,13 @@ def test_every_collective_on_real_processes(shared: str) -> None:
 
     results = run_processes(3, every_collective, 3, shared)
 
-    for which, name in enumerate(CONVERTERS):
+    for which, name in enumerate(RESHARDS):
         for at, (dim, label) in enumerate(cases):
-            size, sharding = CUTS[label]
+            size, sharding = SHARDINGS[label]
             values = [ranks[which][at][0] for ranks in results]
             gradients = [ranks[which][at][1] for ranks in results]
-            check(CONVERTERS[name][1], values, whole(size, dim, 1), dim, sharding)
-            check(GRADIENT[CONVERTERS[name][0]], gradients, whole(size, dim, 2), dim, sharding)
+            check(RESHARDS[name][1], values, global_tensor(size, dim, 1), dim, sharding)
+            check(GRADIENT[RESHARDS[name][0]], gradients, global_tensor(size, dim, 2), dim, sharding)
 
 
 def test_exchange_on_real_processes() -> None:

@@ -104,15 +104,15 @@ def _behind(graph: Graph, value: str) -> set[str]:
 
 def _crossing(transfer: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
     return StageCrossing(
-        value=transfer.value,
-        giver=transfer.giver,
-        taker=transfer.taker,
-        shape=transfer.shape,
-        dtype=getattr(torch, transfer.dtype),
-        gradient=transfer.gradient,
-        given=transfer.given,
-        taken=transfer.taken,
-        outputs=frozenset(at for at, names in enumerate(behind) if transfer.value in names),
+        value=held.value,
+        giver=held.giver,
+        taker=held.taker,
+        shape=held.shape,
+        dtype=getattr(torch, held.dtype),
+        gradient=held.gradient,
+        source_layout=held.given,
+        target_layout=held.taken,
+        outputs=frozenset(at for at, names in enumerate(behind) if held.value in names),
     )
 
 

@@ -1,4 +1,4 @@
-"""Data for many ranks: which rows are whose, in which order, and where a run goes on after a stop."""
+"""Data for many ranks: which samples each rank gets, in which order, and where a run resumes."""
 
 from .loader import Loader, loader
 from .samples import BatchShare, Last, ReplicaBatchSampler, share_of_samples

@@ -1,9 +1,9 @@
-"""Which rows of a dataset a data-parallel group takes, batch by batch.
+"""Which samples of a dataset a data-parallel replica takes, batch by batch.
 
-One order of all rows, the same on every rank, made of the seed and the epoch alone. A global
+One order of all samples, the same on every rank, made of the seed and the epoch alone. A global
 batch is the next run of that order, and the groups share it, each its run:
 
-    order       7 2 9 4 | 0 5 8 1 | 3 6          ten rows, batches of four
+    order       7 2 9 4 | 0 5 8 1 | 3 6          ten samples, batches of four
     group 0     7 2       0 5       3
     group 1         9 4       8 1     6
 
@@ -71,27 +71,27 @@ class BatchShare:
         return 0 if left < self.batch and self.last == "drop" else max(0, min(left, self.batch))
 
     def is_whole(self, total: int) -> bool:
-        """Whether every group gets all of a batch of so many rows."""
+        """Whether every replica gets all of a batch of so many samples."""
         return self.last == "whole" and total % self.ranks > 0
 
     def mine(self, total: int) -> range:
-        """The rows that this group takes of a batch of so many."""
+        """The samples that this replica takes of a batch of so many."""
         return range(total) if self.is_whole(total) else share_of_samples(total, self.rank, self.ranks)
 
     def padding(self, total: int) -> int:
-        """How many rows this group needs besides, to have as many as the first."""
+        """How many padding samples this replica needs, to have as many as the first."""
         return len(share_of_samples(total, 0, self.ranks)) - len(self.mine(total)) if self.last == "pad" else 0
 
     def batches(self, size: int) -> int:
-        """How many batches so many rows are."""
+        """How many batches so many samples are."""
         return size // self.batch if self.last == "drop" else -(-size // self.batch)
 
 
 class ReplicaBatchSampler(Sampler[list[int]]):
     """A batch sampler for `torch.utils.data.DataLoader`: this group's rows of every global batch.
 
-    size     rows of the dataset
-    batch    rows of a global batch, over all groups
+    size     samples of the dataset
+    batch    samples of a global batch, over all replicas
     rank     which data-parallel group this is (`model.data_rank`), of how many `ranks` (`model.data_size`)
     shuffle  whether every epoch has an order of its own
     last     what is done with a smaller last batch: see `Last`
@@ -110,7 +110,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.epoch = self.start = 0
 
     def order(self) -> torch.Tensor:
-        """All rows in the order of this epoch: the same on every rank."""
+        """All samples in the order of this epoch: the same on every rank."""
         if not self.shuffle:
             return torch.arange(self.size)
         return torch.randperm(self.size, generator=torch.Generator().manual_seed(combine_seeds(self.seed, self.epoch)))
@@ -131,7 +131,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return self.sharing.batches(self.size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch, from its beginning. The same epoch goes on where it was."""
+        """Another epoch, from its beginning. The same epoch resumes where it was."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
@@ -162,7 +162,7 @@ class SampledBatches(ReplicaBatchSampler):
         self.sampler = sampler
 
     def order(self) -> torch.Tensor:
-        """The sampler's rows of this epoch."""
+        """The sampler's samples of this epoch."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
         with torch.random.fork_rng(devices=[]):

@@ -213,7 +213,9 @@ def crossings_of(sharding, meshes, rows, dtype):
             if name not in INPUTS:
                 shape = (rows,) if name == "mask" else (rows, WIDTH)
                 sides = [meshes[home[name]], meshes[taker]]
-                given, taken = (Layout(shards=layout_of(mesh, rows).shards[: len(shape)]) for mesh in sides)
+                source_layout, target_layout = (
+                    Layout(shards=layout_of(mesh, rows).shards[: len(shape)]) for mesh in sides
+                )
                 found.append(
                     StageCrossing(
                         value=name,
@@ -223,8 +225,8 @@ def crossings_of(sharding, meshes, rows, dtype):
                         dtype=torch.int64 if name == "mask" else dtype,
                         gradient=name != "mask",
                         outputs=frozenset([4]) if name == "side" else None,
-                        given=given,
-                        taken=taken,
+                        source_layout=source_layout,
+                        target_layout=target_layout,
                     )
                 )
     return tuple(found)

@@ -171,8 +171,8 @@ def pipeline_of(case: Case, rank: int) -> tuple[PipelineSpec, dict[int, torch.Te
             shape=(ROWS, WIDTH),
             dtype=torch.float64,
             gradient=case.smooth[source],
-            given=layout_of(case, source, meshes[source]),
-            taken=layout_of(case, target, meshes[target]),
+            source_layout=layout_of(case, source, meshes[source]),
+            target_layout=layout_of(case, target, meshes[target]),
         )
         for target, found in enumerate(case.sources)
         for source in found

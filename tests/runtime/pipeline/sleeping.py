@@ -75,7 +75,7 @@ def running(schedule, times):
     crossings = tuple(
         StageCrossing(
             value=f"x{number}", giver=number, taker=number + 1, shape=(4,), dtype=torch.float32, gradient=True,
-            given=replicated(1), taken=replicated(1),
+            source_layout=replicated(1), target_layout=replicated(1),
         )
         for number in range(count - 1)
     )  # fmt: skip

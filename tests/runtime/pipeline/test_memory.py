@@ -22,7 +22,7 @@ from shardwright.schedule import forward_only, one_f_one_b
 from tests.runtime.ranks import run_processes
 
 from . import chain
-from .test_loop import ready
+from .test_autograd import ready
 
 
 class Saved:
@@ -119,7 +119,13 @@ def most_at_once(rank, microbatches, training):
         ),
         crossings=(
             StageCrossing(
-                value="wide", giver=0, taker=1, shape=(WIDE,), given=replicated(1), taken=replicated(1), **kind
+                value="wide",
+                giver=0,
+                taker=1,
+                shape=(WIDE,),
+                source_layout=replicated(1),
+                target_layout=replicated(1),
+                **kind,
             ),
         ),
         leaving=(PipelineOutput(value="y", segment=1, how="sum", shape=(), **kind),),

@@ -8,7 +8,7 @@ import torch
 from tests.runtime.ranks import run_processes
 
 from . import chain
-from .test_loop import assert_near, gradients, merged, ready
+from .test_autograd import assert_near, gradients, merged, ready
 
 CASES = {
     2: [("1f1b", "2", "inside"), ("interleaved", "2", "outside"), ("zbv", "2", "inside")],

@@ -1,4 +1,4 @@
-"""The user's own functions and algorithms, by the names that generated code has for them.
+"""The user's custom functions and algorithms, by the names that generated code has for them.
 
 `register_op` provides them when the user's module is imported. A program that is loaded first
 imports that module.
@@ -26,14 +26,14 @@ _ALGORITHMS: dict[tuple[str, str], Callable[..., Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class SplitDim:
-    """What an own algorithm is told: the ranks that share the split dim, and how large it is in all."""
+    """What a custom algorithm gets: the ranks that share the split dim, and its global size."""
 
     group: Group
     size: int
 
     @property
     def start(self) -> int:
-        """The first of this rank's elements."""
+        """The index of this rank's first element."""
         return chunk_bounds(self.size, self.group.size, self.group.index)[0]
 
     @property
@@ -60,16 +60,16 @@ def find(path: str) -> Callable[..., Any]:
     """A function of the user's that the program calls, such as the `apply` of an autograd function."""
     if path in _FUNCTIONS:
         return _FUNCTIONS[path]
-    found = _imported(path)
+    function = _imported(path)
     if path in _FUNCTIONS:  # its module has registered it
         return _FUNCTIONS[path]
-    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
-        found = _tensors_only(found.apply)
-    if found is None:
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        function = _tensors_only(function.apply)
+    if function is None:
         raise InputError(
             f"the program calls {path}, which can't be imported here; define it at the top level of a module"
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def _tensors_only(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def _tensors_only(apply: Callable[..., Any]) -> Callable[..., Any]:
         result = apply(*values)
         if isinstance(result, torch.Tensor):
             return result
-        tensors = tuple(held for held in result if isinstance(held, torch.Tensor))
+        tensors = tuple(value for value in result if isinstance(value, torch.Tensor))
         return tensors[0] if len(tensors) == 1 else tensors
 
     return call
@@ -90,10 +90,10 @@ def _imported(path: str) -> Any:
     for at in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:at])
         if name in sys.modules or importlib.util.find_spec(name) is not None:
-            found: Any = importlib.import_module(name)
+            value: Any = importlib.import_module(name)
             for part in parts[at:]:
-                found = getattr(found, part, None)
-            return found
+                value = getattr(value, part, None)
+            return value
     return None
 
 
@@ -102,6 +102,6 @@ def custom_algorithm(path: str, label: str, group: Group, size: int) -> Callable
     if (path, label) not in _ALGORITHMS:
         _imported(path.removeprefix("call."))
     if (path, label) not in _ALGORITHMS:
-        raise InputError(f"the program splits {path} on {label} by an own algorithm, which is not registered here")
+        raise InputError(f"the program splits {path} on {label} by a custom algorithm, which is not registered here")
     algorithm = _ALGORITHMS[path, label]
-    return lambda *given: algorithm(*given, part=SplitDim(group, size))
+    return lambda *args: algorithm(*args, part=SplitDim(group, size))

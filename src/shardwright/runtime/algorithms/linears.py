@@ -1,12 +1,12 @@
-"""Products of one value, whose gradient is summed over a group while the weights' gradients are computed.
+"""Linears of one value, whose gradient is all-reduced while the weights' gradients are computed.
 
-    forward    x -> y_i = x w_i' + b_i                  x whole, or gathered first
-    backward   dx = sum_i dy_i w_i                      its sum over the group begins
-               dw_i = dy_i' x,  db_i = sum of dy_i      ... and goes on meanwhile
+    forward    x -> y_i = x w_i' + b_i                  x replicated, or gathered first
+    backward   dx = sum_i dy_i w_i                      its sum over the group starts
+               dw_i = dy_i' x,  db_i = sum of dy_i      ... and overlaps with these matmuls
                wait for dx
 
-A converter and a product in a row compute the same. But autograd's own product takes both
-gradients before the converter sees the first, and nothing is left to do while ranks talk.
+A reshard followed by `F.linear` computes the same. But autograd's own linear computes both gradients
+before the reshard sees the first, and no compute is left to overlap with the communication.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..world import Group
 
 @dataclass(frozen=True, slots=True)
 class InputReshard:
-    """How a value comes to the products, and how its gradient goes back."""
+    """How the input gets to the linears, and how its gradient goes back."""
 
-    gather: Callable[[Tensor], Tensor] | None  # None if it is whole
+    gather: Callable[[Tensor], Tensor] | None  # None if it is replicated
     begin: Callable[[Tensor], Callable[[], Tensor]]  # sums the gradient while something else runs; no autograd
     back: Callable[[Tensor], Tensor]  # the same at once, with a gradient
     replicate: Callable[[Tensor], Tensor] = lambda x: x  # so that gradients that come to x are summed
@@ -48,13 +48,13 @@ def replicate_linears(
     """`replicate`, then `F.linear` with each of the weights."""
     if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return _each(x, weights, biases)
-    way = InputReshard(
+    reshard = InputReshard(
         gather=None,
         begin=lambda gradient: comm.all_reduce_async(gradient, group),
         back=lambda gradient: comm.all_reduce(gradient, group),
-        replicate=lambda held: comm.replicate(held, group),
+        replicate=lambda x: comm.replicate(x, group),
     )
-    return _apply(x, way, weights, biases)
+    return _apply(x, reshard, weights, biases)
 
 
 def all_gather_linear(
@@ -76,12 +76,12 @@ def all_gather_linears(
     if group.process_group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return _each(comm.all_gather(x, dim, group, sharding, dst=comm.R), weights, biases)
 
-    way = InputReshard(
-        gather=lambda held: comm.all_gather(held, dim, group, sharding, dst=comm.R),
+    reshard = InputReshard(
+        gather=lambda x: comm.all_gather(x, dim, group, sharding, dst=comm.R),
         begin=lambda gradient: comm.reduce_scatter_async(gradient, dim, group, sharding),
         back=lambda gradient: comm.reduce_scatter(gradient, dim, group, sharding),
     )
-    return _apply(x, way, weights, biases)
+    return _apply(x, reshard, weights, biases)
 
 
 def _each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> tuple[Tensor, ...]:
@@ -89,65 +89,71 @@ def _each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] 
 
 
 def _apply(
-    x: Tensor, way: InputReshard, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    x: Tensor, reshard: InputReshard, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
 ) -> tuple[Tensor, ...]:
     biases = biases or [None] * len(weights)
-    made: tuple[Tensor, ...] = _Linears.apply(x, way, *weights, *biases)  # type: ignore[no-untyped-call]
-    return made[: len(weights)]
+    outputs: tuple[Tensor, ...] = _Linears.apply(x, reshard, *weights, *biases)  # type: ignore[no-untyped-call]
+    return outputs[: len(weights)]
 
 
 class _Linears(torch.autograd.Function):
-    """Where x is gathered first, it is an output too: what its gradient's gradient comes back to."""
+    """Where x is gathered first, it is an output too, so that second-order gradients can flow back to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: InputReshard, *layers: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, reshard: InputReshard, *layers: Tensor | None) -> tuple[Tensor, ...]:
         count = len(layers) // 2
         weights = [w for w in layers[:count] if w is not None]
-        whole, ctx.place = x if way.gather is None else way.gather(x), flight_recorder.here()
-        ctx.way, ctx.biases = way, [None if b is None else b.dtype for b in layers[count:]]
+        replicated, ctx.place = x if reshard.gather is None else reshard.gather(x), flight_recorder.here()
+        ctx.reshard, ctx.biases = reshard, [None if b is None else b.dtype for b in layers[count:]]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(whole, *weights)
-        return *_each(whole, weights, layers[count:]), *(() if way.gather is None else (whole,))
+        ctx.save_for_backward(replicated, *weights)
+        return *_each(replicated, weights, layers[count:]), *(() if reshard.gather is None else (replicated,))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients[: len(weights)]]
-        more = None if ctx.way.gather is None else gradients[-1]  # comes by a gradient's gradient only
+        flat_gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients[: len(weights)]]
+        more = None if ctx.reshard.gather is None else gradients[-1]  # comes by a gradient's gradient only
         before = flight_recorder.within(ctx.place)
         if torch.is_grad_enabled():  # create_graph
-            summed = ctx.way.back(_sum_of_products(x, rows, weights, more))
-            x = ctx.way.replicate(x)
+            summed = ctx.reshard.back(_sum_of_products(x, flat_gradients, weights, more))
+            x = ctx.reshard.replicate(x)
         else:
-            of_input = _of_input(x, rows, weights)
-            finish = ctx.way.begin(of_input if more is None else of_input.add_(more))
+            of_input = _of_input(x, flat_gradients, weights)
+            finish = ctx.reshard.begin(of_input if more is None else of_input.add_(more))
         flight_recorder.within(before)
         flat = x.reshape(-1, x.shape[-1])
         of_weights = [
             (g.t() @ flat.to(g.dtype)).to(w.dtype) if g is not None and wants else None
-            for g, w, wants in zip(rows, weights, ctx.needs_input_grad[2:], strict=False)
+            for g, w, wants in zip(flat_gradients, weights, ctx.needs_input_grad[2:], strict=False)
         ]
         of_biases = [
             g.sum(0).to(dtype) if g is not None and wants else None
-            for g, dtype, wants in zip(rows, ctx.biases, ctx.needs_input_grad[2 + len(rows) :], strict=True)
+            for g, dtype, wants in zip(
+                flat_gradients, ctx.biases, ctx.needs_input_grad[2 + len(flat_gradients) :], strict=True
+            )
         ]
         return summed if torch.is_grad_enabled() else finish(), None, *of_weights, *of_biases
 
 
 def _sum_of_products(
-    x: Tensor, rows: Sequence[Tensor | None], weights: Sequence[Tensor], more: Tensor | None
+    x: Tensor, flat_gradients: Sequence[Tensor | None], weights: Sequence[Tensor], more: Tensor | None
 ) -> Tensor:
     """`_of_input` made of ops that have a gradient."""
-    found = [(g @ w.to(g.dtype)).to(x.dtype).view(x.shape) for g, w in zip(rows, weights, strict=True) if g is not None]
-    found += [] if more is None else [more]
-    return functools.reduce(torch.add, found) if found else torch.zeros_like(x)
+    parts = [
+        (g @ w.to(g.dtype)).to(x.dtype).view(x.shape)
+        for g, w in zip(flat_gradients, weights, strict=True)
+        if g is not None
+    ]
+    parts += [] if more is None else [more]
+    return functools.reduce(torch.add, parts) if parts else torch.zeros_like(x)
 
 
-def _of_input(x: Tensor, rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
-    """The sum over the products, in the dtype of x: under autocast the products are narrower."""
+def _of_input(x: Tensor, flat_gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """The sum over the linears, in the dtype of x: under autocast the matmuls are narrower."""
     total: Tensor | None = None
-    for g, w in zip(rows, weights, strict=True):
-        if g is None:  # nobody used this product
+    for g, w in zip(flat_gradients, weights, strict=True):
+        if g is None:  # this output is unused
             continue
         if total is not None and total.dtype == g.dtype:
             total.addmm_(g, w.to(g.dtype))

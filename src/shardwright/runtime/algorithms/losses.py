@@ -1,6 +1,6 @@
-"""Losses whose mean is over the whole batch, and cross entropy over split classes.
+"""Losses whose mean is over the global batch, and cross entropy over split classes.
 
-A mean over labels that count is a ratio of two sums, so with rows split over a group no
+A mean over labels that count is a ratio of two sums, so with samples split over a group no
 rank can take it alone. Each returns its **share**, the local sum divided by the global
 count; the shares add up to the exact mean, also when one rank has no label that counts.
 
@@ -229,13 +229,13 @@ class _SplitClasses(torch.autograd.Function):
         if smoothing:
             sums.append((z if weight is None else z * _own_weights(weight, sharding, group).to(z)).sum(-1))
         sums.append(z.exp_().sum(-1))
-        *found, total = all_reduce_no_grad(torch.stack(sums), group).unbind()
+        *reduced, total = all_reduce_no_grad(torch.stack(sums), group).unbind()
         lse = total.log()
         scale = torch.ones_like(lse) if weight is None else weight.to(lse)[known]
-        loss = scale * (lse - found[0])
+        loss = scale * (lse - reduced[0])
         everything = float(sharding.elements) if weight is None else weight.to(lse).sum()
         if smoothing:
-            loss = (1 - smoothing) * loss + smoothing / sharding.elements * (everything * lse - found[1])
+            loss = (1 - smoothing) * loss + smoothing / sharding.elements * (everything * lse - reduced[1])
         ctx.save_for_backward(logits, top + lse, place, own, valid, scale, weight)
         ctx.smoothing, ctx.everything, ctx.group, ctx.sharding = smoothing, everything, group, sharding
         return loss.masked_fill(~valid, 0.0)
@@ -280,8 +280,8 @@ def _gradient_of_classes(ctx: Any, gradient: Tensor) -> Tensor:
     if dx.shape[-1]:
         dx = dx.scatter_add(-1, place.unsqueeze(-1), torch.where(own, -on_target, 0.0).unsqueeze(-1))
     dx = dx.masked_fill(~valid.unsqueeze(-1), 0.0)
-    made: Tensor = dx.movedim(-1, _class_dim(logits)).to(logits.dtype)
-    return made
+    result: Tensor = dx.movedim(-1, _class_dim(logits)).to(logits.dtype)
+    return result
 
 
 def _rows_first(logits: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Batch norm over a batch that is split: statistics of the whole batch, exactly.
+"""Batch norm over a batch that is split: statistics of the global batch, exactly.
 
 Each rank sends how many values it has a channel, their mean and their squared distance
-from it; from these the mean and variance of the whole batch follow without loss of
-precision, in one collective, whether or not the ranks have equally many rows:
+from it; from these the mean and variance of the global batch follow without loss of
+precision, in one collective, whether or not the ranks have equally many samples:
 
     mean = sum_r n_r mean_r / n
     var  = sum_r (m2_r + n_r (mean_r - mean)^2) / n
@@ -11,7 +11,7 @@ Backward needs two sums over the whole batch for each channel, in one collective
 
     dx = w / std (dy - sum(dy) / n - xhat sum(dy xhat) / n)
 
-The gradients of weight and bias are left as sums over this rank's rows: the parameter's
+The gradients of weight and bias are left as sums over this rank's samples: the parameter's
 own synchronisation adds them. Buffers are not written: the caller applies what returns.
 """
 
@@ -39,7 +39,7 @@ def batch_norm(
     eps: float,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The normed rows of this rank, and the buffers as they should become (momentum None keeps them)."""
+    """The normalized samples of this rank, and the buffers as they should become (momentum None keeps them)."""
     if not training and running_mean is not None and running_var is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
     values, mean, var = _statistics(x.detach(), group)
@@ -57,7 +57,7 @@ def _moved(buffer: Tensor | None, seen: Tensor, momentum: float | None) -> Tenso
 
 
 def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-    """How many values a channel has in the whole batch, their mean, their variance."""
+    """How many values a channel has in the global batch, their mean, their variance."""
     x = _wide(x)
     dims = _not_channels(x)
     n = x.numel() // max(x.shape[1], 1)
@@ -107,13 +107,13 @@ class _Normalize(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             before = flight_recorder.within(ctx.place)
-            whole = (
+            total = (
                 sums
                 if ctx.group is None or ctx.group.process_group is None
                 else comm.all_reduce_no_grad(sums, ctx.group)
             )
             flight_recorder.within(before)
-            mean_dy, mean_dy_xhat = (whole / values).unbind()
+            mean_dy, mean_dy_xhat = (total / values).unbind()
             scale = rstd if weight is None else rstd * weight
             dx = (dy - _channels(mean_dy, x) - xhat * _channels(mean_dy_xhat, x)) * _channels(scale, x)
         return (
@@ -130,8 +130,8 @@ def _gradient_of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     dims, dy, wide = _not_channels(x), _wide(gradient), _wide(x)
 
     def mean_over_all(sums: Tensor) -> Tensor:
-        whole = sums if ctx.group is None else comm.all_reduce(sums, ctx.group, dst=comm.R)
-        return _channels(whole / values, x)
+        total = sums if ctx.group is None else comm.all_reduce(sums, ctx.group, dst=comm.R)
+        return _channels(total / values, x)
 
     apart = wide - mean_over_all(wide.sum(dims))
     rstd = torch.rsqrt(mean_over_all(apart.square().sum(dims)) + ctx.eps)

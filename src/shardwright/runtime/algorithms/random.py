@@ -1,4 +1,4 @@
-"""Dropout that knows who draws: the same mask where a value is whole, another on every piece.
+"""Dropout that knows who draws: the same mask where a value is replicated, another on every shard.
 
 A generator is seeded by a key for every draw, so that nothing depends on how many draws
 came before, and a recomputation in backward draws the same mask again. The key is
@@ -8,10 +8,10 @@ came before, and a recomputation in backward draws the same mask again. The key 
 Time is one of these axes: what microbatches do not split is drawn once for all of them. The microbatch itself is in
 the key only where each is a batch of its own.
 
-In **exact** mode the key is (seed, step, op) alone: every rank draws the mask of the whole
-value and takes its piece of it. That is slow, and makes any number of ranks agree with
+In **exact** mode the key is (seed, step, op) alone: every rank draws the mask of the global
+value and takes its shard of it. That is slow, and makes any number of ranks agree with
 one device to the last bit, which is how dropout is verified. `ExactDropout` makes an
-ordinary model on one device draw those whole masks.
+ordinary model on one device draw those global masks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..collectives import blocks
 from ..world import Group
 
 Splits = Sequence[tuple[int, Group, Shard | None]]
-"""What splits a value: (dim, group, cut), major to minor on each dim. A cut of None is even.
+"""What shards a value: (dim, group, sharding), major to minor on each dim. None is the even sharding.
 
 A split in time is one of them: a Group of axis "time" with the microbatch as its index.
 """
@@ -68,16 +68,16 @@ class Randomness:
     @contextmanager
     def at(self, step: int, microbatch: int) -> Iterator[None]:
         """Draw as in that forward: for a recomputation, when others may have run since."""
-        held = self.step, self.microbatch
+        before = self.step, self.microbatch
         self.step, self.microbatch = step, microbatch
         try:
             yield
         finally:
-            self.step, self.microbatch = held
+            self.step, self.microbatch = before
 
     @contextmanager
     def drawing(self, op: str) -> Iterator[None]:
-        """For random ops that know no pieces (`rand_like`): all ranks draw the same, whole, by the key of the op."""
+        """For random ops that can't be sharded (`rand_like`): all ranks draw the same global value, by the op's key."""
         with _GENERATOR, torch.random.fork_rng():
             torch.manual_seed(seed_of((*self.batch, op)))
             yield
@@ -93,7 +93,7 @@ class Randomness:
         if not self.exact:
             where = sorted((group.axes, group.index) for _, group, _ in splits if group.size > 1)
             return _draw(shape, device, p, (*self.batch, op, where))
-        mask = _draw(_whole_shape(shape, splits), device, p, (self.seed, self.step, op))
+        mask = _draw(_global_shape(shape, splits), device, p, (self.seed, self.step, op))
         for dim, group, sharding in splits:
             mask = blocks.shard(mask, dim, sharding or blocks.plain(mask.shape[dim]), group.size, group.index)
         return mask
@@ -137,11 +137,11 @@ def seed_of(key: tuple[object, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
 
 
-def _whole_shape(shape: Sequence[int], splits: Splits) -> list[int]:
-    whole = list(shape)
+def _global_shape(shape: Sequence[int], splits: Splits) -> list[int]:
+    global_shape = list(shape)
     for dim, group, sharding in reversed(splits):
-        whole[dim] = whole[dim] * group.size if sharding is None else sharding.elements
-    return whole
+        global_shape[dim] = global_shape[dim] * group.size if sharding is None else sharding.elements
+    return global_shape
 
 
 def _attention_weights(
@@ -166,7 +166,7 @@ def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
 
 
 class ExactDropout(TorchFunctionMode):
-    """Make a model on one device draw whole masks: the calls of dropout, in order, are the ops named.
+    """Make a model on one device draw global masks: the calls of dropout, in order, are the ops named.
 
     Calls that drop nothing (p = 0, or in evaluation) take no name. The order starts anew
     each time the mode is entered.
@@ -245,9 +245,9 @@ class ExactDropout(TorchFunctionMode):
             "dropout": self._dropout,
             "scaled_dot_product_attention": self._attention,
         }
-        made = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
-        made.__kwdefaults__ = func.__kwdefaults__
-        return made
+        function = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
+        function.__kwdefaults__ = func.__kwdefaults__
+        return function
 
 
 _OTHERS = (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d)

@@ -1,12 +1,12 @@
-"""Gradients of weights put off, so that a schedule can run them when a rank would wait.
+"""Deferred weight gradients, so that a schedule can compute them when a rank would be idle.
 
-The backward of a product has two halves of the same size: the gradient of its input, which
-the segment before is waiting for, and that of its weight, which nobody is before the end of
-the step. A `WeightQueue` has the products of people's models under their names. While it
-collects, their backward gives only the gradient of the input, and queues (input, output's
-gradient); `run` does the rest of a microbatch. Else they are the plain ops.
+The backward of a matmul has two halves of the same size: the gradient of its input, which
+the previous stage is waiting for, and that of its weight, which nobody needs before the end of
+the step. A `WeightGradientQueue` has the matmuls and convolutions of a model as methods. While it
+collects, their backward computes only the gradient of the input, and queues (input, output's
+gradient); `run` does the rest of a microbatch. Otherwise they are the plain ops.
 
-    B of segment 1    dx = dy W                     W of segment 1    dW += dyᵀ x,  db += Σ dy
+    B of stage 1    dx = dy W                     W of stage 1    dW += dyᵀ x,  db += Σ dy
 
 Only for weights that are leaves: what is computed from a parameter (a cast, a gather) has a
 backward of its own, which is not put off.
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Later = Callable[[], None]
+Deferred = Callable[[], None]
 
 
 class WeightGradientQueue:
@@ -32,17 +32,17 @@ class WeightGradientQueue:
     def __init__(self) -> None:
         self.collects = False
         self.microbatch = 0  # whose backward runs
-        self._owed: dict[int, list[Later]] = defaultdict(list)
+        self._owed: dict[int, list[Deferred]] = defaultdict(list)
 
-    def put(self, later: Later) -> None:
+    def put(self, deferred: Deferred) -> None:
         """Owe something to the microbatch whose backward runs."""
-        self._owed[self.microbatch].append(later)
+        self._owed[self.microbatch].append(deferred)
 
     @torch.no_grad()
     def run(self, microbatch: int) -> None:
         """Add what is owed of a microbatch to the `.grad` of its weights."""
-        for later in self._owed.pop(microbatch, ()):
-            later()
+        for deferred in self._owed.pop(microbatch, ()):
+            deferred()
 
     def clear(self) -> None:
         """Owe nothing, after a run that broke off."""
@@ -137,15 +137,15 @@ def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
 
 
 class _DeferredMatmul(torch.autograd.Function):
-    """x Wᵀ + b (`rows`: weights as `F.linear` has them) or x W + b."""
+    """x Wᵀ + b (`transposed`: weights as `F.linear` has them) or x W + b."""
 
     @staticmethod
     def forward(
-        ctx: Any, queue: WeightGradientQueue, x: Tensor, weight: Tensor, bias: Tensor | None, rows: bool
+        ctx: Any, queue: WeightGradientQueue, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
     ) -> Tensor:
-        ctx.queue, ctx.rows, ctx.leaves = queue, rows, (weight, bias)
+        ctx.queue, ctx.transposed, ctx.leaves = queue, transposed, (weight, bias)
         ctx.save_for_backward(x, weight)
-        if rows:
+        if transposed:
             return F.linear(x, weight, bias)
         return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
@@ -154,11 +154,11 @@ class _DeferredMatmul(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, used = ctx.saved_tensors
         weight, bias = ctx.leaves
-        rows = ctx.rows
+        transposed = ctx.transposed
 
-        def later() -> None:
+        def add_weight_gradient() -> None:
             flat, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-            left, right = (flat, inputs) if rows else (inputs, flat)
+            left, right = (flat, inputs) if transposed else (inputs, flat)
             if weight.grad is None or weight.grad.dtype != left.dtype:
                 add_gradient(weight, left.t() @ right)
             else:
@@ -166,9 +166,9 @@ class _DeferredMatmul(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 add_gradient(bias, flat.sum(0))
 
-        ctx.queue.put(later)
+        ctx.queue.put(add_weight_gradient)
         needed = ctx.needs_input_grad[1]
-        return None, (gradient @ (used if rows else used.t())) if needed else None, None, None, None
+        return None, (gradient @ (used if transposed else used.t())) if needed else None, None, None, None
 
 
 class _DeferredConvolution(torch.autograd.Function):
@@ -189,14 +189,14 @@ class _DeferredConvolution(torch.autograd.Function):
         back = torch.ops.aten.convolution_backward.default
         rest = ctx.rest
 
-        def later() -> None:
+        def add_weight_gradient() -> None:
             with_bias = bias is not None and bias.requires_grad
             _, dw, db = back(gradient, x, used, sizes, *rest, [False, True, with_bias])
             add_gradient(weight, dw)
             if with_bias:
                 add_gradient(bias, db)
 
-        ctx.queue.put(later)
+        ctx.queue.put(add_weight_gradient)
         dx = None
         if ctx.needs_input_grad[1]:
             dx = back(gradient, x, used, sizes, *rest, [True, False, False])[0]

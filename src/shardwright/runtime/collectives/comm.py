@@ -12,8 +12,8 @@ again in backward.
     S           all_gather    all_gather(dst=R)     all_to_all        zero_pad
 
 `sharding` says which elements of a dim each rank holds; None is the even contiguous split. Uneven shards
-travel padded to the largest. Inputs and incoming gradients are never written to, as another op may hold
-them; only `all_reduce_` sums in place, where lowering knows that nobody does. `recording` lists the
+travel padded to the largest. Inputs and incoming gradients are never written to, as another op may have saved
+them; only `all_reduce_` sums in place, where lowering knows that nobody has. `recording` lists the
 collectives that are issued, forward and backward.
 
 Over a `Moment`, a place in time, only what needs no other rank works: `shard` of a value without gradient,
@@ -57,7 +57,7 @@ def recording() -> Iterator[list[Issued]]:
     try:
         yield issued
     finally:
-        _listeners = tuple(held for held in _listeners if held is not listen)
+        _listeners = tuple(listener for listener in _listeners if listener is not listen)
 
 
 def note(kind: str, group: Group, shape: tuple[int, ...]) -> None:
@@ -99,13 +99,13 @@ def all_reduce_async(x: Tensor, group: Group, op: Reduction = "sum") -> Callable
 def _all_gather(x: Tensor, dim: int, group: Group, sharding: Shard | None) -> Tensor:
     dim %= x.ndim
     sharding = sharding or blocks.plain(x.shape[dim] * group.size)
-    piece = blocks.fill(x, dim, sharding, group.size, group.index).contiguous()
-    stacked = piece.new_empty((group.size, *piece.shape))
-    if piece.numel():
+    local = blocks.fill(x, dim, sharding, group.size, group.index).contiguous()
+    stacked = local.new_empty((group.size, *local.shape))
+    if local.numel():
         if _listeners:
-            note("all_gather", group, tuple(piece.shape))
-        flight_recorder.enter("all_gather", group.process_group, piece.shape)
-        process_group.all_gather(_flat(stacked), _flat(piece), group.process_group).wait()
+            note("all_gather", group, tuple(local.shape))
+        flight_recorder.enter("all_gather", group.process_group, local.shape)
+        process_group.all_gather(_flat(stacked), _flat(local), group.process_group).wait()
     return blocks.unstack(stacked, dim, sharding)
 
 
@@ -115,18 +115,18 @@ def reduce_scatter_async(x: Tensor, dim: int, group: Group, sharding: Shard | No
     dim %= x.ndim
     sharding = sharding or _even(x, dim, group)
     stacked = blocks.stack(x, dim, sharding, group.size)
-    piece = stacked.new_empty(stacked.shape[1:])
+    local = stacked.new_empty(stacked.shape[1:])
     work: process_group.PendingWork = process_group.DONE
-    if piece.numel():
+    if local.numel():
         if _listeners:
             note("reduce_scatter", group, tuple(x.shape))
         flight_recorder.enter("reduce_scatter", group.process_group, x.shape)
-        work = process_group.reduce_scatter(piece.view(-1), stacked.view(-1), group.process_group)
+        work = process_group.reduce_scatter(local.view(-1), stacked.view(-1), group.process_group)
 
     @report_failure
     def finish() -> Tensor:
         work.wait()
-        return piece.narrow(dim, 0, sharding.local(group.size, group.index))
+        return local.narrow(dim, 0, sharding.local(group.size, group.index))
 
     return finish
 
@@ -157,8 +157,8 @@ def _all_to_all(
         return _shard(_all_gather(x, gather_dim, group, shardings[0]), shard_dim, group, shardings[1])
     gather_sharding = shardings[0] or blocks.plain(x.shape[gather_dim] * group.size)
     shard_sharding = shardings[1] or _even(x, shard_dim, group)
-    piece = blocks.fill(x, gather_dim, gather_sharding, group.size, group.index)
-    sent = blocks.stack(piece, shard_dim, shard_sharding, group.size)
+    local = blocks.fill(x, gather_dim, gather_sharding, group.size, group.index)
+    sent = blocks.stack(local, shard_dim, shard_sharding, group.size)
     got = torch.empty_like(sent)
     if sent.numel():
         if _listeners:
@@ -181,7 +181,7 @@ def _even(x: Tensor, dim: int, group: Group) -> Shard:
     if x.shape[dim] % group.size:
         raise LayoutError(
             f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by the {group.size} ranks of "
-            f"{' '.join(group.axes)}; pass a sharding that says which rank holds what"
+            f"{' '.join(group.axes)}; pass a sharding that says which elements each rank has"
         )
     return blocks.plain(x.shape[dim])
 
@@ -197,30 +197,32 @@ class _Reshard(torch.autograd.Function):
     """A linear map and its adjoint, each a plain function; the gradient's gradient swaps them again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.there, ctx.back, ctx.place = there, back, flight_recorder.here()
-        return there(x)
+    def forward(
+        ctx: Any, x: Tensor, linear_map: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.linear_map, ctx.adjoint, ctx.place = linear_map, adjoint, flight_recorder.here()
+        return linear_map(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         before = flight_recorder.within(ctx.place)
         try:
-            return reshard(gradient, ctx.back, ctx.there), None, None
+            return reshard(gradient, ctx.adjoint, ctx.linear_map), None, None
         finally:
             flight_recorder.within(before)
 
 
-def reshard(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def reshard(x: Tensor, linear_map: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
     """A value changed by one linear map, and its gradient by the adjoint of it."""
     x = x.resolve_conj() if x.is_complex() else x  # a conjugate is a view that can't be sent as it is
     if x.requires_grad and torch.is_grad_enabled():
-        resharded: Tensor = _Reshard.apply(x, there, back)  # type: ignore[no-untyped-call]
+        resharded: Tensor = _Reshard.apply(x, linear_map, adjoint)  # type: ignore[no-untyped-call]
         return resharded
-    return there(x)
+    return linear_map(x)
 
 
 class _SumInPlace(torch.autograd.Function):
-    """Sums where the value stands. Autograd refuses it if another op has kept the value for its backward."""
+    """Sums in place. Autograd raises if another op has saved the value for its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -230,18 +232,18 @@ class _SumInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return replicate(gradient, ctx.group), None  # nothing, and its own gradient is a sum again
+        return replicate(gradient, ctx.group), None  # identity, whose own backward is an all_reduce
 
 
 Factor = float | Callable[[], Tensor]
-"""A number, or what gives it once backward needs it."""
+"""A number, or a function that returns it once backward needs it."""
 
 
 class _Scale(torch.autograd.Function):
-    """The border between the user's loss and that of all groups, a mean of theirs; not an adjoint pair.
+    """The border between a replica's loss and the mean over all replicas; not an adjoint pair.
 
-    Values cross it as they are, and what is a gradient is weighed. A gradient that the user computes with
-    (`create_graph`) is a value to them, so that its own gradient crosses as it is, and the next is weighed again.
+    Values pass unchanged, gradients are scaled. A gradient that the user computes with (`create_graph`) is a value
+    to them: its own gradient passes unchanged, and the next one is scaled again.
     """
 
     @staticmethod
@@ -262,8 +264,8 @@ class _Weigh(torch.autograd.Function):
         return gradient * (factor().to(gradient.dtype) if callable(factor) else factor)
 
     @staticmethod
-    def backward(ctx: Any, again: Tensor) -> tuple[Tensor, None]:
-        return scale_gradient(again, ctx.factor), None
+    def backward(ctx: Any, second_order: Tensor) -> tuple[Tensor, None]:
+        return scale_gradient(second_order, ctx.factor), None
 
 
 I: Literal["I"] = "I"  # noqa: E741
@@ -348,12 +350,12 @@ def all_to_all(
     """S(gather_dim) to S(shard_dim). Forward: all_to_all / backward: all_to_all."""
     if group.process_group is None:
         return x
-    there = bind(_all_to_all, gather_dim=gather_dim, shard_dim=shard_dim, group=group)
-    back = bind(_all_to_all, gather_dim=shard_dim, shard_dim=gather_dim, group=group)
+    forward = bind(_all_to_all, gather_dim=gather_dim, shard_dim=shard_dim, group=group)
+    backward = bind(_all_to_all, gather_dim=shard_dim, shard_dim=gather_dim, group=group)
     return reshard(
         x,
-        bind(there, shardings=(gather_sharding, shard_sharding)),
-        bind(back, shardings=(shard_sharding, gather_sharding)),
+        bind(forward, shardings=(gather_sharding, shard_sharding)),
+        bind(backward, shardings=(shard_sharding, gather_sharding)),
     )
 
 

@@ -1,4 +1,4 @@
-"""What every rank has to say, known to all: small things, in the order of ranks. All ranks must call it."""
+"""All-gathers of small Python objects and numbers, in the order of ranks. All ranks must call them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @report_failure
 def all_gather_numbers(mine: int, what: str) -> list[int]:
-    """The number of every rank; `what` it is, for a rank that waits."""
+    """The number of every rank; `what` describes it in hang reports."""
     world = here()
     if world.size == 1:
         return [mine]
@@ -30,7 +30,7 @@ def all_gather_numbers(mine: int, what: str) -> list[int]:
     every = torch.empty(world.size, dtype=torch.int64, device=world.device)
     flight_recorder.enter("all_gather", None, what)
     process_group.all_gather(every, own, None).wait()
-    return [int(held) for held in every.tolist()]
+    return [int(number) for number in every.tolist()]
 
 
 @report_failure
@@ -55,13 +55,13 @@ def check_equal(mine: Mapping[str, str], what: str, remedy: str) -> None:
         return
     every = all_gather_objects(dict(mine), what)
     faults = []
-    for name in dict.fromkeys(name for analysis in every for name in analysis):
+    for name in dict.fromkeys(name for facts in every for name in facts):
         by_value: dict[str, list[int]] = {}
-        for rank, analysis in enumerate(every):
-            by_value.setdefault(analysis.get(name, "missing"), []).append(rank)
+        for rank, facts in enumerate(every):
+            by_value.setdefault(facts.get(name, "missing"), []).append(rank)
         if len(by_value) > 1:
-            told_apart = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
-            faults.append(f"{name}: {told_apart}")
+            differing = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            faults.append(f"{name}: {differing}")
     raise_all(DriftError, f"the ranks have different {what}; {remedy}:", faults)
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 @functools.cache
 def machine_name() -> str:
-    """Where process numbers mean the same. Two machines may have one name, but not one start."""
+    """The scope in which process ids are unique. Two machines may share a host name, but not a boot id."""
     names, start = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
     began = start.read_text().strip() if start.exists() else ""
     return f"{socket.gethostname()}/{began}/{os.readlink(names) if names.exists() else ''}"
 
 
 def runs(number: int) -> bool:
-    """Whether a process of this machine is alive; one that only waits to be reaped is not."""
+    """Whether a process of this machine is alive; a zombie is not."""
     try:
         os.kill(number, 0)
         status = Path(f"/proc/{number}/stat")

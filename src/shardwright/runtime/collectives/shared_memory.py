@@ -1,19 +1,19 @@
-"""Memory that the processes of one machine share, and the one way in which they exchange values through it.
+"""Shared memory of the processes of one machine, and the one protocol by which they exchange values through it.
 
-A rank posts its value, waits until all have posted theirs, and reads what it needs of them:
+A rank posts its value, waits until all ranks have posted theirs, and reads what it needs of them:
 
-    sum of all that is there        all_reduce        sum of what is there for me        reduce_scatter
-    all that is there               all_gather        what is there for me               all_to_all
+    the sum of all values            all_reduce        the sum of what was posted for me    reduce_scatter
+    all values                       all_gather        what was posted for me               all_to_all
 
-Each rank writes in a ring of its own. All ranks make the same calls with the same sizes in one order, so
-that all know where in the rings of the others a call is, and nothing but a flag is said about it:
+Each rank writes into a ring buffer of its own. All ranks make the same calls with the same sizes in one order, so
+that each knows where in the others' rings a call is, and only flags are exchanged besides the data:
 
-    ring       ...call 7....][.....call 8.....][.call 9.]          written again when all ranks have read it
+    ring       ...call 7....][.....call 8.....][.call 9.]          reused when all ranks have read it
     flags      posted, read of each rank, for each call            they only grow
 
-To post is to copy and to raise a flag; nobody works in between, and who waits reads by himself. A value that is
-longer than a few pieces goes piece by piece: the first are posted at once, and the rest while it is waited for.
-Where more than two ranks sum much, each sums a part, puts it where its own was, and all read the parts.
+To post is to copy and to raise a flag; there is no helper thread, each rank reads while it waits. A value longer
+than a few chunks goes chunk by chunk: the first are posted at once, the rest while the call is waited for. Where
+more than two ranks sum a large value, each reduces one part in place of its own, and all read the parts.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from torch import Tensor
 
 from shardwright.layout import Reduction
 
-PIECE = 1 << 20  # bytes that are posted at once
-DEPTH = 4  # pieces of a call that are there at a time
-RING = 2 * DEPTH * PIECE
-CALLS = 64  # that may be under way
-LINE = 64  # bytes that a processor moves at a time: flags of two ranks are never in one
-HEAD = 4096  # for what says whose memory it is
-SPIN = 0.002  # seconds of waiting in which a rank gives its core away, but does not sleep
-PAUSES = (5e-5, 1e-3)  # seconds that it then sleeps at a time, first and later
-LOOK = 0.1  # seconds between two looks at whether the others live
+CHUNK = 1 << 20  # bytes that are posted at once, at most
+DEPTH = 4  # chunks of a call that are in the ring at a time
+RING = 2 * DEPTH * CHUNK
+CALLS = 64  # calls that may be under way
+LINE = 64  # bytes of a cache line: flags of two ranks never share one
+HEAD = 4096  # bytes before the flags: the token that identifies the memory
+SPIN = 0.002  # seconds of waiting in which a rank yields its core, but does not sleep
+PAUSES = (5e-5, 1e-3)  # seconds that it then sleeps at a time: at first, and after LOOK
+LOOK = 0.1  # seconds between two checks whether the other ranks are alive
 
-SHARED = 1 << 15  # bytes from which on more than two ranks share the work of a sum
+SHARED = 1 << 15  # bytes from which on more than two ranks divide the work of a sum
 
-_POSTED, _SUMMED, _READ, _WHAT = range(4)  # words of a flag's line
-_STEPS = 1 << 24  # more than a call has pieces
+_POSTED, _SUMMED, _READ, _WHAT = range(4)  # the int64 slots in a call's cache line
+_STEPS = 1 << 24  # more than a call has chunks
 _NOTHING = torch.empty(0)
 
 
 def size_for(ranks: int) -> int:
-    """How many bytes the ranks of a group share."""
+    """How many bytes of shared memory the ranks of a group need."""
     return HEAD + ranks * (CALLS * LINE + RING)
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
-    """Within this, ops are not part of the program: neither autograd nor anybody who looks at all ops sees them.
+def _hidden_from_autograd() -> Iterator[None]:
+    """Within this, neither autograd nor torch dispatch and function modes see any op.
 
-    Inference mode also lets values be written that were made in it. It is entered first, since on leaving it puts all
-    of this back as it was.
+    Inference mode also allows writing to inference tensors. It is entered first, since leaving it restores all
+    of this state.
     """
     with torch.inference_mode(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
 
 class SharedMemoryGroup:
-    """This rank's side of the memory of one group. `file` is its open file, in which it has locked its byte."""
+    """This rank's view of a group's shared memory. `file` is the open file, in which the rank has locked one byte."""
 
     def __init__(self, memory: mmap.mmap, file: int, index: int, ranks: tuple[int, ...], limit: float) -> None:
         self.index, self.ranks, self.limit = index, ranks, limit
@@ -79,72 +79,72 @@ class SharedMemoryGroup:
         self.lock = threading.RLock()
         self._fence = threading.Lock()
         self._calls = 0
-        self._end = 0  # how much was written in all, as if the ring had no end
-        self._held: deque[PostedCall] = deque()  # whose place in the ring is taken, oldest first
-        self._stepped: deque[PostedCall] = deque()  # calls under way in which ranks wait for each other
+        self._end = 0  # bytes written in all, as if the ring had no end
+        self._unread: deque[PostedCall] = deque()  # calls whose bytes in the ring are still in use, oldest first
+        self._stepped: deque[PostedCall] = deque()  # calls under way that need several rounds
         self._broken = ""
 
     def __del__(self) -> None:
         os.close(self._file)
 
-    def post(self, given: Tensor, out: Tensor, op: Reduction | None) -> PostedCall:
-        """Post a value of shape [1, n], or [ranks, n] if each rank is to have a row of it.
+    def post(self, value: Tensor, out: Tensor, op: Reduction | None) -> PostedCall:
+        """Post a value of shape [1, n], or [ranks, n] if each rank gets one row of it.
 
-        `out` is [1, n] for a reduction with `op`, and else [ranks, n]; it may be the memory of `given`.
+        `out` is [1, n] for a reduction with `op`, and else [ranks, n]; it may share the memory of `value`.
         """
-        with self.lock, _unseen():
+        with self.lock, _hidden_from_autograd():
             if self._broken:
                 self._break(self._broken)
             self._calls += 1
-            posting = PostedCall(self, self._calls, given, out, op)
-            posting.at = self._place(posting.size)
-            self._held.append(posting)
-            if posting.stepped:
-                self._stepped.append(posting)
-            self.tell(posting.number, posting.what)
-            posting.send()
-            return posting
+            call = PostedCall(self, self._calls, value, out, op)
+            call.at = self._place(call.size)
+            self._unread.append(call)
+            if call.stepped:
+                self._stepped.append(call)
+            self.declare(call.number, call.what)
+            call.send()
+            return call
 
     def _place(self, size: int) -> int:
-        """Where the next call is in the rings, once all ranks have read what was there."""
+        """Where the next call is in the rings. Waits until all ranks have read what was there."""
         start = self._end if self._end % RING + size <= RING else -(-self._end // RING) * RING
         self._end = start + size
-        while self._held and (self._held[0].at < self._end - RING or len(self._held) == CALLS):
-            self._free(self._held.popleft())
+        while self._unread and (self._unread[0].at < self._end - RING or len(self._unread) == CALLS):
+            self._free(self._unread.popleft())
         return start
 
-    def _free(self, posting: PostedCall) -> None:
-        posting.wait()
-        self.expect(_READ, posting.number, posting.pieces)
+    def _free(self, call: PostedCall) -> None:
+        call.wait()
+        self.expect(_READ, call.number, call.chunks)
 
     def settle(self, before: PostedCall) -> None:
-        """End older calls that ranks do step by step, since they may wait for calls in another order than others."""
+        """Finish older calls that need several rounds: ranks that wait in different orders would deadlock."""
         while self._stepped and self._stepped[0].number < before.number:
             self._stepped[0].finish()
             self._stepped.popleft()
 
-    def tell(self, call: int, what: int) -> None:
-        """Say what a call is, before anything of it is posted."""
+    def declare(self, call: int, what: int) -> None:
+        """Publish the kind and size of a call, before any of its data."""
         self._flags[(self.index * CALLS + call % CALLS) * (LINE // 8) + _WHAT] = what
 
     def compare(self, call: int, what: int) -> None:
-        """Raise if another rank has posted something else as this call: it would be read as what it is not."""
+        """Raise if another rank has posted a different collective as this call: its bytes would be misread."""
         for rank, name in enumerate(self.ranks):
             theirs = self._flags[(rank * CALLS + call % CALLS) * (LINE // 8) + _WHAT]
             if theirs != what:
                 self._break(
-                    f"ranks {self.ranks[self.index]} and {name} don't do the same: one has posted {what >> 8} bytes "
-                    f"where the other has posted {theirs >> 8}, or they are in other collectives"
+                    f"ranks {self.ranks[self.index]} and {name} are out of step: one has posted {what >> 8} bytes "
+                    f"where the other has posted {theirs >> 8}, or they are in different collectives"
                 )
 
-    def say(self, word: int, call: int, step: int) -> None:
+    def raise_flag(self, word: int, call: int, step: int) -> None:
         """Raise this rank's flag."""
-        with self._fence:  # on processors that reorder writes, the data comes before the flag
+        with self._fence:  # a memory barrier: the data must be visible before the flag
             pass
         self._flags[(self.index * CALLS + call % CALLS) * (LINE // 8) + word] = call * _STEPS + step
 
     def expect(self, word: int, call: int, step: int) -> None:
-        """Wait until the flags of all ranks are as high."""
+        """Wait until the flags of all ranks have reached a step."""
         wanted = call * _STEPS + step
         for rank in range(len(self.ranks)):
             at = (rank * CALLS + call % CALLS) * (LINE // 8) + word
@@ -159,30 +159,30 @@ class SharedMemoryGroup:
         flags, start = self._flags, time.monotonic()
         while flags[at] < wanted and time.monotonic() - start < SPIN:
             os.sched_yield()
-        looked, pause = start, PAUSES[0]
+        last_check, pause = start, PAUSES[0]
         while flags[at] < wanted:
             now = time.monotonic()
-            if now - looked > LOOK:
-                looked, pause = now, PAUSES[1]
+            if now - last_check > LOOK:
+                last_check, pause = now, PAUSES[1]
                 self._look(at, wanted, rank, now - start)
             time.sleep(pause)
 
     def _look(self, at: int, wanted: int, rank: int, waited: float) -> None:
-        """Raise if it makes no sense to wait for a rank any longer."""
+        """Raise if a rank has ended or the timeout is over."""
         for other, name in enumerate(self.ranks):
             theirs = at + (other - rank) * CALLS * (LINE // 8)
             if self._flags[theirs] < wanted and self._is_gone(other) and self._flags[theirs] < wanted:
                 self._break(f"rank {name} is gone: its process, or its process group, has ended")
         if waited > self.limit:
-            self._break(f"rank {self.ranks[rank]} did not come to a collective over shared memory in {waited:.0f} s")
+            self._break(f"rank {self.ranks[rank]} did not enter a collective over shared memory within {waited:.0f} s")
 
     def _break(self, why: str) -> NoReturn:
-        """Ranks no longer stand at the same place: this call and all later ones raise."""
+        """The ranks are desynchronized: this call and all later ones raise."""
         self._broken = self._broken or why
         raise dist.DistError(self._broken)
 
     def _is_gone(self, rank: int) -> bool:
-        """Whether a rank has let its lock go, which only the end of its process, or of its groups, does."""
+        """Whether a rank has released its lock, which happens only when its process or its groups end."""
         if rank == self.index:
             return False
         try:
@@ -194,119 +194,121 @@ class SharedMemoryGroup:
 
 
 class PostedCall:
-    """One call of one rank: what it gave, and where the result goes."""
+    """One call of one rank: the value that it posts, and where the result goes."""
 
-    def __init__(self, board: SharedMemoryGroup, number: int, given: Tensor, out: Tensor, op: Reduction | None) -> None:
-        self._board, self.number = board, number
-        self._given, self._out, self._op = given, out, op
-        self._rows, self._length = given.shape
-        bytes_each = self._rows * given.element_size()
-        self._width = min(self._length, PIECE // bytes_each)  # columns of a piece
+    def __init__(
+        self, memory: SharedMemoryGroup, number: int, value: Tensor, out: Tensor, op: Reduction | None
+    ) -> None:
+        self._memory, self.number = memory, number
+        self._value, self._out, self._op = value, out, op
+        self._count, self._length = value.shape
+        bytes_each = self._count * value.element_size()
+        self._width = min(self._length, CHUNK // bytes_each)  # columns of a chunk
         self._stride = -(-self._width * bytes_each // LINE) * LINE
-        self.pieces = -(-self._length // self._width)
-        self.size = min(self.pieces, DEPTH) * self._stride
-        shared = self._rows == 1 and op is not None and len(board.ranks) > 2
+        self.chunks = -(-self._length // self._width)
+        self.size = min(self.chunks, DEPTH) * self._stride
+        shared = self._count == 1 and op is not None and len(memory.ranks) > 2
         self._shared = shared and self._width * bytes_each >= SHARED
-        self.stepped = self._shared or self.pieces > DEPTH
+        self.stepped = self._shared or self.chunks > DEPTH
         kinds = (None, "sum", "max", "min")
-        self.what = self._length * bytes_each << 8 | kinds.index(op) << 1 | (self._rows > 1)
+        self.what = self._length * bytes_each << 8 | kinds.index(op) << 1 | (self._count > 1)
         self.at = 0
         self._sent, self._summed, self._seen = 0, 0, 0
 
     def send(self) -> None:
-        """Post as many pieces as there is room for."""
-        until = min(self.pieces, self._seen + DEPTH)
+        """Post as many chunks as there is room for."""
+        until = min(self.chunks, self._seen + DEPTH)
         while self._sent < until:
             start, stop = self._span(self._sent)
-            slot = self._slot(self._board.index, self._sent)
-            for number, row in enumerate(slot):
-                if self._rows == 1 or number != self._board.index:
-                    row.copy_(self._given[number, start:stop])
+            slot = self._slot(self._memory.index, self._sent)
+            for number, destination in enumerate(slot):
+                if self._count == 1 or number != self._memory.index:
+                    destination.copy_(self._value[number, start:stop])
             self._sent += 1
-            self._board.say(_POSTED, self.number, self._sent)
+            self._memory.raise_flag(_POSTED, self.number, self._sent)
 
     def wait(self) -> None:
-        """Wait for the others, and bring the result to its place."""
-        if self._seen < self.pieces:
-            with self._board.lock, _unseen():
-                self._board.settle(self)
+        """Wait for the other ranks, and write the result."""
+        if self._seen < self.chunks:
+            with self._memory.lock, _hidden_from_autograd():
+                self._memory.settle(self)
                 self.finish()
 
     def finish(self) -> None:
-        """The rest of a call, older ones aside."""
-        board, number = self._board, self.number
-        while self._seen < self.pieces:
-            board.expect(_POSTED, number, self._seen + 1)
+        """Complete this call; older ones that need several rounds are complete."""
+        memory, number = self._memory, self.number
+        while self._seen < self.chunks:
+            memory.expect(_POSTED, number, self._seen + 1)
             if not self._seen:
-                board.compare(number, self.what)
+                memory.compare(number, self.what)
             if self._shared:
                 if self._summed == self._seen:
                     self._sum_part(self._seen)
                     self._summed += 1
-                board.say(_SUMMED, number, self._summed)
-                board.expect(_SUMMED, number, self._summed)
+                memory.raise_flag(_SUMMED, number, self._summed)
+                memory.expect(_SUMMED, number, self._summed)
             self._take(self._seen)
             self._seen += 1
-            board.say(_READ, number, self._seen)
-            if self._sent < self.pieces:
-                board.expect(_READ, number, self._seen)
+            memory.raise_flag(_READ, number, self._seen)
+            if self._sent < self.chunks:
+                memory.expect(_READ, number, self._seen)
                 self.send()
-        self._given = self._out = _NOTHING  # whoever holds on to this does not hold on to them
+        self._value = self._out = _NOTHING  # so that a reference to this call does not keep them alive
 
-    def _span(self, piece: int) -> tuple[int, int]:
-        return piece * self._width, min((piece + 1) * self._width, self._length)
+    def _span(self, chunk: int) -> tuple[int, int]:
+        return chunk * self._width, min((chunk + 1) * self._width, self._length)
 
-    def _slot(self, rank: int, piece: int) -> Tensor:
-        """Where a piece of a rank is, as [rows, columns]."""
-        start, stop = self._span(piece)
-        at = self.at % RING + piece % DEPTH * self._stride
-        count = self._rows * (stop - start) * self._given.element_size()
-        return self._board.rings[rank][at : at + count].view(self._given.dtype).view(self._rows, -1)
+    def _slot(self, rank: int, chunk: int) -> Tensor:
+        """Where a chunk of a rank is, as [values, columns]."""
+        start, stop = self._span(chunk)
+        at = self.at % RING + chunk % DEPTH * self._stride
+        count = self._count * (stop - start) * self._value.element_size()
+        return self._memory.rings[rank][at : at + count].view(self._value.dtype).view(self._count, -1)
 
-    def _rows_of(self, piece: int) -> list[Tensor]:
-        """What all ranks have posted for this one."""
-        start, stop = self._span(piece)
-        mine = self._board.index
-        if self._rows == 1:
-            return [self._slot(rank, piece)[0] for rank in range(len(self._board.ranks))]
-        own = self._given[mine, start:stop]  # which is not posted
-        return [own if rank == mine else self._slot(rank, piece)[mine] for rank in range(self._rows)]
+    def _values_of(self, chunk: int) -> list[Tensor]:
+        """What all ranks have posted for this rank."""
+        start, stop = self._span(chunk)
+        mine = self._memory.index
+        if self._count == 1:
+            return [self._slot(rank, chunk)[0] for rank in range(len(self._memory.ranks))]
+        own = self._value[mine, start:stop]  # a rank does not post what it sends to itself
+        return [own if rank == mine else self._slot(rank, chunk)[mine] for rank in range(self._count)]
 
-    def _sum_part(self, piece: int) -> None:
-        """Reduce this rank's part, where nobody else reads this rank's value."""
+    def _sum_part(self, chunk: int) -> None:
+        """Reduce this rank's part in its own slot: no other rank reads it before it is flagged as summed."""
         assert self._op is not None
-        rows = self._rows_of(piece)
-        parts = [row.tensor_split(len(rows))[self._board.index] for row in rows]
+        values = self._values_of(chunk)
+        parts = [value.tensor_split(len(values))[self._memory.index] for value in values]
         sums = torch.empty_like(parts[0])
         reduce(parts, sums, self._op)
-        parts[self._board.index].copy_(sums)
+        parts[self._memory.index].copy_(sums)
 
-    def _take(self, piece: int) -> None:
-        start, stop = self._span(piece)
-        rows = self._rows_of(piece)
+    def _take(self, chunk: int) -> None:
+        start, stop = self._span(chunk)
+        values = self._values_of(chunk)
         if self._op is None:
-            for row, out in zip(rows, self._out, strict=True):
-                out[start:stop].copy_(row)
+            for value, out in zip(values, self._out, strict=True):
+                out[start:stop].copy_(value)
         elif self._shared:
-            parts = [row.tensor_split(len(rows))[number] for number, row in enumerate(rows)]
+            parts = [value.tensor_split(len(values))[number] for number, value in enumerate(values)]
             torch.cat(parts, out=self._out[0, start:stop])
         else:
-            reduce(rows, self._out[0, start:stop], self._op)
+            reduce(values, self._out[0, start:stop], self._op)
 
 
-def reduce(rows: list[Tensor], out: Tensor, op: Reduction) -> None:
-    """The reduction of rows in their order, the same bits on all ranks; halves are summed as float32."""
+def reduce(values: list[Tensor], out: Tensor, op: Reduction) -> None:
+    """Reduce values in order, so that all ranks get the same bits; float16 and bfloat16 are summed in float32."""
     if op != "sum":
         combine = torch.maximum if op == "max" else torch.minimum
-        combine(rows[0], rows[1], out=out)
-        for row in rows[2:]:
-            combine(out, row, out=out)
-    elif out.dtype in (torch.float16, torch.bfloat16) and len(rows) > 2:
-        total = torch.add(rows[0].float(), rows[1])
-        for row in rows[2:]:
-            total.add_(row)
+        combine(values[0], values[1], out=out)
+        for value in values[2:]:
+            combine(out, value, out=out)
+    elif out.dtype in (torch.float16, torch.bfloat16) and len(values) > 2:
+        total = torch.add(values[0].float(), values[1])
+        for value in values[2:]:
+            total.add_(value)
         out.copy_(total)
     else:
-        torch.add(rows[0], rows[1], out=out)
-        for row in rows[2:]:
-            out.add_(row)
+        torch.add(values[0], values[1], out=out)
+        for value in values[2:]:
+            out.add_(value)

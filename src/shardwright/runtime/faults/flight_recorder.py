@@ -2,10 +2,10 @@
 
 A collective has a number: how many this rank has entered in the same process group. All members
 of a group enter the same ones in the same order, so that the first number that some have and
-others have not is the one that hangs, and the first that differs is where they parted.
+others have not is the one that hangs, and the first that differs is where they desynchronized.
 
 `enter` is called before every collective of a step. It costs about two microseconds, and nothing
-where nobody watches. No tensor is kept: shapes, code and places in it.
+where nobody watches. No tensor is kept alive: only shapes, code and places in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-KEPT = 128  # collectives that are remembered
+CAPACITY = 128  # collectives that are recorded
 
 Place = tuple[CodeType, int]
 """Code, and where in it: what a frame is at, without keeping the frame."""
@@ -33,7 +33,7 @@ _SOURCE = re.compile(r"(\S+\.py:\d+)\s*$")
 
 
 class RecordedCollective(NamedTuple):
-    """One collective, as it is noted."""
+    """One recorded collective."""
 
     group: Any  # a process group, or (source, target) of a message
     number: int
@@ -47,7 +47,7 @@ class FlightRecorder:
     """The last collectives of this rank."""
 
     def __init__(self) -> None:
-        self.entered: deque[RecordedCollective] = deque(maxlen=KEPT)
+        self.entered: deque[RecordedCollective] = deque(maxlen=CAPACITY)
         self.counts: dict[Any, int] = {}
         self.total = 0
         self.within: Place | None = None  # the line of forward whose backward runs
@@ -65,64 +65,64 @@ class FlightRecorder:
         self.entered.append(RecordedCollective(group, number, kind, what, place, within is not None))
 
 
-_journal: FlightRecorder | None = None
+_recorder: FlightRecorder | None = None
 
 
 def begin() -> FlightRecorder:
-    """Take notes from here on."""
-    global _journal
-    _journal = FlightRecorder()
-    return _journal
+    """Start to record."""
+    global _recorder
+    _recorder = FlightRecorder()
+    return _recorder
 
 
 def end() -> None:
-    """Take no more notes."""
-    global _journal
-    _journal = None
+    """Stop recording."""
+    global _recorder
+    _recorder = None
 
 
 def enter(kind: str, group: Any, what: Any = None) -> None:
     """Note a collective that is about to be issued."""
-    if _journal is not None:
-        _journal.enter(kind, group, what)
+    if _recorder is not None:
+        _recorder.enter(kind, group, what)
 
 
 def send(source: int, target: int) -> None:
     """Note a message that is about to be sent."""
-    if _journal is not None:
-        _journal.enter("message", (source, target), _journal.doing)
+    if _recorder is not None:
+        _recorder.enter("message", (source, target), _recorder.doing)
 
 
 def expect(source: int, target: int) -> int:
     """Note a message that was asked for; which of that rank it is."""
-    if _journal is None:
+    if _recorder is None:
         return 0
-    number = _journal.expected[source, target] = _journal.expected.get((source, target), 0) + 1
+    number = _recorder.expected[source, target] = _recorder.expected.get((source, target), 0) + 1
     return number
 
 
 def wait_for(source: int, target: int, number: int) -> None:
     """Note the message that this rank waits for."""
-    if _journal is not None:
-        _journal.awaits = (source, target), number
+    if _recorder is not None:
+        _recorder.awaits = (source, target), number
 
 
 def record_step(step: Any) -> None:
     """Note the step of a schedule that begins; None after the last."""
-    if _journal is not None:
-        _journal.doing, _journal.awaits = step, None
+    if _recorder is not None:
+        _recorder.doing, _recorder.awaits = step, None
 
 
 def here() -> Place | None:
     """Where the program is, for the backward of what it does there."""
-    return place_of(sys._getframe(1)) if _journal is not None else None
+    return place_of(sys._getframe(1)) if _recorder is not None else None
 
 
 def within(place: Place | None) -> Place | None:
     """The backward of a line begins, or ends with what this returned."""
-    if _journal is None:
+    if _recorder is None:
         return None
-    before, _journal.within = _journal.within, place
+    before, _recorder.within = _recorder.within, place
     return before
 
 
@@ -177,10 +177,10 @@ def caller() -> FrameType | None:
 
 def line_in(entry: str) -> RecordedLine | None:
     """The line of generated code that an entry of a printed stack names, if it does."""
-    found = re.match(r'\s*File "(.*)", line (\d+)', entry)
-    if found is None or not _is_generated(found[1]):
+    match = re.match(r'\s*File "(.*)", line (\d+)', entry)
+    if match is None or not _is_generated(match[1]):
         return None
-    return _line_at(found[1], int(found[2]))
+    return _line_at(match[1], int(match[2]))
 
 
 def _is_generated(file: str) -> bool:
@@ -193,35 +193,35 @@ def _source(file: str, number: int) -> str | None:
         return None
     for above in range(number, max(0, number - 30), -1):
         text = linecache.getline(file, above)
-        found = _SOURCE.search(text) if "  # " in text else None
-        if found or text.lstrip().startswith("def "):
-            return found[1] if found else None
+        comment = _SOURCE.search(text) if "  # " in text else None
+        if comment or text.lstrip().startswith("def "):
+            return comment[1] if comment else None
     return None
 
 
-def report_of(journal: FlightRecorder, frame: FrameType | None, waiting: bool) -> dict[str, Any]:
-    """What a rank says of itself when somebody asks, as JSON."""
+def report_of(recorder: FlightRecorder, frame: FrameType | None, waiting: bool) -> dict[str, Any]:
+    """The state of a rank for a hang report, as JSON."""
     place = place_of(frame)
     return {
         "waiting": waiting,
-        "doing": None if journal.doing is None else str(journal.doing),
-        "awaits": journal.awaits,
+        "doing": None if recorder.doing is None else str(recorder.doing),
+        "awaits": recorder.awaits,
         "at": asdict(line_of(place)) if place is not None else None,
-        "counts": [[name_of(group), number] for group, number in list(journal.counts.items())],
-        "entered": [_entered(held) for held in list(journal.entered)],
+        "counts": [[name_of(group), number] for group, number in list(recorder.counts.items())],
+        "entered": [_entered(record) for record in list(recorder.entered)],
     }
 
 
-def _entered(held: RecordedCollective) -> dict[str, Any]:
+def _entered(record: RecordedCollective) -> dict[str, Any]:
     return {
-        "group": name_of(held.group), "number": held.number, "kind": held.kind,
-        "what": _what(held.what), "backward": held.backward,
-        "at": asdict(line_of(held.place)) if held.place is not None else None,
+        "group": name_of(record.group), "number": record.number, "kind": record.kind,
+        "what": _what(record.what), "backward": record.backward,
+        "at": asdict(line_of(record.place)) if record.place is not None else None,
     }  # fmt: skip
 
 
-def _what(held: Any) -> str:
-    return "" if held is None else f"a tensor {list(held)}" if isinstance(held, tuple) else str(held)
+def _what(what: Any) -> str:
+    return "" if what is None else f"a tensor {list(what)}" if isinstance(what, tuple) else str(what)
 
 
 def name_of(group: Any) -> list[Any]:

@@ -155,7 +155,7 @@ class InputComparison:
 
             def read() -> list[list[int]]:
                 work.wait()
-                return [list(row) for row in every.view(size, -1).tolist()]
+                return [list(digests) for digests in every.view(size, -1).tolist()]
 
             return read
         # A stream of its own, so that the host waits for these few numbers and not for what was launched after them.
@@ -171,7 +171,7 @@ class InputComparison:
             nonlocal sources
             event.synchronize()
             sources = ()  # type: ignore[assignment]
-            return [list(row) for row in there.view(size, -1).tolist()]
+            return [list(digests) for digests in there.view(size, -1).tolist()]
 
         return read_there
 
@@ -183,25 +183,27 @@ def _digests(signature: CallSignature, tensors: Sequence[Tensor], is_first: bool
     """
     device = world.here().device
     nothing = torch.zeros((), dtype=torch.int64, device=device)
-    found = [
+    digests = [
         nothing
         if (signature.mode == "per_rank" and batched) or (tensor.grad_fn is not None and not is_first)
         else tensor_digest(tensor).to(device, non_blocking=True)
         for tensor, batched in zip(tensors, signature.batched, strict=True)
     ]
-    return torch.stack(found) if found else nothing.new_zeros(0)
+    return torch.stack(digests) if digests else nothing.new_zeros(0)
 
 
-def _fault(posted: PostedDigests, rows: list[list[int]]) -> str | None:
+def _fault(posted: PostedDigests, every: list[list[int]]) -> str | None:
     """What does not fit; all ranks find the same, or none."""
     replicas: dict[int, set[int]] = {}  # the digests of batches, by the ranks that must pass the same one
-    for _, replica, batched, _ in rows:
+    for _, replica, batched, _ in every:
         replicas.setdefault(replica if posted.signature.mode == "per_replica" else 0, set()).add(batched)
-    fits = len({(row[0], row[3]) for row in rows}) == 1 and all(len(found) == 1 for found in replicas.values())
+    fits = len({(one_rank[0], one_rank[3]) for one_rank in every}) == 1 and all(
+        len(batches) == 1 for batches in replicas.values()
+    )
     if not fits:
-        return _named(posted, [row[1] for row in rows])
+        return _named(posted, [one_rank[1] for one_rank in every])
     alike = posted.is_first and any(posted.signature.batched) and len(replicas) > 1
-    if alike and len({found.pop() for found in replicas.values()}) == 1:
+    if alike and len({batches.pop() for batches in replicas.values()}) == 1:
         return (
             'inputs="per_replica" means that each data-parallel replica passes its own samples, but all pass the same; '
             'use model.data_rank and model.data_size in the sampler, or say inputs="global"'

@@ -64,21 +64,21 @@ def find_nonfinite(
 
     `loss_of` gives the loss of what the model returns; without it, it is the first number among that.
     """
-    given = _broken_before(model, args, kwargs or {})
-    found = given or _rerun(model, args, kwargs or {}, loss_of or first_number)
-    return _agreed(found)
+    origin = _broken_before(model, args, kwargs or {})
+    first = origin or _rerun(model, args, kwargs or {}, loss_of or first_number)
+    return _agreed(first)
 
 
 @report_failure
 @torch.no_grad()
 def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = False) -> bool:
     """Whether the loss, and gradients if asked, are finite on all ranks. All ranks must call it."""
-    held = gradients_of(model.parameters()) if gradients else []
+    checked = gradients_of(model.parameters()) if gradients else []
     with Untouched():
         device = here().device
         fine = torch.ones((), device=device) if loss is None else torch.isfinite(loss.detach()).all().float().to(device)
-        if held:
-            fine = fine * are_finite(held).to(device)
+        if checked:
+            fine = fine * are_finite(checked).to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             flight_recorder.enter("all_reduce", None, "whether all is finite")
             process_group.all_reduce(fine, None, "min").wait()
@@ -88,14 +88,14 @@ def agree_finite(model: nn.Module, loss: Tensor | None, *, gradients: bool = Fal
 @torch.no_grad()
 def first_gradient(model: nn.Module) -> str | None:
     """The first parameter, in the order of the model, whose gradient is not finite; on which ranks."""
-    gradients = {key: gradients_of([held]) for key, held in model.named_parameters()}
-    mine = [key for key, held in gradients.items() if held and not bool(are_finite(held))]
+    gradients = {key: gradients_of([parameter]) for key, parameter in model.named_parameters()}
+    mine = [key for key, grads in gradients.items() if grads and not bool(are_finite(grads))]
     every = objects.all_gather_objects(mine, "gradients that are not finite")
     order = {key: at for at, (key, _) in enumerate(_original(model).named_parameters())}
-    bad = sorted({key for held in every for key in held}, key=lambda key: (order.get(key, len(order)), key))
+    bad = sorted({key for bad_keys in every for key in bad_keys}, key=lambda key: (order.get(key, len(order)), key))
     if not bad:
         return None
-    ranks = ", ".join(str(rank) for rank, held in enumerate(every) if bad[0] in held)
+    ranks = ", ".join(str(rank) for rank, bad_keys in enumerate(every) if bad[0] in bad_keys)
     more = f", and of {len(bad) - 1} more parameters" if len(bad) > 1 else ""
     return f"the gradient of {bad[0]} is not finite on rank {ranks}{more}"
 
@@ -106,8 +106,8 @@ def explain_nonfinite(
     """The error that says all that can be found out about a step that went wrong. All ranks must call it."""
     parameter = first_gradient(model)
     origin = find_nonfinite(model, args, kwargs, loss_of=loss_of)
-    said = [f"it begins in the {origin}" if origin else "the same step again is finite: it depends on something else"]
-    return NonFiniteError("; ".join(["the step is not finite", *([parameter] if parameter else []), *said]))
+    cause = [f"it begins in the {origin}" if origin else "the same step again is finite: it depends on something else"]
+    return NonFiniteError("; ".join(["the step is not finite", *([parameter] if parameter else []), *cause]))
 
 
 def first_number(output: Any) -> Any:
@@ -137,18 +137,18 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.split("::")
         looks = self.nan is None and name[0] != "c10d" and not name[-1].startswith(_MAKES_NOTHING)
         before = _broken((args, kwargs)) if looks else (False, False)  # an op may write on what it reads
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if looks:
-            nan, inf = _broken(made)
+            nan, inf = _broken(result)
             if nan and not before[0]:
-                self.nan = self._origin("nan", name[-1], made)
+                self.nan = self._origin("nan", name[-1], result)
             elif inf and not any(before) and self.inf is None:
-                self.inf = self._origin("inf", name[-1], made)
-        return made
+                self.inf = self._origin("inf", name[-1], result)
+        return result
 
-    def _origin(self, kind: str, op: str, made: Any) -> NonFiniteOrigin:
+    def _origin(self, kind: str, op: str, result: Any) -> NonFiniteOrigin:
         test = torch.isnan if kind == "nan" else torch.isinf
-        bad = next(x for x in _floats(made) if bool(test(x).any()))
+        bad = next(x for x in _floats(result) if bool(test(x).any()))
         node = torch._C._current_autograd_node()
         return NonFiniteOrigin(
             order=self._count, kind=kind, op=op, shape=tuple(bad.shape), count=int(test(bad).sum()),
@@ -156,19 +156,19 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )  # fmt: skip
 
 
-def _floats(held: Any) -> Iterator[Tensor]:
-    for x in pytree.tree_leaves(held):
+def _floats(values: Any) -> Iterator[Tensor]:
+    for x in pytree.tree_leaves(values):
         if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not x.is_meta and x.numel():
             yield x
 
 
-def _broken(held: Any) -> tuple[bool, bool]:
+def _broken(values: Any) -> tuple[bool, bool]:
     """Whether there is a NaN, and whether there is an infinity, among tensors and numbers."""
     nan = inf = False
-    for x in pytree.tree_leaves(held):
+    for x in pytree.tree_leaves(values):
         if isinstance(x, float):
             nan, inf = nan or math.isnan(x), inf or math.isinf(x)
-    for x in _floats(held):
+    for x in _floats(values):
         plain = x.detach()
         nan, inf = nan or bool(torch.isnan(plain).any()), inf or bool(torch.isinf(plain).any())
     return nan, inf
@@ -196,13 +196,13 @@ def _broken_before(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         for path, x in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
         if isinstance(x, Tensor)
     ]
-    named += [(f"parameter {key}", held) for key, held in model.named_parameters()]
+    named += [(f"parameter {key}", tensor) for key, tensor in model.named_parameters()]
     with torch.no_grad(), Untouched():
-        for name, held in named:
+        for name, tensor in named:
             for kind, test in (("nan", torch.isnan), ("inf", torch.isinf)):
-                if held.is_floating_point() and not held.is_meta and bool(test(held.detach()).any()):
+                if tensor.is_floating_point() and not tensor.is_meta and bool(test(tensor.detach()).any()):
                     return NonFiniteOrigin(
-                        order=0, kind=kind, op=name, shape=tuple(held.shape), count=int(test(held.detach()).sum()),
+                        order=0, kind=kind, op=name, shape=tuple(tensor.shape), count=int(test(tensor.detach()).sum()),
                         phase="value", line="the beginning of the step",
                     )  # fmt: skip
     return None
@@ -223,22 +223,22 @@ def _rerun(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], los
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Gradients, buffers, counters and random numbers are afterwards as they were; the step draws what it drew."""
     compiled = [part for part in model.modules() if isinstance(part, ParallelModel)]
-    random = [(held, held.step) for part in compiled if (held := part.random) is not None]
+    random = [(generator, generator.step) for part in compiled if (generator := part.random) is not None]
     counts = [(part, part._turns.count) for part in compiled]
-    buffers = [(held, held.detach().clone()) for held in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with Untouched():
         gradients = [(leaf, leaf.grad) for leaf in _leaves(model)]
         for leaf, _ in gradients:
             leaf.grad = None
-    for held, step in random:
-        held.step = max(0, step - 1)
+    for generator, step in random:
+        generator.step = max(0, step - 1)
     for part, count in counts:
         part._turns.count = max(0, count - 1)
     try:
         yield
     finally:
-        for held, step in random:
-            held.step = step
+        for generator, step in random:
+            generator.step = step
         for part, count in counts:
             part._turns.count = count
         with torch.no_grad(), Untouched():
@@ -252,28 +252,28 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 def _leaves(model: nn.Module) -> list[Tensor]:
     """All that may have a gradient: parameters, and what an optimizer sees in their place."""
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     for parameter in model.parameters():
-        for held in (parameter, leaf_of(parameter)):
-            found[id(held)] = held
-    return list(found.values())
+        for leaf in (parameter, leaf_of(parameter)):
+            leaves[id(leaf)] = leaf
+    return list(leaves.values())
 
 
 def _original(model: nn.Module) -> nn.Module:
     """The model as it was written, with the parameters of all stages."""
-    found: nn.Module = model._around["skeleton"] if isinstance(model, ParallelModel) else model
-    return found
+    original: nn.Module = model._around["skeleton"] if isinstance(model, ParallelModel) else model
+    return original
 
 
 # -- over ranks ----------------------------------------------------------------------------------
 
 
-def _agreed(found: NonFiniteOrigin | None) -> str | None:
+def _agreed(origin: NonFiniteOrigin | None) -> str | None:
     """The first of what the ranks found, and who else found the same."""
-    every = objects.all_gather_objects(found, "what ranks found")
-    there = [(rank, held) for rank, held in enumerate(every) if held is not None]
+    every = objects.all_gather_objects(origin, "what ranks found")
+    there = [(rank, other) for rank, other in enumerate(every) if other is not None]
     if not there:
         return None
     _, first = min(there, key=lambda item: (item[1].order, item[0]))
-    same = [rank for rank, held in there if (held.op, held.line, held.phase) == (first.op, first.line, first.phase)]
+    same = [rank for rank, other in there if (other.op, other.line, other.phase) == (first.op, first.line, first.phase)]
     return str(first) if len(every) == 1 else f"{first}, on rank {', '.join(map(str, same))}"

@@ -1,7 +1,7 @@
-"""Whether what several ranks hold alike is really the same on all of them, bit for bit.
+"""Whether what is replicated on several ranks is really the same on all of them, bit for bit.
 
-Replicas of data parallelism, parameters that tensor-parallel ranks hold whole, parameters that two
-stages share, buffers: each piece has a name made of its key and its boxes, so that ranks that hold the
+Replicas of data parallelism, parameters that are replicated over tensor-parallel ranks, parameters that two
+stages share, buffers: each shard has a name made of its key and its region, so that ranks that have the
 same piece find each other whatever the plan is. A rank sends one number for each piece that it holds,
 a hash of its bits that is summed in whole numbers on the device, so that it depends on no order.
 """
@@ -27,12 +27,12 @@ from .watch import report_failure
 
 _CHUNK = 1 << 20
 _MIX = (-7046029254386353131, -4658895280553007687)  # two odd numbers of 64 bits
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A piece that is not the same on all ranks that hold it."""
+    """A shard that is not the same on all ranks that have it."""
 
     name: str
     ranks: tuple[tuple[int, ...], ...]  # those that agree with each other; the largest group first
@@ -44,8 +44,8 @@ class Drift:
 
 def check_replicas(model: nn.Module) -> None:
     """Raise a DriftError that names parameters and ranks if replicas differ. All ranks must call it."""
-    found = drifts(model)
-    raise_all(DriftError, "what ranks hold alike has drifted apart:", [str(drift) for drift in found])
+    differences = drifts(model)
+    raise_all(DriftError, "replicas have drifted apart:", [str(drift) for drift in differences])
 
 
 @report_failure
@@ -56,12 +56,12 @@ def drifts(model: nn.Module) -> tuple[Drift, ...]:
     if world.size < 2:
         return ()
     with Untouched():
-        hashes = {name: hash_of(tensor) for name, tensor in _pieces(model)}
+        hashes = {name: hash_of(tensor) for name, tensor in _stored_tensors(model)}
     ids = {objects.text_digest(name): name for name in hashes}
     every = _gathered([[number, hashes[name]] for number, name in ids.items()], world.device)
     by_piece: dict[int, dict[int, list[int]]] = {}
-    for rank, rows in enumerate(every):
-        for number, value in rows:
+    for rank, hashes_of_rank in enumerate(every):
+        for number, value in hashes_of_rank:
             by_piece.setdefault(number, {}).setdefault(value, []).append(rank)
     apart = {number: values for number, values in by_piece.items() if len(values) > 1}
     if not apart:
@@ -69,46 +69,46 @@ def drifts(model: nn.Module) -> tuple[Drift, ...]:
     mine = {number: ids[number] for number in apart if number in ids}
     names = {
         number: name
-        for held in objects.all_gather_objects(mine, "names of what differs")
-        for number, name in held.items()
+        for their_names in objects.all_gather_objects(mine, "names of what differs")
+        for number, name in their_names.items()
     }
-    order = {number: at for at, number in enumerate(number for rows in every for number, _ in rows)}
+    order = {number: at for at, number in enumerate(number for hashes_of_rank in every for number, _ in hashes_of_rank)}
     return tuple(
         Drift(name=names[number], ranks=tuple(sorted(map(tuple, apart[number].values()), key=lambda r: (-len(r), r))))
         for number in sorted(apart, key=order.__getitem__)
     )
 
 
-def _pieces(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All that this rank holds, each with a name that says which part of which tensor it is."""
     seen: set[int] = set()
     for path, part in model.named_modules():
         holding = part._holding if isinstance(part, ParallelModel) else None
         if holding is not None:
             prefix = f"{path}." if path else ""
-            for name, tensor in _held(holding):
+            for name, tensor in _parameters_and_buffers(holding):
                 yield prefix + name, tensor
-            seen |= {id(held) for held in (*holding.parameters.values(), *holding.buffers.values())}
-    for key, held in (*model.named_parameters(), *model.named_buffers()):
-        if id(held) not in seen:
-            yield key, held
+            seen |= {id(tensor) for tensor in (*holding.parameters.values(), *holding.buffers.values())}
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in seen:
+            yield key, tensor
 
 
-def _held(holding: RankState) -> Iterator[tuple[str, Tensor]]:
+def _parameters_and_buffers(holding: RankState) -> Iterator[tuple[str, Tensor]]:
     sizes, at = holding.groups.mesh.sizes, coordinates(holding.groups)
-    for held in holding.specs:
-        piece = local_region(stored_layout(held, sizes), held.shape, sizes, at)
-        yield f"{held.name}{_said(piece)}", holding.parameters[held.name]
+    for spec in holding.held:
+        region = local_region(stored_layout(spec, sizes), spec.shape, sizes, at)
+        yield f"{spec.name}{_index_string(region)}", holding.parameters[spec.name]
     yield from holding.buffers.items()
 
 
-def _said(piece: LocalRegion) -> str:
+def _index_string(region: LocalRegion) -> str:
     """Which part it is, as one would write it in an index: [0:4+8:12, :]. Nothing if it is all."""
-    if piece.local_shape == piece.shape:
+    if region.local_shape == region.shape:
         return ""
     dims = [
         ":" if runs == ((0, size),) else "+".join(f"{start}:{start + length}" for start, length in runs)
-        for size, runs in zip(piece.shape, piece.spans, strict=True)
+        for size, runs in zip(region.shape, region.spans, strict=True)
     ]
     return f"[{', '.join(dims)}]"
 
@@ -119,7 +119,7 @@ def hash_of(tensor: Tensor) -> int:
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     flat = plain.contiguous().view(-1)
-    flat = (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(_WHOLE[flat.element_size()])
+    flat = (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].to(torch.int64)
@@ -130,14 +130,14 @@ def hash_of(tensor: Tensor) -> int:
     return int(total)
 
 
-def _gathered(rows: list[list[int]], device: torch.device) -> list[list[list[int]]]:
-    """The rows of every rank; ranks may have unequal numbers of them."""
-    counts = objects.all_gather_numbers(len(rows), "how many pieces ranks hold")
+def _gathered(pairs: list[list[int]], device: torch.device) -> list[list[list[int]]]:
+    """The (name, hash) pairs of every rank; ranks may have unequal numbers of them."""
+    counts = objects.all_gather_numbers(len(pairs), "how many shards ranks have")
     size, most = len(counts), max(counts)
     mine = torch.full((most, 2), -1, dtype=torch.int64, device=device)
-    if rows:
-        mine[: len(rows)] = torch.tensor(rows, device=device)
+    if pairs:
+        mine[: len(pairs)] = torch.tensor(pairs, device=device)
     every = torch.empty((size * most, 2), dtype=torch.int64, device=device)
     flight_recorder.enter("all_gather", None, "hashes of what ranks hold")
     process_group.all_gather(every, mine, None).wait()
-    return [[row for row in held if row[0] >= 0] for held in every.view(size, most, 2).tolist()]
+    return [[pair for pair in padded if pair[0] >= 0] for padded in every.view(size, most, 2).tolist()]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096  # words of a row
-ROWS = 1024  # rows at a time: 32 MiB of products
+ROWS_AT_ONCE = 1024  # rows at a time: 32 MiB of products
 
 
 @torch.no_grad()
@@ -23,14 +23,14 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         parts = [tensor_digest(part) for part in _parts(tensor)]
         return (torch.stack(parts) * weights(len(parts), tensor.device)).sum()
-    words = _words(tensor)
-    whole = words.numel() // WIDTH
-    columns, rest = weights(WIDTH, words.device), words[whole * WIDTH :]
+    values = _as_int32(tensor)
+    full_rows = values.numel() // WIDTH
+    columns, rest = weights(WIDTH, values.device), values[full_rows * WIDTH :]
     total = (rest * columns[: rest.numel()]).sum()
-    if whole:
-        rows = words[: whole * WIDTH].view(whole, WIDTH)
-        sums = torch.cat([(part * columns).sum(1) for part in torch.split(rows, ROWS)])
-        total += (sums * weights(whole, words.device)).sum()
+    if full_rows:
+        matrix = values[: full_rows * WIDTH].view(full_rows, WIDTH)
+        sums = torch.cat([(part * columns).sum(1) for part in torch.split(matrix, ROWS_AT_ONCE)])
+        total += (sums * weights(full_rows, values.device)).sum()
     return total
 
 
@@ -45,7 +45,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor.to_dense(),)
 
 
-def _words(tensor: Tensor) -> Tensor:
+def _as_int32(tensor: Tensor) -> Tensor:
     """The bits of a tensor as a flat row of int32, filled up with zeros."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
@@ -61,7 +61,7 @@ def _words(tensor: Tensor) -> Tensor:
 @functools.cache
 def weights(count: int, device: torch.device) -> Tensor:
     """So many numbers of 64 bits that look random, the same on every device and in every process."""
-    found = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        found = (found ^ (found >> shift)) * factor
-    return found ^ (found >> 31)
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return mixed ^ (mixed >> 31)

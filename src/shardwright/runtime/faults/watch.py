@@ -1,6 +1,6 @@
 """When a rank fails, the others stop and say which one and why, instead of waiting.
 
-Ranks talk about failures through the store of the default process group, beside all
+Ranks report failures through the store of the default process group, apart from all
 collectives. A small thread of each rank writes there once a second that it lives.
 
     what happens                      what the others see            what they raise
@@ -15,7 +15,7 @@ collectives. A small thread of each rank writes there once a second that it live
     a rank sleeps, or leaves a        nothing, until the process     RankError with the op, its line, who has
     collective out                    group's timeout                come to it and where the others are
 
-`Watch` is a context for what may fail (`with watch: ...`), `told` a decorator for what
+`Watch` is a context for what may fail (`with watch: ...`), `report_failure` a decorator for what
 autograd calls. Neither costs anything as long as nothing fails. An error that all ranks
 raise alike (a wrong batch) is everybody's own: nobody is stopped by it. Errors are kept by
 the number of the call of a model, so that one that was caught does not matter later.
@@ -113,16 +113,16 @@ class Watch(AbstractContextManager[None]):
 
     def tell(self, error: BaseException) -> None:
         """Tell the others of an error of this rank; or, if it is theirs, raise what they said."""
-        if isinstance(error, RankError) or getattr(error, "told", False):
+        if isinstance(error, RankError) or getattr(error, "reported", False):
             return
-        error.told = True  # type: ignore[attr-defined]
+        error.reported = True  # type: ignore[attr-defined]
         if not is_secondary_failure(error):
-            self.publish(self.rank, _said(error))
+            self.publish(self.rank, _describe(error))
             self.failed = self.call
             return
-        found = self.find()
-        if found is not None:
-            raise RankError(found) from error
+        failure = self.find()
+        if failure is not None:
+            raise RankError(failure) from error
 
     def publish(self, rank: int, text: str) -> None:
         """Write down what went wrong in this call; the first to write is believed."""
@@ -138,10 +138,10 @@ class Watch(AbstractContextManager[None]):
         beats: dict[int, tuple[bytes, float]] = {}
         try:
             while True:
-                told = self._told() or self._hung()
-                lost = [] if told else self._gone() or self._silent(beats)
-                if told or lost:
-                    return told or self._lost(lost)
+                reported = self._reported() or self._hung()
+                lost = [] if reported else self._gone() or self._silent(beats)
+                if reported or lost:
+                    return reported or self._lost(lost)
                 if time.monotonic() - start > wait:
                     return None
                 time.sleep(0.1)
@@ -157,29 +157,29 @@ class Watch(AbstractContextManager[None]):
         """
         keys = [f"say/{self.call}/{about}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], text)
-        start = looked = time.monotonic()
+        start = last_check = time.monotonic()
         late: dict[int, float] = {}
         while not self._store.check(keys):
             now = time.monotonic()
             time.sleep(0.002 if now - start < 0.1 else 0.05)
-            if now - looked < 1.0:
+            if now - last_check < 1.0:
                 continue
-            looked = now
+            last_check = now
             silent = [rank for rank in self._others if not self._store.check([keys[rank]])]
             late = {rank: late.get(rank, now) for rank in silent if self._at(rank) >= self.call}
             if any(now - seen > SILENCE for seen in late.values()):
                 return {rank: self._store.get(keys[rank]).decode() for rank in range(self.size) if rank not in silent}
             self._expect(silent, now - start)
-        return {rank: held.decode() for rank, held in enumerate(self._store.multi_get(keys))}
+        return {rank: answer.decode() for rank, answer in enumerate(self._store.multi_get(keys))}
 
     def _expect(self, ranks: list[int], waited: float) -> None:
         """Raise if it makes no sense to wait for these ranks any longer."""
         gone = self._gone()
-        lost = self._told() or (self._lost(gone) if gone else None)
+        lost = self._reported() or (self._lost(gone) if gone else None)
         if lost is None and waited > min(LATE, self._limit):
             lost = f"rank {', '.join(map(str, ranks))} did not come to call {self.call} within {waited:.0f} s"
-            found = self._inquiry.ask(sys._getframe(1), waited, 3 * self._beat)
-            lost += f"; {found}" if found else ""
+            report = self._inquiry.ask(sys._getframe(1), waited, 3 * self._beat)
+            lost += f"; {report}" if report else ""
         if lost is not None:
             raise RankError(lost)
 
@@ -188,12 +188,12 @@ class Watch(AbstractContextManager[None]):
         key = f"beat/{rank}"
         return int(self._store.get(key).split()[1]) if self._store.check([key]) else 0
 
-    def _told(self) -> str | None:
+    def _reported(self) -> str | None:
         key = f"fault/{self.call}"
         if not self._store.check([key]):
             return None
-        held = json.loads(self._store.get(key))
-        return None if held["rank"] == self.rank else str(held["text"])
+        fault = json.loads(self._store.get(key))
+        return None if fault["rank"] == self.rank else str(fault["text"])
 
     def _hung(self) -> str | None:
         """What was found out about ranks that wait for each other."""
@@ -220,17 +220,17 @@ class Watch(AbstractContextManager[None]):
 
     def _lost(self, ranks: list[int]) -> str:
         time.sleep(0.2)  # an error that was published just before the end is better than the news of the end
-        told = self._told()
-        if told is not None:
-            return told
+        reported = self._reported()
+        if reported is not None:
+            return reported
         left = [rank for rank in ranks if self._store.check([f"left/{rank}"])]
         names = ", ".join(map(str, ranks))
-        said = f"rank {names} was lost: its process was killed or died, or its machine is gone"
+        message = f"rank {names} was lost: its process was killed or died, or its machine is gone"
         if left == ranks:
-            said = f"rank {names} has ended its script while rank {self.rank} is still at call {self.call}"
-            said += "; all ranks must call the model the same number of times"
-        self.publish(ranks[0], said)
-        return said
+            message = f"rank {names} has ended its script while rank {self.rank} is still at call {self.call}"
+            message += "; all ranks must call the model the same number of times"
+        self.publish(ranks[0], message)
+        return message
 
     # -- the thread that watches -----------------------------------------------------------
 
@@ -249,18 +249,18 @@ class Watch(AbstractContextManager[None]):
                     place, since, known = here, now, 0.0
                     beats.clear()
                     continue
-                found = self._reason(now - since, beats)
-                known = (known or now) if found else 0.0
-                if found and now - known >= GRACE and here == self._waiting():
-                    self._stop(found)
+                reason = self._reason(now - since, beats)
+                known = (known or now) if reason else 0.0
+                if reason and now - known >= GRACE and here == self._waiting():
+                    self._stop(reason)
             except RuntimeError:
                 return  # the store is gone: the run is over, or connections fail by themselves
 
     def _reason(self, waited: float, beats: dict[int, tuple[bytes, float]]) -> str | None:
         """Why the watched thread, which has waited so long, will wait for ever."""
-        told = self._told()
-        if told is not None or waited < GRACE:
-            return told
+        reported = self._reported()
+        if reported is not None or waited < GRACE:
+            return reported
         lost = self._gone() or (self._silent(beats) if waited > PATIENCE else [])
         if lost:
             return self._lost(lost)
@@ -270,16 +270,16 @@ class Watch(AbstractContextManager[None]):
 
     def _inquire(self, waited: float) -> None:
         """Find out why the ranks wait, shortly before the backend gives up: the error that it raises will say it."""
-        found = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
-        if found is not None:
-            self._store.set(f"hang/{self.call}", found)
+        report = self._inquiry.ask(self._frame(), waited, 3 * self._beat)
+        if report is not None:
+            self._store.set(f"hang/{self.call}", report)
 
     def _print_idle(self) -> None:
         if self._prints:
             mark, after = (self.call, self._notes.total), self._limit - 5 * self._beat
-            found = self._inquiry.idle(mark, self._frame(), after, 3 * self._beat) if self._notes.total else None
-            if found is not None:
-                sys.stderr.write(f"shardwright: {found}\n")
+            report = self._inquiry.idle(mark, self._frame(), after, 3 * self._beat) if self._notes.total else None
+            if report is not None:
+                sys.stderr.write(f"shardwright: {report}\n")
                 sys.stderr.flush()
 
     def _waiting(self) -> Any:
@@ -301,11 +301,11 @@ class Watch(AbstractContextManager[None]):
             return None
         return sys._current_frames().get(self._thread_watched)
 
-    def _stop(self, found: str) -> None:
+    def _stop(self, reason: str) -> None:
         """End a process whose thread can't be woken."""
         frame = self._frame()
         where = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        text = f"{where}shardwright.errors.RankError: {found} (rank {self.rank} waited for it and ends)\n"
+        text = f"{where}shardwright.errors.RankError: {reason} (rank {self.rank} waited for it and ends)\n"
         sys.stderr.write(text)
         sys.stderr.flush()
         os._exit(1)
@@ -342,10 +342,10 @@ _running: Watch | None = None  # of the newest default process group
 def watch() -> Watch | None:
     """The watch of the running process group, started if it is new. None where there is nobody to watch."""
     global _running
-    whole = dist.group.WORLD if dist.is_initialized() else None
-    if whole is not None and _running is not None and _running.of() is whole:
+    world_group = dist.group.WORLD if dist.is_initialized() else None
+    if world_group is not None and _running is not None and _running.of() is world_group:
         return _running
-    if whole is None or dist.get_world_size() < 2 or threading.current_thread() is not threading.main_thread():
+    if world_group is None or dist.get_world_size() < 2 or threading.current_thread() is not threading.main_thread():
         return None
     store: Any = dist.distributed_c10d._get_default_store()
     inner = store
@@ -355,17 +355,17 @@ def watch() -> Watch | None:
         return None
     if _running is not None:
         _running.end()
-    _running = Watch(whole, store.clone(), dist.get_rank(), dist.get_world_size())
+    _running = Watch(world_group, store.clone(), dist.get_rank(), dist.get_world_size())
     return _running
 
 
 def calling() -> AbstractContextManager[None]:
     """The context of a call of a model: what fails in it is told, or named."""
-    held = watch()
-    if held is None:
+    running = watch()
+    if running is None:
         return nullcontext()
-    held.begin()
-    return held
+    running.begin()
+    return running
 
 
 def report_failure(function: Callable[P, T]) -> Callable[P, T]:
@@ -390,7 +390,7 @@ def is_secondary_failure(error: BaseException) -> bool:
     )
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """An error in a few lines: who, what, where."""
     frames = traceback.extract_tb(error.__traceback__)
     at = next((f for f in reversed(frames) if "site-packages" not in f.filename), None)

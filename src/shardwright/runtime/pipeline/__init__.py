@@ -1,4 +1,4 @@
-"""Pipelines: segments on meshes, run by a list of steps, inside an ordinary training loop."""
+"""Pipelines: stages on meshes, run by a schedule, inside an ordinary training loop."""
 
 from .autograd import PipelineLoop, RunningPipeline
 from .spec import How, PipelineOutput, PipelineSpec, PlacedStage, StageCrossing

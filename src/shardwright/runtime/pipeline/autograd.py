@@ -47,7 +47,7 @@ Backward = Literal["inside", "outside"]
 
 
 class PipelineLoop:
-    """What all entries of a model share on a rank: how it talks, and how its gradients become true.
+    """What all specializations of a model share on a rank: its transport, and the sync of its gradients.
 
     All ranks make it together, after the groups of all meshes.
     """
@@ -80,7 +80,7 @@ class PipelineLoop:
 
 
 class RunningPipeline:
-    """One entry, ready to run."""
+    """One specialization, ready to run."""
 
     def __init__(self, pipeline: PipelineSpec, loop: PipelineLoop) -> None:
         self.pipeline, self.loop = pipeline, loop
@@ -100,7 +100,7 @@ class RunningPipeline:
         return self._scripts[key]
 
     def __call__(self, tensors: Sequence[Tensor], training: bool = True) -> tuple[Tensor, ...]:
-        """The model's tensor outputs, whole on every rank. `training` as in `model.training`."""
+        """The model's tensor outputs, replicated on every rank. `training` as in `model.training`."""
         if not (torch.is_grad_enabled() and any(out.gradient for out in self.pipeline.leaving)):
             self.standins.current()
             return tuple(self.finished(self.run(ScheduleRun(tensors), "PF", frozenset())))
@@ -114,9 +114,9 @@ class RunningPipeline:
             else:
                 self.run(call.run, "PF", call.run.seeded)
             call.outputs = self.finished(call.run)
-        found: tuple[Tensor, ...] = function.apply(call, self.loop.anchor, *call.wanting)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = function.apply(call, self.loop.anchor, *call.wanting)  # type: ignore[no-untyped-call]
         call.outputs = []
-        return found
+        return outputs
 
     def run(self, run: ScheduleRun, kinds: str, seeded: frozenset[int]) -> ScheduleRun:
         """Go through steps of some kinds."""
@@ -132,9 +132,9 @@ class RunningPipeline:
 
     def finished(self, run: ScheduleRun) -> list[Tensor]:
         """The outputs of a run, which every rank gets."""
-        found = self.share(run.outputs, run.updates)
+        outputs = self.share(run.outputs, run.updates)
         run.outputs.clear()
-        return found
+        return outputs
 
 
 def loss_of(leaving: Sequence[PipelineOutput]) -> int | None:
@@ -167,9 +167,11 @@ class PipelineCall:
             return microbatch_gradient(out, seed, self.pipeline.microbatches, microbatch) if out is seeded else None
 
         self.run.seed = seeds
-        found = self.backward(WHOLE_STEP, self.run.seeded)
-        self.wanting = [one for one, gradient in zip(self.wanting, found, strict=True) if gradient is not None]
-        self.gradients = [gradient for gradient in found if gradient is not None]
+        gradients = self.backward(WHOLE_STEP, self.run.seeded)
+        self.wanting = [
+            tensor for tensor, gradient in zip(self.wanting, gradients, strict=True) if gradient is not None
+        ]
+        self.gradients = [gradient for gradient in gradients if gradient is not None]
 
     def backward(self, kinds: str, seeded: frozenset[int], keep: bool = False) -> list[Tensor | None]:
         """Run steps, and give the gradients of all that wants one."""
@@ -181,7 +183,7 @@ class PipelineCall:
 
     @report_failure
     def _input(self, number: int) -> Tensor:
-        """The gradient of an input: the sum over the segments that read it, whole on every rank."""
+        """The gradient of an input: the sum over the stages that read it, replicated on every rank."""
         total = torch.zeros_like(self.run.inputs[number], requires_grad=False)
         for (segment, at), leaf in self.run.input_leaves.items():
             first = self.pipeline.placed[segment].mesh.devices[0] == self.loop.rank
@@ -239,14 +241,14 @@ def _scaled(call: PipelineCall, gradient: Tensor) -> list[Tensor]:
     if call.gradients is None:
         raise InputError("backward came twice through one call of a pipeline; pass retain_graph=True to the first")
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    kept, call.gradients = call.gradients, call.gradients if keep else None
+    gradients, call.gradients = call.gradients, call.gradients if keep else None
     now = gradient.detach().double()
     call.loop.scale = torch.where(torch.isfinite(now) & (now != 0), now, call.scale)
     ratio = now / call.scale
-    if kept and not (ratio.is_cpu and ratio.item() == 1.0):
-        kept = [one.clone() for one in kept] if keep else kept
-        torch._foreach_mul_(kept, ratio)
-    return kept
+    if gradients and not (ratio.is_cpu and ratio.item() == 1.0):
+        gradients = [kept_gradient.clone() for kept_gradient in gradients] if keep else gradients
+        torch._foreach_mul_(gradients, ratio)
+    return gradients
 
 
 class _Outside(torch.autograd.Function):
@@ -265,11 +267,11 @@ class _Outside(torch.autograd.Function):
             raise InputError("backward came twice through one call of a pipeline; pass retain_graph=True to the first")
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.done = not keep
-        given = {id(out): gradient for out, gradient in zip(call.pipeline.leaving, gradients, strict=True)}
+        gradient_of = {id(out): gradient for out, gradient in zip(call.pipeline.leaving, gradients, strict=True)}
         seeded = frozenset(at for at, gradient in enumerate(gradients) if gradient is not None)
 
         def seeds(out: PipelineOutput, microbatch: int) -> Tensor | None:
-            gradient = given[id(out)]
+            gradient = gradient_of[id(out)]
             return (
                 None if gradient is None else microbatch_gradient(out, gradient, call.pipeline.microbatches, microbatch)
             )

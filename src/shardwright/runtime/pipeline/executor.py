@@ -1,11 +1,11 @@
 """The one executor: runs a rank's script, whatever the schedule is.
 
-    F   sets the microbatch, waits for what crosses to the segment, runs its program, sends on
-    B   waits for the gradients of what crossed from it, runs backward, sends gradients on
-    W   the products for weights' gradients that a B put off
+    F   sets the microbatch, waits for what crosses to the stage, runs its program, sends its results
+    B   waits for the gradients of what crossed from it, runs backward, sends gradients back
+    W   the matmuls of weight gradients that a B deferred
     P   counts that all microbatches need, once
 
-Between an F and its B a segment keeps the leaves it got and where gradients enter, not its
+Between an F and its B a stage keeps the leaves it got and where gradients enter, not its
 outputs: autograd keeps what it needs of them itself. What is sent is sent as it is.
 """
 
@@ -63,7 +63,7 @@ class AssembledTensor:
 
 
 class InFlightMicrobatch(NamedTuple):
-    """What a segment keeps of a microbatch from F to B."""
+    """What a stage saves of a microbatch from F to B."""
 
     edges: tuple[tuple[str, GradientEdge], ...]  # where the gradients of values enter
     leaves: dict[str, Tensor]  # what crossed to it, and gets a gradient
@@ -85,12 +85,12 @@ class ScheduleRun:
         self.keep = False  # backward may run again
 
     def input(self, segment: int, number: int) -> Tensor:
-        """An input of the model as a segment sees it."""
-        given = self.inputs[number]
-        if not (self.grad and given.requires_grad):
-            return given.detach()
+        """An input of the model as a stage sees it."""
+        tensor = self.inputs[number]
+        if not (self.grad and tensor.requires_grad):
+            return tensor.detach()
         if (segment, number) not in self.input_leaves:
-            self.input_leaves[segment, number] = given.detach().requires_grad_()
+            self.input_leaves[segment, number] = tensor.detach().requires_grad_()
         return self.input_leaves[segment, number]
 
 
@@ -114,18 +114,18 @@ class PipelineExecutor:
 
     def _local_shapes(self) -> dict[tuple[StepKind, int], tuple[int, ...]]:
         """Of every value that crosses to this rank, and every gradient that comes back to it."""
-        found: dict[tuple[StepKind, int], tuple[int, ...]] = {}
+        shapes: dict[tuple[StepKind, int], tuple[int, ...]] = {}
         for number, crossing in enumerate(self.pipeline.crossings):
             sides: tuple[tuple[StepKind, int, Any], ...] = (
-                ("F", crossing.taker, crossing.taken),
-                ("B", crossing.giver, crossing.given),
+                ("F", crossing.taker, crossing.target_layout),
+                ("B", crossing.giver, crossing.source_layout),
             )
             for kind, segment, layout in sides:
                 mesh = self.pipeline.placed[segment].mesh
                 if self.rank in mesh.devices:
                     shape = layout.local_shape(crossing.shape, mesh.sizes, mesh.coordinates(self.rank))
-                    found[kind, number] = shape
-        return found
+                    shapes[kind, number] = shape
+        return shapes
 
     def run(self, script: Script, run: ScheduleRun) -> None:
         """Go through a script."""
@@ -150,10 +150,10 @@ class PipelineExecutor:
     # -- steps ---------------------------------------------------------------------------
 
     def _at(self, step: Step) -> tuple[PlacedStage, Program]:
-        """The segment of a step, with the clock set to its microbatch."""
+        """The stage of a step, with the clock set to its microbatch."""
         placed = self.pipeline.placed[step.segment]
         if placed.stage is None:
-            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of segment {step.segment}")
+            raise LayoutError(f"rank {self.rank} is to run {step} and has no program of stage {step.segment}")
         self.pipeline.moment.move(step.microbatch)
         placed.stage.random.microbatch = step.microbatch
         return placed, placed.stage
@@ -167,8 +167,8 @@ class PipelineExecutor:
             self._at(turn.step._replace(microbatch=microbatch))
             every.append(stage.prologue(*inputs))
         totals = [
-            _JOIN[count.op](torch.stack(found))
-            for count, found in zip(stage.counts, zip(*every, strict=True), strict=True)
+            _JOIN[count.op](torch.stack(counts))
+            for count, counts in zip(stage.counts, zip(*every, strict=True), strict=True)
         ]
         for count, total in zip(stage.counts, totals, strict=True):
             if count.over is not None:
@@ -186,27 +186,27 @@ class PipelineExecutor:
             leaves[crossing.value] = leaf.requires_grad_() if wants else leaf
         args = [self._input(step, take, run) if isinstance(take, int) else leaves[take] for take in placed.takes]
         outs = self._call(stage, args, run)
-        given = dict(zip(placed.gives, outs, strict=True))
+        results = dict(zip(placed.gives, outs, strict=True))
         for number, legs in turn.sends:
-            tensor = given[self.pipeline.crossings[number].value].detach()
+            tensor = results[self.pipeline.crossings[number].value].detach()
             self._expect(number, step, tensor)
             self._send("F", number, step.microbatch, legs, tensor, run)
         for value in placed.gives:
             if value in self._leaving:
-                run.outputs[value, step.microbatch] = given[value].detach()
+                run.outputs[value, step.microbatch] = results[value].detach()
         if run.grad:
-            edges = [(v, get_gradient_edge(x)) for v, x in given.items() if v in self._wanted and x.requires_grad]
-            kept = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
-            run.flights[placed.number, step.microbatch] = InFlightMicrobatch(tuple(edges), kept)
+            edges = [(v, get_gradient_edge(x)) for v, x in results.items() if v in self._wanted and x.requires_grad]
+            trained = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
+            run.flights[placed.number, step.microbatch] = InFlightMicrobatch(tuple(edges), trained)
         self._note_updates(stage, run)
 
     def _input(self, step: Step, number: int, run: ScheduleRun) -> Tensor:
-        """An input of the model; the rows of a microbatch where each is a batch of its own."""
-        whole = run.input(step.segment, number)
+        """An input of the model; the samples of a microbatch where each is a batch of its own."""
+        batch = run.input(step.segment, number)
         if not self.pipeline.rows or not self.pipeline.rows[number]:
-            return whole
-        size = whole.shape[0] // self.pipeline.microbatches
-        return whole.narrow(0, step.microbatch * size, size)
+            return batch
+        size = batch.shape[0] // self.pipeline.microbatches
+        return batch.narrow(0, step.microbatch * size, size)
 
     def _call(self, stage: Program, args: Sequence[Tensor], run: ScheduleRun) -> tuple[Tensor, ...]:
         stage.start()
@@ -259,24 +259,24 @@ class PipelineExecutor:
         shape, dtype = self._shapes["B", number], crossing.dtype
         if value.shape != shape or value.dtype != dtype:
             raise LayoutError(
-                f"{step} makes {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to segment "
+                f"{step} makes {crossing.value} as {value.dtype} {tuple(value.shape)}; it crosses to stage "
                 f"{crossing.taker} as {dtype} {shape}"
             )
 
     def _entering(self, turn: ScriptStep, run: ScheduleRun) -> dict[str, Tensor]:
-        """The gradients of what the segment gave, those of several takers and of the model's outputs added up."""
-        found: dict[str, Tensor] = {}
+        """The gradients of what the stage gave, those of several takers and of the model's outputs added up."""
+        gradients: dict[str, Tensor] = {}
         microbatch = turn.step.microbatch
         for number in turn.takes:
             value = self.pipeline.crossings[number].value
             gradient = self._take("B", number, microbatch, run)
-            found[value] = gradient if value not in found else found[value] + gradient
+            gradients[value] = gradient if value not in gradients else gradients[value] + gradient
         for value in dict.fromkeys(self.pipeline.placed[turn.step.segment].gives):
             for out in self._leaving.get(value, ()):
                 seed = run.seed(out, microbatch) if out.gradient else None
                 if seed is not None:
-                    found[value] = seed if value not in found else found[value] + seed
-        return found
+                    gradients[value] = seed if value not in gradients else gradients[value] + seed
+        return gradients
 
     def _weights(self, turn: ScriptStep, run: ScheduleRun) -> None:
         _, stage = self._at(turn.step)
@@ -314,7 +314,7 @@ class PipelineExecutor:
 
 
 _JOIN: dict[Reduction, Callable[[Tensor], Tensor]] = {
-    "sum": lambda found: found.sum(0),
-    "max": lambda found: found.amax(0),
-    "min": lambda found: found.amin(0),
+    "sum": lambda counts: counts.sum(0),
+    "max": lambda counts: counts.amax(0),
+    "min": lambda counts: counts.amin(0),
 }

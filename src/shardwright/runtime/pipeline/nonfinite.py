@@ -37,11 +37,11 @@ def show_everywhere(parameters: Sequence[ShardedParameter], device: torch.device
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that an optimizer sees, those that have values: under ZeRO, of shares of parameters."""
-    return [held for p in parameters if (held := leaf_of(p).grad) is not None and held.numel()]
+    return [gradient for p in parameters if (gradient := leaf_of(p).grad) is not None and gradient.numel()]
 
 
 def are_finite(gradients: list[Tensor]) -> Tensor:
-    """Whether all own pieces of some gradients are finite."""
+    """Whether this rank's shards of some gradients are all finite."""
     with Untouched():
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
         return torch.isfinite(largest).all()

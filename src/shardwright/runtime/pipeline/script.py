@@ -52,7 +52,7 @@ class Script:
 
     rank: int
     turns: tuple[ScriptStep, ...]
-    apart: frozenset[int]  # the segments whose weights' gradients are steps of their own
+    apart: frozenset[int]  # the stages whose weight gradients are steps of their own
     orderly: bool  # on all ranks, microbatch by microbatch
 
 
@@ -60,24 +60,24 @@ def legs_of(pipeline: PipelineSpec, crossing: StageCrossing, kind: StepKind) -> 
     """How a value goes to its taker (F), or its gradient back (B)."""
     giver, taker = pipeline.placed[crossing.giver].mesh, pipeline.placed[crossing.taker].mesh
     if kind == "F":
-        return routes(crossing.given, giver, crossing.taken, taker, crossing.shape)
-    return routes(crossing.taken, taker, crossing.given, giver, crossing.shape)
+        return routes(crossing.source_layout, giver, crossing.target_layout, taker, crossing.shape)
+    return routes(crossing.target_layout, taker, crossing.source_layout, giver, crossing.shape)
 
 
 def pairs_of(pipeline: PipelineSpec) -> set[tuple[int, int]]:
     """The (sender, receiver) of all messages there may be."""
-    found: set[tuple[int, int]] = set()
+    pairs: set[tuple[int, int]] = set()
     for crossing in pipeline.crossings:
         kinds: tuple[StepKind, ...] = ("F", "B") if crossing.gradient else ("F",)
         for kind in kinds:
-            found.update((leg.source, leg.target) for leg in legs_of(pipeline, crossing, kind))
-    return {(source, target) for source, target in found if source != target}
+            pairs.update((leg.source, leg.target) for leg in legs_of(pipeline, crossing, kind))
+    return {(source, target) for source, target in pairs if source != target}
 
 
 def only(schedule: Schedule, kinds: str) -> Schedule:
     """The same schedule with steps of some kinds alone: "PF" for the forward half, "BW" for the other."""
-    rows = {id(row): tuple(step for step in row if step.kind in kinds) for row in schedule.devices}
-    return replace(schedule, devices=tuple(rows[id(row)] for row in schedule.devices))
+    steps_of = {id(steps): tuple(step for step in steps if step.kind in kinds) for steps in schedule.devices}
+    return replace(schedule, devices=tuple(steps_of[id(steps)] for steps in schedule.devices))
 
 
 def write(
@@ -89,13 +89,13 @@ def write(
 ) -> Script:
     """The script of a rank, for steps of some kinds. `seeded` are the outputs that have a gradient; None: all."""
     seeded = frozenset(range(len(pipeline.leaving))) if seeded is None else seeded
-    row = schedule.devices[rank] if rank < len(schedule.devices) else ()
-    apart = frozenset(step.segment for step in row if step.kind == "W")
+    own_steps = schedule.devices[rank] if rank < len(schedule.devices) else ()
+    apart = frozenset(step.segment for step in own_steps if step.kind == "W")
     schedule = only(schedule, kinds)
-    steps = tuple(step for step in row if step.kind in kinds)
+    steps = tuple(step for step in own_steps if step.kind in kinds)
     sends: dict[tuple[StepKind, int], list[tuple[int, tuple[Route, ...]]]] = defaultdict(list)
     takes: dict[tuple[StepKind, int], list[int]] = defaultdict(list)
-    for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
+    for number, crossing, kind, sender, taker in _transfers(pipeline, seeded):
         legs = tuple(leg for leg in legs_of(pipeline, crossing, kind) if leg.source == rank)
         if legs:
             sends[kind, sender].append((number, legs))
@@ -118,12 +118,14 @@ def _orderly(schedule: Schedule) -> bool:
 
     Then everybody can come to the end of a microbatch without anything of a later one.
     """
-    rows = {id(row): [step.microbatch for step in row if step.kind != "P"] for row in schedule.devices}
-    return all(row == sorted(row) for row in rows.values())
+    microbatches = {id(order): [step.microbatch for step in order if step.kind != "P"] for order in schedule.devices}
+    return all(order == sorted(order) for order in microbatches.values())
 
 
-def _ways(pipeline: PipelineSpec, seeded: frozenset[int]) -> Iterator[tuple[int, StageCrossing, StepKind, int, int]]:
-    """(number, crossing, kind, the segment that sends, the segment that takes) for values and their gradients."""
+def _transfers(
+    pipeline: PipelineSpec, seeded: frozenset[int]
+) -> Iterator[tuple[int, StageCrossing, StepKind, int, int]]:
+    """(number, crossing, kind, the stage that sends, the stage that takes) for values and their gradients."""
     for number, crossing in enumerate(pipeline.crossings):
         yield number, crossing, "F", crossing.giver, crossing.taker
         if crossing.has_gradient(seeded):
@@ -138,11 +140,11 @@ def _asks(
     arriving: dict[int, dict[tuple[StepKind, int], list[tuple[int, Route, int]]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for number, crossing, kind, sender, taker in _ways(pipeline, seeded):
+    for number, crossing, kind, sender, taker in _transfers(pipeline, seeded):
         for leg in legs_of(pipeline, crossing, kind):
             if leg.target == rank != leg.source:
                 arriving[leg.source][kind, sender].append((number, leg, taker))
-    found: list[list[ReceivedMessage]] = [[] for _ in steps]
+    asks: list[list[ReceivedMessage]] = [[] for _ in steps]
     for source in sorted(arriving):
         latest = []  # for each message in the order of the sender, the place of the step that needs it
         messages = []
@@ -159,5 +161,5 @@ def _asks(
         for place in range(len(latest) - 2, -1, -1):  # all before a message are asked for before it
             latest[place] = min(latest[place], latest[place + 1])
         for needed, message in zip(latest, messages, strict=True):
-            found[max(0, needed - AHEAD)].append(message)
-    return found
+            asks[max(0, needed - AHEAD)].append(message)
+    return asks

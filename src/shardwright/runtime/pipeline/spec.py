@@ -1,12 +1,12 @@
-"""What a pipeline is made of, as the compiler hands it over: segments, crossings, outputs.
+"""What a pipeline is made of, as the compiler hands it over: stages, crossings, outputs.
 
-    segment 0           segment 1               segment 2
-    Placed  ── h ────▶  Placed  ── y ────────▶  Placed  ── loss ──▶ Leaving
-            └─ mask ────────────────────────▶
-               Crossing (one for each value and taker)
+    stage 0                  stage 1                  stage 2
+    PlacedStage  ── h ────▶  PlacedStage  ── y ────▶  PlacedStage  ── loss ──▶ PipelineOutput
+                 └─ mask ──────────────────────────▶
+                    StageCrossing (one for each value and taker)
 
-All ranks have the same `Pipeline`, but a rank has a program (`stage`) only for the segments
-whose mesh it is in. Shapes are those of one microbatch. Inputs of the model are whole on
+All ranks have the same `PipelineSpec`, but a rank has a program (`stage`) only for the stages
+whose mesh it is in. Shapes are those of one microbatch. Inputs of the model are replicated on
 every rank and are not sent. Nothing here runs.
 """
 
@@ -33,16 +33,16 @@ How = Literal["sum", "mean", "cat", "same"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCrossing:
-    """A value that one segment makes and another reads. Gradients go the same way back, in the same layouts."""
+    """A value that one stage makes and another reads. Gradients go the same way back, in the same layouts."""
 
     value: str
     giver: int
     taker: int
-    shape: tuple[int, ...]  # of one microbatch, whole on both meshes
+    shape: tuple[int, ...]  # of one microbatch, before sharding
     dtype: torch.dtype
     gradient: bool
-    given: Layout  # on the giver's mesh: cut or whole on each axis
-    taken: Layout  # on the taker's mesh
+    source_layout: Layout  # on the giver's mesh: sharded or replicated on each axis
+    target_layout: Layout  # on the taker's mesh
     outputs: frozenset[int] | None = None  # the numbers of those that depend on it by gradients; None: all may
 
     def has_gradient(self, seeded: frozenset[int]) -> bool:
@@ -52,12 +52,12 @@ class StageCrossing:
     def __post_init__(self) -> None:
         faults = []
         if self.giver == self.taker:
-            faults.append(f"it goes from segment {self.giver} to itself")
-        for side, layout in (("given", self.given), ("taken", self.taken)):
+            faults.append(f"it goes from stage {self.giver} to itself")
+        for side, layout in (("source", self.source_layout), ("target", self.target_layout)):
             if len(layout.shards) != len(self.shape):
-                faults.append(f"it is {side} with {len(layout.shards)} dims, its shape {self.shape} has another number")
+                faults.append(f"its {side} layout has {len(layout.shards)} dims, its shape is {self.shape}")
             if any(placement != INVARIANT for _, placement in layout.rest):
-                faults.append(f"it is {side} as {layout}; sums must be settled before a value crosses")
+                faults.append(f"its {side} layout is {layout}; reduce pending sums before a value crosses")
         if self.gradient and not self.dtype.is_floating_point and not self.dtype.is_complex:
             faults.append(f"a value of {self.dtype} has no gradient")
         raise_all(LayoutError, f"value {self.value} can't cross so:", faults)
@@ -65,7 +65,7 @@ class StageCrossing:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedStage:
-    """A segment in its place. `stage` and `parameters` are there on the ranks of its mesh."""
+    """A stage on its mesh. `stage` and `parameters` are set on the ranks of that mesh."""
 
     number: int
     mesh: Mesh
@@ -79,7 +79,7 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOutput:
-    """A tensor that the model returns. The segment's ranks all have it whole, one microbatch at a time."""
+    """A tensor that the model returns, replicated on the stage's ranks, one microbatch at a time."""
 
     value: str
     segment: int
@@ -98,7 +98,7 @@ class PipelineOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """Everything that one entry of a model runs."""
+    """Everything that one specialization of a model runs."""
 
     placed: tuple[PlacedStage, ...]  # by number
     crossings: tuple[StageCrossing, ...]
@@ -106,7 +106,7 @@ class PipelineSpec:
     schedule: Schedule  # of a training step
     forward: Schedule  # without backward
     moment: Moment  # the running microbatch; the stages have it as `mb`
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # all of the model's, whole on every rank
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # all of the model's, replicated on every rank
     local: bool = False  # each microbatch is a small batch of its own: buffers are updated after each
     rows: tuple[bool, ...] = ()  # then, for each input of the model, whether a microbatch has rows of it
 
@@ -118,19 +118,19 @@ class PipelineSpec:
         faults = []
         numbers = [placed.number for placed in self.placed]
         if numbers != list(range(len(self.placed))):
-            faults.append(f"segments are numbered {numbers}")
-        given = {(placed.number, value) for placed in self.placed for value in placed.gives}
+            faults.append(f"stages are numbered {numbers}")
+        produced = {(placed.number, value) for placed in self.placed for value in placed.gives}
         for crossing in self.crossings:
-            if (crossing.giver, crossing.value) not in given:
-                faults.append(f"segment {crossing.giver} does not give {crossing.value}, which crosses from it")
+            if (crossing.giver, crossing.value) not in produced:
+                faults.append(f"stage {crossing.giver} does not give {crossing.value}, which crosses from it")
         for out in self.leaving:
-            if (out.segment, out.value) not in given:
-                faults.append(f"segment {out.segment} does not give {out.value}, which the model returns")
+            if (out.segment, out.value) not in produced:
+                faults.append(f"stage {out.segment} does not give {out.value}, which the model returns")
         crossed = {(crossing.taker, crossing.value) for crossing in self.crossings}
         for placed in self.placed:
             for source in placed.takes:
                 if isinstance(source, str) and (placed.number, source) not in crossed:
-                    faults.append(f"segment {placed.number} takes {source}, which does not cross to it")
+                    faults.append(f"stage {placed.number} takes {source}, which does not cross to it")
         for schedule in (self.schedule, self.forward):
             if schedule.microbatches != self.microbatches:
                 faults.append(f"{schedule.name} has {schedule.microbatches} microbatches, not {self.microbatches}")

@@ -38,7 +38,7 @@ Coming = tuple[int, Route, Tensor, Arrival]
 class TiedParameter:
     """One parameter, on the ranks of several meshes, seen from one of them."""
 
-    shape: tuple[int, ...]  # of the piece that is here
+    shape: tuple[int, ...]  # of this rank's shard
     stages: int
     own: int  # which of the stages this is
     sends: tuple[Route, ...]
@@ -54,29 +54,29 @@ class TiedGradients:
         self._ties: dict[str, TiedParameter] = {}
         self._transport: Transport | None = None
         sides: dict[str, list[tuple[Mesh, ParameterSpec]]] = {}
-        for mesh, helds in pp_ranks:
-            for held in helds:
-                sides.setdefault(held.name, []).append((mesh, held))
-        for name, found in sorted(sides.items()):
-            if len(found) > 1 and found[0][1].trainable:
-                self._tie(name, found)
+        for mesh, specs in pp_ranks:
+            for spec in specs:
+                sides.setdefault(spec.name, []).append((mesh, spec))
+        for name, owners in sorted(sides.items()):
+            if len(owners) > 1 and owners[0][1].trainable:
+                self._tie(name, owners)
 
     def _tie(self, name: str, sides: Sequence[tuple[Mesh, ParameterSpec]]) -> None:
         here = [at for at, (mesh, _) in enumerate(sides) if self.rank in mesh.devices]
         if len(here) > 1:
-            raise LayoutError(f"parameter {name} is held twice on rank {self.rank}; its segments there can share it")
+            raise LayoutError(f"parameter {name} is stored twice on rank {self.rank}; its stages there can share it")
         sends: list[Route] = []
         takes: list[tuple[int, Route]] = []
-        for at, (giver, given) in enumerate(sides):
-            for to, (taker, taken) in enumerate(sides):
+        for at, (giver, spec) in enumerate(sides):
+            for to, (taker, other) in enumerate(sides):
                 if at != to:
-                    legs = routes(_lies(given, giver), giver, _lies(taken, taker), taker, given.shape)
+                    legs = routes(_summed_layout(spec, giver), giver, _summed_layout(other, taker), taker, spec.shape)
                     self.pairs |= {(leg.source, leg.target) for leg in legs}
                     sends += [leg for leg in legs if leg.source == self.rank]
                     takes += [(at, leg) for leg in legs if leg.target == self.rank]
         if here:
-            mesh, held = sides[here[0]]
-            shape = _lies(held, mesh).local_shape(held.shape, mesh.sizes, mesh.coordinates(self.rank))
+            mesh, own_spec = sides[here[0]]
+            shape = _summed_layout(own_spec, mesh).local_shape(own_spec.shape, mesh.sizes, mesh.coordinates(self.rank))
             self._ties[name] = TiedParameter(
                 shape=shape, stages=len(sides), own=here[0], sends=tuple(sends), takes=tuple(takes)
             )
@@ -93,9 +93,9 @@ class TiedGradients:
         """Exchange the sums of this stage, and hand out those of all. All ranks that hold any must call it."""
         if self._transport is None:
             raise LayoutError("parameters are held by several stages, and nobody has said how to reach those")
-        found = {entry.spec.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
-        coming = {name: self._exchange(self._ties[name], *found[name], self._transport) for name in sorted(found)}
-        for name, (entry, own) in sorted(found.items()):
+        totals = {entry.held.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
+        coming = {name: self._exchange(self._ties[name], *totals[name], self._transport) for name in sorted(totals)}
+        for name, (entry, own) in sorted(totals.items()):
             total = _added(self._ties[name], own, coming[name])
             if total is not None:
                 _hand_out(entry, total)
@@ -132,7 +132,7 @@ def _added(tie: TiedParameter, own: Tensor | None, coming: Sequence[Coming]) -> 
 
 
 def _hand_out(entry: BucketSlot, total: Tensor) -> None:
-    """Make `.grad` true; at ZeRO level 2 only the share that this rank owns is kept."""
+    """Make `.grad` true; under ZeRO-2 only the share that this rank owns is kept."""
     if not entry.seen:
         entry.set_aside()
     parameter = entry.parameter
@@ -150,6 +150,6 @@ def _hand_out(entry: BucketSlot, total: Tensor) -> None:
     entry.seen, entry.true = False, None
 
 
-def _lies(held: ParameterSpec, mesh: Mesh) -> Layout:
-    """How a summed gradient lies: as the parameter is kept, and whole on the axes that it is summed over."""
-    return Layout(shards=stored_layout(held, mesh.sizes).shards)
+def _summed_layout(spec: ParameterSpec, mesh: Mesh) -> Layout:
+    """The layout of a summed gradient: that of the stored parameter, replicated on the axes that it is summed over."""
+    return Layout(shards=stored_layout(spec, mesh.sizes).shards)

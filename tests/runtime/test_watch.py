@@ -14,7 +14,7 @@ LIMIT, BEAT = 100.0, 1.0
 def watch(**known) -> mock.Mock:
     """A watch whose other parts answer as is said: nobody has failed, gone or gone silent, and no hang is known."""
     found = mock.Mock(spec=Watch, _limit=LIMIT, _beat=BEAT)
-    answers = {"_told": None, "_gone": [], "_silent": [], "_hung": None, **known}
+    answers = {"_reported": None, "_gone": [], "_silent": [], "_hung": None, **known}
     for name, answer in answers.items():
         getattr(found, name).return_value = answer
     found._lost.side_effect = lambda ranks: f"lost {ranks}"
@@ -24,7 +24,7 @@ def watch(**known) -> mock.Mock:
 @pytest.mark.parametrize(
     ("waited", "known", "reason"),
     [
-        (GRACE / 2, {"_told": "rank 1 failed"}, "rank 1 failed"),
+        (GRACE / 2, {"_reported": "rank 1 failed"}, "rank 1 failed"),
         (GRACE / 2, {"_gone": [1]}, None),
         (GRACE + 1, {"_gone": [1]}, "lost [1]"),
         (PATIENCE - 1, {"_silent": [2]}, None),

@@ -18,7 +18,14 @@ KIND = {"dtype": torch.float64, "gradient": True}
 
 
 def crossing(**changes) -> StageCrossing:
-    usual = {"value": "h", "giver": 0, "taker": 1, "shape": (4,), "given": replicated(1), "taken": replicated(1)}
+    usual = {
+        "value": "h",
+        "giver": 0,
+        "taker": 1,
+        "shape": (4,),
+        "source_layout": replicated(1),
+        "target_layout": replicated(1),
+    }
     return StageCrossing(**{**usual, **KIND, **changes})
 
 
@@ -45,11 +52,11 @@ def test_parts_that_fit_are_a_pipeline():
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"taker": 0}, "from segment 0 to itself"),
-        ({"given": replicated(2)}, "given with 2 dims"),
-        ({"taken": replicated(0)}, "taken with 0 dims"),
-        ({"given": make_layout(((),), {"tp": Partial("sum")})}, "given as .*sums must be settled"),
-        ({"taken": make_layout(((),), {"tp": REPLICATE})}, "taken as .*sums must be settled"),
+        ({"taker": 0}, "from stage 0 to itself"),
+        ({"source_layout": replicated(2)}, "source layout has 2 dims"),
+        ({"target_layout": replicated(0)}, "target layout has 0 dims"),
+        ({"source_layout": make_layout(((),), {"tp": Partial("sum")})}, "source layout is .*reduce pending sums"),
+        ({"target_layout": make_layout(((),), {"tp": REPLICATE})}, "target layout is .*reduce pending sums"),
         ({"dtype": torch.int64}, "torch.int64 has no gradient"),
     ],
 )
@@ -58,9 +65,9 @@ def test_a_value_that_can_not_cross_is_refused(changes, fault):
         crossing(**changes)
 
 
-def test_what_is_cut_or_whole_crosses():
+def test_sharded_and_replicated_values_cross():
     sharding = make_layout(((Shard(axis="tp", blocks=(Block(1, 4, 1),)),),), {"dp": INVARIANT})
-    assert crossing(given=sharding).given == sharding
+    assert crossing(source_layout=sharding).source_layout == sharding
     assert crossing(dtype=torch.complex64).gradient
     assert not crossing(dtype=torch.int64, gradient=False).gradient
 
@@ -80,8 +87,8 @@ def test_all_faults_are_named_at_once():
             schedule=one_f_one_b(2, 3),
         )
     said = str(error.value)
-    for fault in ("segments are numbered [1, 1]", "segment 0 does not give h", "segment 1 does not give y",
-                  "segment 1 takes mask, which does not cross to it", "has 3 microbatches, not 4"):  # fmt: skip
+    for fault in ("stages are numbered [1, 1]", "stage 0 does not give h", "stage 1 does not give y",
+                  "stage 1 takes mask, which does not cross to it", "has 3 microbatches, not 4"):  # fmt: skip
         assert fault in said
 
 

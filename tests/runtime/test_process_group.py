@@ -42,7 +42,7 @@ def every(group: dist.ProcessGroup, size: int, dtype: torch.dtype, exact: bool =
 
 def has_board(group: dist.ProcessGroup) -> bool:
     process_group.all_reduce(torch.zeros(1), group).wait()
-    return process_group._boards[group] is not None
+    return process_group._shared_groups[group] is not None
 
 
 def both_ways(rank: int) -> None:
@@ -123,7 +123,7 @@ def test_nothing_is_left_of_a_group_that_is_destroyed() -> None:
 def by_threads(rank: int) -> list[float]:
     x = torch.ones(2)
     process_group.all_reduce(x, None).wait()
-    assert process_group._boards[dist.group.WORLD] is None
+    assert process_group._shared_groups[dist.group.WORLD] is None
     return x.tolist()
 
 

@@ -60,7 +60,7 @@ def run(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that are full after a few numbers."""
-    monkeypatch.setattr(shared_memory, "PIECE", 256)
+    monkeypatch.setattr(shared_memory, "CHUNK", 256)
     monkeypatch.setattr(shared_memory, "RING", 2048)
     monkeypatch.setattr(shared_memory, "SHARED", 128)
 
@@ -223,10 +223,10 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: Any) -> None:
         if at.index == 1:
             return ""
         start = time.monotonic()
-        with pytest.raises(dist.DistError, match="rank 5 did not come") as error:
+        with pytest.raises(dist.DistError, match="rank 5 did not enter") as error:
             all_reduce(at, torch.ones(1)).wait()
         assert 0.3 <= time.monotonic() - start < 10
-        with pytest.raises(dist.DistError, match="rank 5 did not come"):
+        with pytest.raises(dist.DistError, match="rank 5 did not enter"):
             all_reduce(at, torch.ones(1))
         return str(error.value)
 
@@ -235,7 +235,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: Any) -> None:
 
 def test_ranks_that_do_not_do_the_same_are_told(monkeypatch: Any) -> None:
     def fn(at: SharedMemoryGroup) -> None:
-        with pytest.raises(dist.DistError, match=r"ranks \d and \d don't do the same: one has posted \d+ bytes"):
+        with pytest.raises(dist.DistError, match=r"ranks \d and \d are out of step: one has posted \d+ bytes"):
             all_reduce(at, torch.ones(1 + at.index)).wait()
 
     run(2, fn, monkeypatch)
