@@ -84,7 +84,7 @@ def test_a_file_is_read_and_on_is_a_word(tmp_path):
     assert (split.label, split.on) == ("n", "tp")
     assert isinstance(memory, MemoryConstraint) and memory.bytes == 70 * 2**30
     assert isinstance(zero, ZeroConstraint) and zero.target.modules == ("wte", "head")
-    assert str(zero.said) == f"{path}, entry 4: {{module: [wte, head], zero: 1}}"
+    assert str(zero.source) == f"{path}, entry 4: {{module: [wte, head], zero: 1}}"
 
 
 def test_all_faults_of_a_list_are_named_at_once():

@@ -294,7 +294,7 @@ FAULTS = {
     ),
     "a device in two meshes": (
         lambda data, first, second: second.update(mesh={"dp": 2}, devices=[0, 1]),
-        "device 0 is in the meshes one device and dp=2; all segments of a device have one mesh",
+        "device 0 is in the meshes one device and dp=2; all stages of a device share a mesh",
     ),
     "a device that there is not": (
         lambda data, first, second: second.update(devices=[7]),

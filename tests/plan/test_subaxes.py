@@ -69,20 +69,20 @@ def test_queries_are_cut_by_both_axes_and_keys_by_the_outer_one():
     held = layouts_of(program_of("zero3=2,tp=4", (graph_of("hf_llama"), facts_of("hf_llama"))))
     layer = "model.layers.0"
 
-    assert held[f"{layer}.self_attn.q_proj.weight"] == "[tp0 tp1, .] (dp: fanned)"
-    assert held[f"{layer}.self_attn.k_proj.weight"] == "[tp0, .] (dp: fanned, tp1: fanned)"
-    assert held[f"{layer}.self_attn.v_proj.weight"] == "[tp0, .] (dp: fanned, tp1: fanned)"
-    assert held[f"{layer}.self_attn.o_proj.weight"] == "[., tp0 tp1] (dp: fanned)"
-    assert held[f"{layer}.mlp.up_proj.weight"] == "[tp0 tp1, .] (dp: fanned)"
-    assert held[f"{layer}.mlp.down_proj.weight"] == "[., tp0 tp1] (dp: fanned)"
-    assert held["model.norm.weight"] == "[.] (dp: fanned)"
+    assert held[f"{layer}.self_attn.q_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
+    assert held[f"{layer}.self_attn.k_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
+    assert held[f"{layer}.self_attn.v_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
+    assert held[f"{layer}.self_attn.o_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
+    assert held[f"{layer}.mlp.up_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
+    assert held[f"{layer}.mlp.down_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
+    assert held["model.norm.weight"] == "[.] (dp: replicate)"
 
 
 def test_two_heads_are_computed_by_pairs_and_their_product_is_shared():
     program = program_of("tp=4", gpt(2))
 
     held = layouts_of(program)
-    assert held["blocks.0.attn.qkv.weight"] == "[tp0, .] (tp1: fanned)"
+    assert held["blocks.0.attn.qkv.weight"] == "[tp0, .] (tp1: replicate)"
     assert held["blocks.0.attn.proj.weight"] == "[., tp0 tp1]"
 
 
@@ -142,5 +142,5 @@ def test_one_head_of_keys_for_all_hands_its_gradient_back_in_parts_where_the_que
     plan, program = plan_of("tp=4", held), program_of("tp=4", held)
 
     assert plan.choices("train")["k / linear"] == {"tp": FAN}
-    assert layouts_of(program)["k.weight"] == "[., .] (tp: fanned)"
+    assert layouts_of(program)["k.weight"] == "[., .] (tp: replicate)"
     assert layouts_of(program)["norm.weight"] == "[.]", "the sum comes before it in backward"

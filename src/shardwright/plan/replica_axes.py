@@ -28,13 +28,13 @@ def is_replica(name: str) -> bool:
 def batch_layout(analysis: Analysis, mesh: Mesh, axes: Sequence[str], name: str) -> Layout:
     """The layout in which each group of ranks along these axes has its own rows of a value."""
     layout = replicated(len(analysis.graph.values[name].shape))
-    taken: list[tuple[int, int]] = []
+    splits: list[tuple[int, int]] = []
     for axis in mesh.axes:
         if axis.name not in axes or not layout.shards:
             continue
         for atom in analysis.batch:
-            shard = analysis.atoms.shard(analysis.dims[name][0], atom, axis, taken)
+            shard = analysis.atoms.shard(analysis.dims[name][0], atom, axis, splits)
             if shard is not None:
                 layout = layout.with_shard(0, shard)
-                taken.append((atom, axis.size))
+                splits.append((atom, axis.size))
     return layout

@@ -46,7 +46,7 @@ def made_for(
     made = said["for"]
     kept = TrainingSetup(
         optimizer=made["optimizer"], compute=made["compute"], reduce=made["reduce"], accumulate=made["accumulate"],
-        masters=made.get("masters", False), said=made.get("precision", ""),
+        masters=made.get("masters", False), precision_name=made.get("precision", ""),
     )  # fmt: skip
     limit = said["limit"] if cluster is None else None
     return PlanConditions(cluster=found, training=training or kept, rows=tuple(made["rows"]), limit=limit)

@@ -115,7 +115,7 @@ class Blocks:
             value = self.graph.values[name]
             batch = any(atom in analysis.batch for dim in analysis.dims[name] for atom in analysis.atoms.expand(dim))
             held = rows if batch else rest
-            held[line.made[name] + 1] += value.elements * self.training.item(value)
+            held[line.producer_at[name] + 1] += value.elements * self.training.item(value)
             held[last + 1] -= value.elements * self.training.item(value)
         at = list(self.places)
         return np.maximum(np.cumsum(rows)[at], 0.0), np.maximum(np.cumsum(rest)[at], 0.0)

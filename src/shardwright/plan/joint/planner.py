@@ -196,7 +196,7 @@ def find_plan(
     found = planner.run()
     if found is None:
         return _flat(flat, planner.piped, fault, planner.search)
-    notes = [f"keeps to {item.said}" for item in options.constraints.items]
+    notes = [f"keeps to {item.source}" for item in options.constraints.items]
     plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
     return JointResult(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
 
