@@ -1,6 +1,6 @@
-"""What the algorithms of split ops send inside, beside the converters between ops.
+"""What the algorithms of split ops send inside, in addition to the reshards between ops.
 
-Most splits need none: a product over split channels leaves a partial sum, and a lookup in a table of split rows
+Most splits need none: a matmul over split channels leaves a pending sum, and a lookup in a table of split rows
 too; converters sum them, and are priced as converters. These talk by themselves (`runtime/` has them):
 
     cross entropy, classes split     all_reduce of the largest, and of two or three sums, for each row

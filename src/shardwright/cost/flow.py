@@ -104,7 +104,7 @@ def _attention(call: LocalCall, signature: Signature) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class ReshardMemory:
-    """A converter as memory sees it: whether each way gives a view, and its work in bytes."""
+    """A reshard as memory sees it: whether each way gives a view, and its work in bytes."""
 
     shares: bool
     forward: float
@@ -113,13 +113,13 @@ class ReshardMemory:
 
 
 def reshard_memory(kind: str, full: float, shard: float, simple: bool, first: bool, copies: bool) -> ReshardMemory:
-    """A converter between a whole of some bytes and a piece of it.
+    """A reshard between a full tensor of some bytes and a shard of it.
 
-    simple    whether the piece is one run of the dim
-    first     whether the dim is the first one, so that pieces lie one after the other
-    copies    whether collectives work on a copy (see `Habits`)
+    simple    whether the shard is one run of the dim
+    first     whether the dim is the first one, so that shards lie one after the other
+    copies    whether collectives work on a copy (see `BackendTraits`)
     """
-    gather = full if copies or not (simple and first) else 0.0  # pieces come stacked, and are put side by side
+    gather = full if copies or not (simple and first) else 0.0  # shards come stacked, and are put side by side
     stack = (0.0 if simple and first else full) + (full if copies else 0.0)
     take = GradientFlow.PASS if simple else GradientFlow.FRESH
     table = {

@@ -1,6 +1,6 @@
 """What lowering makes of steps that stand next to each other: fewer of them, and fewer tensors.
 
-The same as `lower/passes.py`, as far as memory goes: biases folded into their products, sums in
+The same as `lower/passes.py`, as far as memory goes: biases folded into their matmuls, sums in
 place, and products joined with the converter before them.
 """
 
@@ -35,7 +35,7 @@ _OUTSIDE = RankStep("", "", [], [], [], [])
 
 
 def _fold_biases(program: RankProgram) -> None:
-    """A product and the bias added right after it are one call."""
+    """A matmul and the bias added right after it are one call."""
     readers = _readers(program)
     producer = {number: step for step in program.steps for number in step.outputs}
     gone: set[int] = set()
@@ -62,7 +62,7 @@ def _fold_biases(program: RankProgram) -> None:
 
 
 def _sum_in_place(program: RankProgram) -> None:
-    """A partial sum that only its converter reads is summed where it stands."""
+    """A pending sum that only its reshard reads is reduced in place."""
     readers = _readers(program)
     producer = {number: step for step in program.steps for number in step.outputs}
     for step in program.steps:
@@ -72,7 +72,7 @@ def _sum_in_place(program: RankProgram) -> None:
 
 
 def _join_products(program: RankProgram) -> None:
-    """A value whose gradient is to be summed, and the products that alone read it, are one call."""
+    """A value whose gradient is to be summed, and the matmuls that alone read it, are one call."""
     readers = _readers(program)
     joined: dict[int, RankStep] = {}
     gone: set[int] = set()

@@ -161,7 +161,7 @@ class MemoryTimeline:
             self.saved[at] = saved
 
     def _again(self, region: str) -> None:
-        """The forward of a region, run again in backward, this time keeping."""
+        """The forward of a region, recomputed in backward, this time saving its tensors."""
         steps = self.regions[region]
         inside = {number for at in steps for number in self.steps[at].outputs}
         gone: set[int] = set()

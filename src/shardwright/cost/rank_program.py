@@ -121,7 +121,7 @@ def steps_of(
     traits: BackendTraits = ON_CPU,
     borders: Mapping[str, Layout] | None = None,
 ) -> RankProgram:
-    """The steps of the first rank of a mesh, one for each op and each converter.
+    """The steps of the first rank of a mesh, one for each op and each reshard.
 
     borders   how values lie that come from another segment or go to one; they are not among the program's inputs
     """
@@ -256,7 +256,7 @@ class _Builder:
         return self._form(name, self.forms[name][layout if value.gradient else forget_gradient(layout)], op)
 
     def _form(self, name: str, form: LayoutForm, op: Op | None) -> int:
-        """The tensor of a form, converters placed before it."""
+        """The tensor of a form, reshards placed before it."""
         known = self.numbers.get(id(form))
         if known is not None:
             return known

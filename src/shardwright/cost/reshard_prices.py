@@ -41,7 +41,7 @@ STEPS = {
 """(from, to): the kind of reshard. From R to P there are two, which send nothing."""
 
 LETTERS = "SIRPM"
-"""Shard, invariant, replicate, partial sum, partial maximum or minimum."""
+"""Shard, invariant, replicate, pending sum, pending maximum or minimum."""
 
 SUMS = np.array([a + b in ("PI", "PR", "IR") for a in LETTERS for b in LETTERS])
 """Whether a step from one letter to another makes a sum, forward, backward or both."""
@@ -160,9 +160,9 @@ class ReshardPrices:
         return steps
 
     def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Steps on an axis, or on several at once, of a value that has `base` bytes without a cut on it.
+        """Steps on an axis, or on several at once, of a value that has `base` bytes without a shard on it.
 
-        [letter, letter, ...], from a cut of one dim to one of another, and to another cut of the same dim.
+        [letter, letter, ...], from a shard of one dim to one of another, and to another shard of the same dim.
         """
         key = (axes, base, gradient)
         if key not in self._tables:
@@ -193,7 +193,7 @@ class ReshardPrices:
         bytes: float,
         gradient: bool,
     ) -> None:
-        """Add what it takes to lift a minor cut while the major one under it changes."""
+        """Add what it takes to gather a minor shard while the major one under it changes."""
         names, at_start, at_goal = self.mesh.names, pairs.at_start, pairs.at_goal
         for major, minor in ((x, y) for x in pairs.moving for y in range(x + 1, len(names))):
             stuck = [self._stuck(layouts, names[major], names[minor]) for layouts in (starts, goals)]
@@ -210,7 +210,7 @@ class ReshardPrices:
                     prices[i, j, 0:4] *= 3  # no such value is ever whole, so nobody has asked what that costs
 
     def _stuck(self, layouts: Sequence[Layout], major: str, minor: str) -> np.ndarray:
-        """Which layouts have two cuts of one dim that can't change places."""
+        """Which layouts have two shards of one dim that can't change places."""
 
         def is_stuck(layout: Layout) -> bool:
             key = (layout, major, minor)
@@ -262,7 +262,7 @@ class _Pairs:
         return equal
 
     def mask(self, unit: Unit, before: Collection[int]) -> np.ndarray:
-        """Which of the other axes cut the value when a unit has its turn after others, as bits."""
+        """Which of the other axes shard the value when a unit has its turn after others, as bits."""
         mask = np.zeros(self.shape, dtype=np.intp)
         for bit, axis in enumerate(axis for axis in self.axes if axis not in unit):
             mask = mask + (self.sharded[axis][axis in before] << bit)

@@ -99,7 +99,7 @@ def saved_for_backward(call: LocalCall, signature: Signature, flat: Sequence[boo
 
 
 def saved_bytes(call: LocalCall, signature: Signature) -> tuple[tuple[bool, ...], tuple[bool, ...], float]:
-    """For the planner: which inputs and outputs are kept, and the bytes beside them."""
+    """For the planner: which inputs and outputs are saved, and the bytes beside them."""
     saved = saved_for_backward(call, signature)
     return saved.inputs, saved.outputs, saved.extra
 
@@ -208,7 +208,7 @@ def _attention(call: LocalCall, signature: Signature, flat: Sequence[bool]) -> S
 
 
 def _experts(call: LocalCall, signature: Signature) -> float:
-    """Every token meets k experts, and what lies between their two products is kept for each.
+    """Every token meets k experts, and what lies between their two matmuls is saved for each.
 
     Where tokens and experts are both split, it does not show whether what lies between is: it is taken to be whole.
     """

@@ -1,22 +1,22 @@
-"""What people ask of a plan, said in YAML or as a list of dicts, and read once.
+"""Constraints on a plan, written in YAML or as a list of dicts, and parsed once.
 
     - {axis: tp, size: 8, inside: node}                     the mesh has an axis tp (size and inside may be left out)
     - {axis: dp, splits: batch}                             and an axis dp that splits the batch and nothing else
     - {module: "model.layers.*.mlp.up", split: n, on: tp}   ops there that have the label n are split on it
     - {class: LlamaRMSNorm, whole: true, on: tp}            ops there are not split on tp; without `on`, on no axis
     - {module: "model.layers.*", together: true}            the same op of all these modules is split in the same way
-    - {memory: 70GiB}                                       bytes that a device may use
-    - {module: "model.layers.0", recompute: false}          not run again in backward (true: has to be)
-    - {module: lm_head, zero: 1}                            what of its parameters is split for storage, at most
+    - {memory: 70GiB}                                       memory limit of a device
+    - {module: "model.layers.0", recompute: false}          not recomputed in backward (true: has to be)
+    - {module: lm_head, zero: 1}                            the highest ZeRO level of its parameters
     - {stages: 4}                                           a pipeline of so many stages (1: none)
-    - {microbatches: 16}                                    the batch goes through it in so many parts
-    - {schedule: 1f1b}                                      in this order
+    - {microbatches: 16}                                    the number of microbatches
+    - {schedule: 1f1b}                                      its schedule
     - {module: "model.layers.8", cut: before}               a stage begins with it
     - {module: "model.layers.*", cut: never}                each of these modules is on one stage
 
-Whom an entry is about is said by `module` (a path, where a star stands for a name; what is in the module is meant too),
-by `class` (of a module) and by `op` ("aten.linear" or "linear"). All that are said must match, of a list one. What
-they come to for a graph is in `limits`.
+What an entry applies to is set by `module` (a path, where a star stands for a name; what is in the module is included),
+by `class` (of a module) and by `op` ("aten.linear" or "linear"). All that are given must match, of a list one.
+`limits` resolves them for a graph.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ConstraintSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Whom an entry is about. Nothing said is everything."""
+    """What an entry applies to. An empty target is everything."""
 
     modules: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class SameSplitConstraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConstraint:
-    """The bytes that a device may use."""
+    """The memory limit of a device."""
 
     bytes: float
     source: ConstraintSource
@@ -132,7 +132,7 @@ class MemoryConstraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeConstraint:
-    """Modules are run again in backward, or are not."""
+    """Modules have to be recomputed in backward, or must not be."""
 
     target: Target
     wanted: bool
@@ -141,7 +141,7 @@ class RecomputeConstraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConstraint:
-    """The highest level at which parameters may be split for storage."""
+    """The highest ZeRO level of parameters."""
 
     target: Target
     level: int
@@ -167,7 +167,7 @@ class StageCutConstraint:
 
 
 class ChoiceDemand(NamedTuple):
-    """What somebody asks of an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
+    """A demand on an op's choice: one of `picks` on an axis; without an axis on every one, or on any."""
 
     picks: tuple[str, ...]
     axis: str | None = None
@@ -187,7 +187,7 @@ ConstraintsLike = str | Path | Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """All that was asked, and the class of every module of the model by its path."""
+    """All constraints, and the class of every module of the model by its path."""
 
     items: tuple[Constraint, ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict)
@@ -249,7 +249,7 @@ _FIELDS = {
     "schedule": (),
     "cut": ("module", "class"),
 }
-"""What an entry asks for, and what else may be said with it."""
+"""What an entry asks for, and its other fields."""
 _AXIS = re.compile(r"[a-z]p\d?")
 
 

@@ -1,4 +1,4 @@
-"""Names in a plan file: said once with a star for all layers, by module where a segment has all ops of one.
+"""Names in a plan file: written once with a star for all layers, by module where a stage has all ops of one.
 
 "blocks.*.attn.qkv / linear"    the op of every block
 "blocks.0-5"                    all ops of six modules
@@ -24,7 +24,7 @@ def star(name: str) -> str:
 
 
 def fold(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Names that differ only in layer numbers and have the same entry, said once with a star."""
+    """Names that differ only in layer numbers and have the same entry, written once with a star."""
     stars: dict[str, set[str]] = {}
     for name, value in entries.items():
         stars.setdefault(star(name), set()).add(json.dumps(_plain(value), sort_keys=True))

@@ -56,7 +56,7 @@ def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = F
 
 
 def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
-    """What of all meshes is not looked at, in words: the pruning that may lose something."""
+    """The meshes that are not tried, in words: the pruning that may lose something."""
     count = size or cluster.size
     inside = min(group.node.devices for group in cluster.groups)
     most = max(2 * inside, 16)

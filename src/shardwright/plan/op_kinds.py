@@ -59,7 +59,7 @@ class OpKinds:
 
     @cached_property
     def work(self) -> dict[str, dict[int, float]]:
-        """In each layer, for each atom of a parameter, the arithmetic of the products that can be split on it."""
+        """In each layer, for each atom of a parameter, the FLOPs of the matmuls that can be split on it."""
         work: dict[str, dict[int, float]] = {}
         for op in self.live:
             signature = self.analysis.signatures[op.name]
@@ -70,7 +70,7 @@ class OpKinds:
         return work
 
     def keeps(self, kind: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which inputs and which outputs of an op backward needs."""
+        """Which inputs and which outputs of an op are saved for backward."""
         if kind not in self._keeps:
             op = self.first[kind]
             signature = self.analysis.signatures[op.name]

@@ -1,4 +1,4 @@
-"""What became of each mesh that the search looked at, for the plan file: why it is not the one."""
+"""What became of each mesh that the search tried, for the plan file: runners-up, and meshes pruned by their bound."""
 
 from __future__ import annotations
 

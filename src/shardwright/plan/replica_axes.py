@@ -1,4 +1,4 @@
-"""The rows of a batch: which axes of a mesh split it, and how a value lies that every group has its rows of."""
+"""Data-parallel replicas: which axes of a mesh split the batch, and the layout of a value split like the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_replica(name: str) -> bool:
 
 
 def batch_layout(analysis: Analysis, mesh: Mesh, axes: Sequence[str], name: str) -> Layout:
-    """The layout in which each group of ranks along these axes has its own rows of a value."""
+    """The layout in which each group of ranks along these axes has its own samples of a value."""
     layout = replicated(len(analysis.graph.values[name].shape))
     splits: list[tuple[int, int]] = []
     for axis in mesh.axes:

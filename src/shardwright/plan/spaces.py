@@ -126,7 +126,7 @@ class ChoiceSpaces:
         return signature.roles if op.name in self.free else self._roles(signature)
 
     def left_out(self) -> Iterator[str]:
-        """What of all splits is not looked at, in words: the pruning that may lose something."""
+        """The splits that are not tried, in words: the pruning that may lose something."""
         count: dict[str, int] = {}
         many = Counter(self.kinds.of.values())
         for kind, op in enumerate(self.kinds.first):

@@ -1,9 +1,9 @@
-"""The short way to say a plan: "dp=2,tp=2", "dp=2,tp=2,recompute", or with a pipeline:
+"""Plan strings: "dp=2,tp=2", "dp=2,tp=2,recompute", or with a pipeline:
 
 "pp=2"                  two stages of one device
 "pp=2,dp=2,zb"          two stages of two devices each, by the schedule zb
 "pp=1+3,dp"             two stages, of one and of three devices; dp takes what a stage has
-"pp=2,interleaved=3"    three segments a stage
+"pp=2,interleaved=3"    three virtual stages per pipeline rank
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KNOWN = ("dp", "tp", "sp", "ep", "zero1", "zero2", "zero3")
 REPLICAS = ("dp", "zero1", "zero2", "zero3", "ep")
 """Policies that split the batch."""
 RECOMPUTE = "recompute"
-"""The word that asks for every repeated layer to be run again in backward."""
+"""Asks for activation checkpointing of every repeated layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def subaxes(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
 
 
 def outer_of(axis: str, mesh: Mesh) -> Axis | None:
-    """The axis that an axis is an inner part beside: tp0 of tp1."""
+    """The axis outside of an inner part of a refined axis: tp0 of tp1."""
     named = SUBAXIS.fullmatch(axis)
     if named is None or int(named[2]) == 0 or f"{named[1]}0" not in mesh.names:
         return None

@@ -3,7 +3,7 @@
     leaf       T_f[x] = table_f[x] . w                                                        Elimination.run
     step       T_new[x on the rest] = min over x_v of the sum of all tables that contain v     Step.lowest
     value      min over x of w . r(x) = the sum of the tables that have no variables left      Run.value
-    states     backwards: x_v = the argmin of its step at the states of the rest               Run.walk
+    states     backwards: x_v = the argmin of its step at the states of the rest               EliminationRun.walk
 
 A step is known by its input tables and by how their variables coincide, so the steps of equal layers are one step
 (hash-consing). `eliminate` finds the steps once for a problem, whatever the weights: a layer's inside is ordered once

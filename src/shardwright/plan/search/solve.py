@@ -142,7 +142,7 @@ class _Solver:
     def pool(self, dual: Dual) -> list[Point]:
         """The points that are least at the best weights, each once."""
         y = np.concatenate([[1.0], dual.best])
-        near = sorted(range(len(dual.points)), key=lambda i: float(dual.shards[i] @ y))
+        near = sorted(range(len(dual.points)), key=lambda i: float(dual.cuts[i] @ y))
         distinct = {dual.points[i].states.tobytes(): dual.points[i] for i in near}
         return list(distinct.values())[:POOL]
 
