@@ -229,7 +229,7 @@ def training_of(
         name = name if name in STATES else "adamw"
     exact = precision or Precision()
     return TrainingSetup(
-        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, said=name_of(exact)
+        optimizer=name, accumulate=accumulate, reduce=exact.sync, masters=exact.master, precision_name=name_of(exact)
     )
 
 

@@ -65,9 +65,9 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(span, bytes):
 def test_across_nodes_is_never_faster_than_all_in_one_node(kind, per_node, nodes, bytes, fast, part, longer):
     fast = replace(fast, pair=None)
     slow = replace(fast, name="slow", bandwidth=fast.bandwidth * part, latency=fast.latency * longer)
-    one = Span(ranks=(per_node * nodes,), inside=fast)
+    single = Span(ranks=(per_node * nodes,), inside=fast)
     several = Span(ranks=(per_node,) * nodes, inside=fast if per_node > 1 else None, between=slow)
-    assert collective_time(kind, bytes, several) >= collective_time(kind, bytes, one) * (1 - 1e-9)
+    assert collective_time(kind, bytes, several) >= collective_time(kind, bytes, single) * (1 - 1e-9)
 
 
 @given(kinds, amounts)

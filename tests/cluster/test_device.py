@@ -68,7 +68,7 @@ def test_an_unknown_dtype_says_which_there_are():
 @given(devices, sizes, st.integers(1, 64), st.sampled_from(KINDS))
 def test_a_part_of_an_op_takes_its_part_of_the_time_or_more(device, size, parts, kind):
     assert device.scales
-    whole, part = (device.op_time(held, held, kind, "float32") for held in (size, size / parts))
+    whole, part = (device.op_time(amount, amount, kind, "float32") for amount in (size, size / parts))
     assert part >= whole / parts * (1 - 1e-9)
 
 

@@ -32,9 +32,9 @@ def call(
     kind: str, inputs: Sequence[LocalTensor], outputs: Sequence[LocalTensor], flops: float = 0.0, **rest: Any
 ) -> LocalCall:
     names = tuple(f"x{at}" for at in range(len(inputs)))
-    made = tuple(f"y{at}" for at in range(len(outputs)))
+    results = tuple(f"y{at}" for at in range(len(outputs)))
     op = Op(
-        name=rest.pop("name", f"/ {kind}"), target=f"aten.{kind}.default", inputs=names, outputs=made,
+        name=rest.pop("name", f"/ {kind}"), target=f"aten.{kind}.default", inputs=names, outputs=results,
         arguments=tuple(rest.pop("arguments", {}).items()),
     )  # fmt: skip
     return LocalCall(op=op, flops=flops, inputs=tuple(inputs), outputs=tuple(outputs), **rest)
@@ -45,14 +45,14 @@ def linear(
 ) -> LocalCall:
     """[rows, wide] by [out, wide], of which some have a gradient."""
     tensors = [tensor(rows, wide, gradient=data, dtype=dtype), tensor(out, wide, gradient=weight, dtype=dtype)]
-    made = tensor(rows, out, gradient=data or weight, dtype=dtype)
-    return call("linear", tensors, [made], flops=2.0 * rows * wide * out)
+    output = tensor(rows, out, gradient=data or weight, dtype=dtype)
+    return call("linear", tensors, [output], flops=2.0 * rows * wide * out)
 
 
 def signatures(module: nn.Module, *args: torch.Tensor) -> dict[str, Signature]:
     """The signatures of a module's ops, by the names of their kinds."""
-    found = analyse(capture(module, args).graph).signatures
-    return {signature.op.target: signature for signature in found.values()}
+    by_op = analyse(capture(module, args).graph).signatures
+    return {signature.op.target: signature for signature in by_op.values()}
 
 
 def whole(signature: Signature) -> LocalCall:

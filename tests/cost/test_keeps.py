@@ -80,11 +80,11 @@ class Of(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.held = nn.ParameterList(torch.rand(shape) for shape in OPS[name][1])
+        self.weights = nn.ParameterList(torch.rand(shape) for shape in OPS[name][1])
 
     def forward(self, x: Tensor) -> Tensor:
         call, _ = OPS[self.name]
-        return call(*(-held for held in self.held)).sum() + x.sum()
+        return call(*(-tensor for tensor in self.weights)).sum() + x.sum()
 
 
 @pytest.mark.parametrize("name", OPS)

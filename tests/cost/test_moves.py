@@ -20,8 +20,8 @@ def layout(**rest) -> Layout:
 
 def price(start: Layout, goal: Layout) -> tuple[float, float]:
     """Seconds that are waited for, forward and backward."""
-    found = ReshardPrices(MESH, find("8xA100-80GB")).prices([start, layout()], [layout(), goal], BYTES, True)[0, 1]
-    return found[Resource.SEND_FORWARD], found[Resource.SEND_BACKWARD]
+    used = ReshardPrices(MESH, find("8xA100-80GB")).prices([start, layout()], [layout(), goal], BYTES, True)[0, 1]
+    return used[Resource.SEND_FORWARD], used[Resource.SEND_BACKWARD]
 
 
 @pytest.mark.parametrize(

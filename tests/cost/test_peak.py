@@ -46,31 +46,31 @@ def of_zoo(name: str, batch: int = 4) -> Analysis:
 
 
 def memory(analysis: Analysis, plan: str, ranks: int, **options) -> MemoryPeak:
-    made = make_plan(analysis.graph, analysis, plan, ranks)
+    made_plan = make_plan(analysis.graph, analysis, plan, ranks)
     training = options.pop("training", TrainingSetup())
-    return simulate_memory(analysis, made.mesh, made.choices("train"), made.storage, training, **options)
+    return simulate_memory(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, training, **options)
 
 
 def test_what_persists_is_counted_exactly():
-    found = memory(chain(), "single", 1)
-    assert (found.parameters, found.optimizer, found.inputs) == (WEIGHTS, 2 * WEIGHTS, VALUE)
+    peak = memory(chain(), "single", 1)
+    assert (peak.parameters, peak.optimizer, peak.inputs) == (WEIGHTS, 2 * WEIGHTS, VALUE)
 
 
 def test_the_parts_make_the_peak():
-    found = memory(chain(), "single", 1)
-    assert found.peak == max(found.forward, found.backward, found.update)
-    assert found.at[1] in ("forward", "backward", "update")
+    peak = memory(chain(), "single", 1)
+    assert peak.peak == max(peak.forward, peak.backward, peak.update)
+    assert peak.at[1] in ("forward", "backward", "update")
 
 
 def test_forward_ends_with_one_kept_value_for_each_layer_and_one_product():
-    found = memory(chain(), "single", 1)
+    peak = memory(chain(), "single", 1)
     kept = (LAYERS + 1) * VALUE
-    assert found.forward == pytest.approx(found.parameters + found.optimizer + found.inputs + kept, abs=8)
+    assert peak.forward == pytest.approx(peak.parameters + peak.optimizer + peak.inputs + kept, abs=8)
 
 
 def test_backward_ends_with_all_gradients():
-    found = memory(chain(), "single", 1, training=TrainingSetup(optimizer="sgd"))
-    assert found.update == found.parameters + found.inputs + WEIGHTS
+    peak = memory(chain(), "single", 1, training=TrainingSetup(optimizer="sgd"))
+    assert peak.update == peak.parameters + peak.inputs + WEIGHTS
 
 
 def test_an_optimizer_without_state_has_none():
@@ -80,9 +80,9 @@ def test_an_optimizer_without_state_has_none():
 
 @pytest.mark.parametrize(("level", "parameters", "optimizer"), [(1, 1, 1), (2, 1, 1), (3, 0.5, 1)])
 def test_zero_splits_what_it_says(level, parameters, optimizer):
-    found = memory(chain(), f"zero{level}=2", 2)
-    assert found.parameters == parameters * WEIGHTS
-    assert found.optimizer == optimizer * WEIGHTS
+    peak = memory(chain(), f"zero{level}=2", 2)
+    assert peak.parameters == parameters * WEIGHTS
+    assert peak.optimizer == optimizer * WEIGHTS
 
 
 def test_each_level_of_zero_needs_less_before_the_next():
@@ -108,7 +108,7 @@ def test_half_precision_halves_what_is_kept():
         memory(chain(), "single", 1, training=TrainingSetup(compute="bfloat16")),
     )
     assert half.parameters == single.parameters
-    kept = [found.forward - found.parameters - found.optimizer for found in (half, single)]
+    kept = [peak.forward - peak.parameters - peak.optimizer for peak in (half, single)]
     assert kept[0] < 0.6 * kept[1]
 
 
@@ -130,8 +130,8 @@ def test_modules_that_are_recomputed_keep_what_goes_in():
 
 def test_a_models_own_checkpoints_are_the_same_as_recomputing_those_modules():
     written = memory(of_zoo("checkpointed_gpt", 64), "single", 1)
-    said = memory(of_zoo("gpt", 64), "single", 1, recompute=("blocks.0", "blocks.1"))
-    assert written.peak == pytest.approx(said.peak, rel=0.01)
+    recomputed = memory(of_zoo("gpt", 64), "single", 1, recompute=("blocks.0", "blocks.1"))
+    assert written.peak == pytest.approx(recomputed.peak, rel=0.01)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "sp=2", "zero3=2"])
@@ -139,11 +139,13 @@ def test_a_models_own_checkpoints_are_the_same_as_recomputing_those_modules():
 def test_nothing_is_left_over_after_a_step(name, plan):
     """Every storage of an activation is released once, whatever the way through the model."""
     analysis = of_zoo(name)
-    made = make_plan(analysis.graph, analysis, plan, 2)
-    program = fuse(steps_of(analysis, made.mesh, made.choices("train"), made.storage, TrainingSetup()))
+    made_plan = make_plan(analysis.graph, analysis, plan, 2)
+    program = fuse(steps_of(analysis, made_plan.mesh, made_plan.choices("train"), made_plan.storage, TrainingSetup()))
     line = MemoryTimeline(program, TrainingSetup(), ON_CPU)
     line.forward()
     line.backward()
-    inputs = sum(held.bytes for held in program.tensors if held.fixed and held.gradient and held.parameter is None)
+    inputs = sum(
+        tensor.bytes for tensor in program.tensors if tensor.fixed and tensor.gradient and tensor.parameter is None
+    )
     assert line.heap.now[ACTIVATION] == pytest.approx(inputs, abs=1)
     assert all(refs >= 0 for refs in line.heap.refs)

@@ -115,7 +115,7 @@ def split_on_batch(analysis, plan, name: str) -> bool:
 
 
 def parameters_of(plan):
-    return {key: max((level for _, level in held), default=0) for key, held in plan.storage.items()}
+    return {key: max((level for _, level in levels), default=0) for key, levels in plan.storage.items()}
 
 
 def peak_of(analysis, plan, recompute):
@@ -138,26 +138,26 @@ def test_a_big_model_on_several_nodes_has_its_tensor_axis_inside_of_a_node(wide)
     assert all(span.nodes == 1 for span in cluster.spans(plan.mesh, (tensor[0].name,)))
     for name in ("blocks.1.norm1 / layer_norm", "blocks.2.norm2 / layer_norm"):
         role = plan.choices("train")[name][tensor[0].name]
-        (held,) = [one for one in wide.signatures[name].roles if one.name == role]
+        (picked,) = [known for known in wide.signatures[name].roles if known.name == role]
         sequence = wide.dims[wide.graph.by_name[name].inputs[0]][1]
-        assert held.atom in wide.atoms.expand(sequence), "the norms are split along the sequence"
+        assert picked.atom in wide.atoms.expand(sequence), "the norms are split along the sequence"
 
 
 def test_little_memory_brings_zero_and_recomputation_and_no_more_than_is_needed(deep):
     cluster = find("8xA100-80GB")
     times, amounts = [], []
     for gib in (64, 1.8, 0.8):
-        found = search(deep, cluster, MIXED, SearchOptions(memory=gib * 2**30))
-        segment = found.plan.entries["train"][0]
-        held = peak_of(deep, found.plan, segment.recompute)
-        assert held.peak <= gib * 2**30
-        times.append(price(deep, cluster, MIXED, found.plan).seconds)
+        result = search(deep, cluster, MIXED, SearchOptions(memory=gib * 2**30))
+        segment = result.plan.entries["train"][0]
+        peak = peak_of(deep, result.plan, segment.recompute)
+        assert peak.peak <= gib * 2**30
+        times.append(price(deep, cluster, MIXED, result.plan).seconds)
         amounts.append(len(segment.recompute))
     assert amounts[0] == 0 and amounts[-1] > 0
     assert all(b >= a * 0.999 for a, b in itertools.pairwise(times)), times
     # with one region less the tightest plan would not fit: the search stops at what is needed
-    less = peak_of(deep, found.plan, segment.recompute[1:])
-    assert less.peak > held.peak
+    less = peak_of(deep, result.plan, segment.recompute[1:])
+    assert less.peak > peak.peak
 
 
 class Layers(nn.Module):
@@ -182,29 +182,29 @@ def test_what_sums_overstate_is_not_left_unused(room):
     free = search(analysis, cluster, MIXED)
     limit = room * free.best.memory.peak
     assert free.best.solution.memory > limit, "the sum is beyond the limit"
-    held = search(analysis, cluster, MIXED, SearchOptions(memory=limit))
-    assert held.best.memory.peak <= limit
-    assert held.best.time == pytest.approx(free.best.time, rel=0.01) and not held.plan.entries["train"][0].recompute
+    result = search(analysis, cluster, MIXED, SearchOptions(memory=limit))
+    assert result.best.memory.peak <= limit
+    assert result.best.time == pytest.approx(free.best.time, rel=0.01) and not result.plan.entries["train"][0].recompute
 
 
 def test_what_the_first_plan_would_have_needed_is_not_kept_in_reserve(deep, monkeypatch):
     """The first plan that is walked through is too large, and more comes and goes in it than in those that fit."""
     options = SearchOptions(memory=0.8 * 2**30)
-    found = search(deep, find("8xA100-80GB"), MIXED, options)
+    result = search(deep, find("8xA100-80GB"), MIXED, options)
     monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "REFILLS", 0)
     before = search(deep, find("8xA100-80GB"), MIXED, options)
-    assert found.best.memory.peak <= options.memory
-    assert found.limit > before.limit and found.best.time < 0.998 * before.best.time
+    assert result.best.memory.peak <= options.memory
+    assert result.limit > before.limit and result.best.time < 0.998 * before.best.time
 
 
 def test_a_rough_plan_that_fits_is_kept_where_no_better_one_is_found(deep, monkeypatch):
     def only_rough(problem, *, exact, **more):
-        found = solve(problem, exact=exact, **more)
-        return replace(found, states=None, time=math.inf, bound=math.inf) if exact else found
+        solution = solve(problem, exact=exact, **more)
+        return replace(solution, states=None, time=math.inf, bound=math.inf) if exact else solution
 
     monkeypatch.setattr(importlib.import_module("shardwright.plan.auto"), "solve", only_rough)
-    found = search(deep, find("8xA100-80GB"), MIXED, SearchOptions(memory=64 * 2**30, aim=-1.0))
-    assert found.best.memory.peak <= 64 * 2**30 and math.isfinite(found.best.time)
+    result = search(deep, find("8xA100-80GB"), MIXED, SearchOptions(memory=64 * 2**30, aim=-1.0))
+    assert result.best.memory.peak <= 64 * 2**30 and math.isfinite(result.best.time)
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_missing(deep):
@@ -233,26 +233,28 @@ def test_a_conv_net_is_data_parallel_with_its_last_layers_split_where_that_pays(
 @pytest.mark.parametrize("model", ["small", "deep"])
 def test_no_fixed_policy_is_better(name, model, request):
     analysis, cluster = request.getfixturevalue(model), find(name)
-    found = search(analysis, cluster, TrainingSetup())
-    best = price(analysis, cluster, TrainingSetup(), found.plan).seconds
-    assert best == pytest.approx(found.best.time, rel=1e-6), "a plan is priced as it was searched"
-    assert found.gap < 0.01
+    result = search(analysis, cluster, TrainingSetup())
+    best = price(analysis, cluster, TrainingSetup(), result.plan).seconds
+    assert best == pytest.approx(result.best.time, rel=1e-6), "a plan is priced as it was searched"
+    assert result.gap < 0.01
     size = cluster.size
     options = [f"{policy}={size}" for policy in ("dp", "tp", "sp", "zero1", "zero2", "zero3")]
     options += [f"{outer}={size // 2},{inner}=2" for outer in ("dp", "zero2", "zero3") for inner in ("tp", "sp")]
     for text in options:
         plan = build_plan(analysis.graph, parse_plan_string(text), analysis)
         traits = backend_traits(cluster.device(0).name, cluster.nodes)
-        held = simulate_memory(analysis, plan.mesh, plan.choices("train"), plan.storage, TrainingSetup(), traits=traits)
-        if held.peak <= cluster.memory * (1 - TrainingSetup().margin):
+        memory = simulate_memory(
+            analysis, plan.mesh, plan.choices("train"), plan.storage, TrainingSetup(), traits=traits
+        )
+        if memory.peak <= cluster.memory * (1 - TrainingSetup().margin):
             seconds = price(analysis, cluster, TrainingSetup(), plan).seconds
             assert best <= seconds * (1 + 1e-9), (text, seconds, best)
 
 
 def test_a_search_that_is_stopped_gives_the_best_so_far_and_says_so(deep):
     seen = []
-    found = search(
+    result = search(
         deep, find("8xA100-80GB"), MIXED, SearchOptions(seconds=0.0), progress=lambda what, best: seen.append(what)
     )
-    assert found.plan.mesh.size == 8 and found.stopped
-    assert seen and math.isfinite(found.best.time)
+    assert result.plan.mesh.size == 8 and result.stopped
+    assert seen and math.isfinite(result.best.time)

@@ -73,5 +73,5 @@ def test_parts_of_a_model_are_found_again(name):
     for count in (2, 3, 5):
         parts = line.parts(sorted(drawn.sample(range(1, len(line.ops)), count - 1)))
         for number, part in enumerate(parts):
-            others = [op for at, held in enumerate(parts) if at != number for op in held]
+            others = [op for at, ops in enumerate(parts) if at != number for op in ops]
             assert uncover(cover(part, others), names) == list(part)

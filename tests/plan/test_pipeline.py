@@ -57,7 +57,7 @@ def test_segments_are_on_the_devices_that_the_schedule_wants(text, wanted):
 
     assert devices(plan) == wanted
     assert plan.is_pipeline
-    assert plan.size == len({device for held in wanted for device in held})
+    assert plan.size == len({device for pp_rank in wanted for device in pp_rank})
     assert schedule_of(plan).holders == tuple(wanted)
 
 
@@ -88,7 +88,7 @@ def test_unequal_stages_use_what_they_have():
 def test_the_storage_of_unequal_stages_is_that_of_all(text):
     plan = plan_of(text)
 
-    assert plan.storage and all(held == (("dp", int(text[-1])),) for held in plan.storage.values())
+    assert plan.storage and all(levels == (("dp", int(text[-1])),) for levels in plan.storage.values())
 
 
 def test_layers_that_are_run_again_are_those_of_the_segment():
@@ -123,7 +123,7 @@ def test_without_a_word_there_are_about_four_a_stage(batch, stages, replicas, wa
 
 
 @pytest.mark.parametrize(
-    ("batch", "count", "replicas", "said"),
+    ("batch", "count", "replicas", "message"),
     [
         (4, 3, 1, "a batch of 4 does not divide into 3 microbatches; 1, 2, 4 would do"),
         (4, 8, 1, r"8 microbatches are more than the batch has rows \(4\); use 4 at most"),
@@ -134,12 +134,12 @@ def test_without_a_word_there_are_about_four_a_stage(batch, stages, replicas, wa
         (None, 1, 1, None),
     ],
 )
-def test_numbers_that_do_not_divide_are_refused_with_those_that_do(batch, count, replicas, said):
+def test_numbers_that_do_not_divide_are_refused_with_those_that_do(batch, count, replicas, message):
     graph = dataclasses.replace(graph_of("mlp"), batch=batch)
-    if said is None:
+    if message is None:
         check_microbatches(graph, count, replicas, local=False)
         return
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_microbatches(graph, count, replicas, local=False)
 
 
@@ -236,13 +236,13 @@ def test_the_file_says_who_runs_what_by_module():
     first, second = data["entries"]["train"]
 
     assert (first["devices"], second["devices"]) == ([0], [1])
-    assert any(said.startswith("blocks.0-") for said in first["ops"])
+    assert any(name.startswith("blocks.0-") for name in first["ops"])
     assert "wte" in first["ops"] and "head" in second["ops"]
     assert data["schedule"] == "1f1b"
 
 
 def layers_of(plan: Plan) -> list[set[int]]:
-    return [{int(found[1]) for op in s.choices if (found := re.match(r"blocks\.(\d+)", op))} for s in plan.segments]
+    return [{int(match[1]) for op in s.choices if (match := re.match(r"blocks\.(\d+)", op))} for s in plan.segments]
 
 
 def edited(change) -> str:
@@ -294,7 +294,7 @@ FAULTS = {
     ),
     "a device in two meshes": (
         lambda data, first, second: second.update(mesh={"dp": 2}, devices=[0, 1]),
-        "device 0 is in the meshes one device and dp=2; all segments of a device have one mesh",
+        "device 0 is in the meshes one device and dp=2; all stages of a device share a mesh",
     ),
     "a device that there is not": (
         lambda data, first, second: second.update(devices=[7]),
@@ -309,14 +309,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_a_file_that_was_edited_are_named(fault):
-    change, said = FAULTS[fault]
+    change, message = FAULTS[fault]
 
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         read(edited(change), graph_of("gpt_deep", 12), "plan.json")
 
 
 @pytest.mark.parametrize(
-    ("text", "schedule", "said"),
+    ("text", "schedule", "message"),
     [
         ("pp=2", "zbb", "there is no schedule 'zbb'; the known ones are gpipe"),
         ("pp=2", "interleaved", "interleaved has segments on devices 0, 1, 0, 1, and the plan on 0, 1; name another"),
@@ -324,8 +324,8 @@ def test_faults_of_a_file_that_was_edited_are_named(fault):
         ("pp=2,interleaved", "zbv", "zbv has segments on devices 0, 1, 1, 0, and the plan on 0, 1, 0, 1; name another"),
     ],
 )
-def test_a_schedule_that_does_not_fit_the_segments_is_refused(text, schedule, said):
+def test_a_schedule_that_does_not_fit_the_segments_is_refused(text, schedule, message):
     plan = dataclasses.replace(plan_of(text), schedule=schedule)
 
-    with pytest.raises(ShardwrightError, match=said):
+    with pytest.raises(ShardwrightError, match=message):
         schedule_of(plan)

@@ -44,13 +44,13 @@ def test_the_file_is_the_same_text_every_time():
 
 def test_folding_and_unfolding_are_inverse_where_layers_differ():
     names = [f"blocks.{i}.{part}" for i in range(3) for part in ("up", "down")]
-    held = {name: {"tp": "n"} for name in names} | {"blocks.1.up": {"tp": "k"}}
+    choices = {name: {"tp": "n"} for name in names} | {"blocks.1.up": {"tp": "k"}}
 
-    folded = fold(held)
+    folded = fold(choices)
 
     assert folded["blocks.*.down"] == {"tp": "n"}
     assert folded["blocks.1.up"] == {"tp": "k"}
-    assert unfold(folded, names) == held
+    assert unfold(folded, names) == choices
 
 
 def test_a_layer_that_is_left_alone_stays_alone_after_a_round_trip(tmp_path):
@@ -98,11 +98,11 @@ def test_every_fault_of_a_file_is_named_at_once(tmp_path):
     with pytest.raises(PlanError) as error:
         load(path, graph_of("gpt"))
 
-    said = str(error.value)
+    message = str(error.value)
     for fault in ("'storage' is missing", "'colour' is unknown", "'notes' should be a list", "version 99"):
-        assert fault in said
-    assert "'tp' has size 0" in said
-    assert "entry 'train'" in said
+        assert fault in message
+    assert "'tp' has size 0" in message
+    assert "entry 'train'" in message
 
 
 @pytest.mark.parametrize(("text", "why"), [("{", "is not JSON"), ("[]", "holds a list, not an object")])

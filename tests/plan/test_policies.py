@@ -20,11 +20,11 @@ def program_of(text: str, name: str = "gpt", batch: int = 4):
 
 def cuts_of(text: str, name: str = "gpt") -> dict:
     """For each parameter the (dim, blocks) that tp cuts."""
-    found = {}
+    shards = {}
     for holding in program_of(text, name).parameters:
         cut = holding.layout.shard_of("tp")
-        found[holding.key] = None if cut is None else (cut[0], cut[1].blocks)
-    return found
+        shards[holding.key] = None if cut is None else (cut[0], cut[1].blocks)
+    return shards
 
 
 def test_tensor_parallel_gpt_is_split_by_heads_and_hidden_units_and_vocabulary():

@@ -57,7 +57,7 @@ def test_a_model_without_layers_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("paths", "said"),
+    ("paths", "folded"),
     [
         ([f"blocks.{at}" for at in range(4)], ["blocks.*"]),
         ([f"blocks.{at}.attn" for at in range(4)], ["blocks.*.attn"]),
@@ -66,12 +66,12 @@ def test_a_model_without_layers_is_refused():
         (["blocks"], ["blocks"]),
     ],
 )
-def test_the_file_has_a_star_where_all_layers_do_it(tmp_path, paths, said):
+def test_the_file_has_a_star_where_all_layers_do_it(tmp_path, paths, folded):
     graph, path = deep_gpt(4), tmp_path / "plan.json"
     plan = plan_of(graph, "dp=2", *paths)
     plan.save(path)
 
-    assert json.loads(path.read_text())["entries"]["train"][0]["recompute"] == said
+    assert json.loads(path.read_text())["entries"]["train"][0]["recompute"] == folded
     assert load(path, graph).entries["train"][0].recompute == tuple(paths)
     assert not diff(plan, read_plan(path))
     assert read_plan(path).to_json() == plan.to_json()

@@ -1,4 +1,4 @@
-"""The short way to say a plan, and what is said back when it makes no sense."""
+"""Plan strings, and the errors for those that make no sense."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_pipeline_prints_as_it_can_be_read(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("pp", "does not say what stages pp has; write pp=2, or pp=1+3"),
         ("pp=1", "does not say what stages pp has"),
@@ -131,12 +131,12 @@ def test_a_pipeline_prints_as_it_can_be_read(text):
         ("pp=2,zbx", "asks for 'zbx'; known are dp, tp"),
     ],
 )
-def test_a_pipeline_that_makes_no_sense_is_refused(text, said):
+def test_a_pipeline_that_makes_no_sense_is_refused(text, message):
     with pytest.raises(PlanError) as error:
         parse_plan_string(text)
 
     assert repr(text) in str(error.value)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_stages_count_for_the_number_of_processes():

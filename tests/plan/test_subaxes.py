@@ -30,12 +30,12 @@ def gpt(heads: int, groups: int | None = None, vocab: int = 64) -> tuple[Graph, 
     return graph, analyse(graph)
 
 
-def plan_of(text: str, held: tuple[Graph, Analysis]) -> Plan:
-    return build_plan(held[0], parse_plan_string(text), held[1])
+def plan_of(text: str, analysed: tuple[Graph, Analysis]) -> Plan:
+    return build_plan(analysed[0], parse_plan_string(text), analysed[1])
 
 
-def program_of(text: str, held: tuple[Graph, Analysis]) -> LoweredProgram:
-    return lower(held[0], plan_of(text, held), held[1])
+def program_of(text: str, analysed: tuple[Graph, Analysis]) -> LoweredProgram:
+    return lower(analysed[0], plan_of(text, analysed), analysed[1])
 
 
 def layouts_of(program: LoweredProgram) -> dict[str, str]:
@@ -66,24 +66,24 @@ def test_an_axis_is_refined_where_heads_can_not_be_shared_by_all_of_it(heads, gr
 
 
 def test_queries_are_cut_by_both_axes_and_keys_by_the_outer_one():
-    held = layouts_of(program_of("zero3=2,tp=4", (graph_of("hf_llama"), facts_of("hf_llama"))))
+    layouts = layouts_of(program_of("zero3=2,tp=4", (graph_of("hf_llama"), facts_of("hf_llama"))))
     layer = "model.layers.0"
 
-    assert held[f"{layer}.self_attn.q_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
-    assert held[f"{layer}.self_attn.k_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
-    assert held[f"{layer}.self_attn.v_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
-    assert held[f"{layer}.self_attn.o_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
-    assert held[f"{layer}.mlp.up_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
-    assert held[f"{layer}.mlp.down_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
-    assert held["model.norm.weight"] == "[.] (dp: replicate)"
+    assert layouts[f"{layer}.self_attn.q_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
+    assert layouts[f"{layer}.self_attn.k_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
+    assert layouts[f"{layer}.self_attn.v_proj.weight"] == "[tp0, .] (dp: replicate, tp1: replicate)"
+    assert layouts[f"{layer}.self_attn.o_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
+    assert layouts[f"{layer}.mlp.up_proj.weight"] == "[tp0 tp1, .] (dp: replicate)"
+    assert layouts[f"{layer}.mlp.down_proj.weight"] == "[., tp0 tp1] (dp: replicate)"
+    assert layouts["model.norm.weight"] == "[.] (dp: replicate)"
 
 
 def test_two_heads_are_computed_by_pairs_and_their_product_is_shared():
     program = program_of("tp=4", gpt(2))
 
-    held = layouts_of(program)
-    assert held["blocks.0.attn.qkv.weight"] == "[tp0, .] (tp1: replicate)"
-    assert held["blocks.0.attn.proj.weight"] == "[., tp0 tp1]"
+    layouts = layouts_of(program)
+    assert layouts["blocks.0.attn.qkv.weight"] == "[tp0, .] (tp1: replicate)"
+    assert layouts["blocks.0.attn.proj.weight"] == "[., tp0 tp1]"
 
 
 def test_six_heads_are_cut_by_two_and_then_unevenly():
@@ -138,8 +138,8 @@ class MultiQuery(nn.Module):
 
 def test_one_head_of_keys_for_all_hands_its_gradient_back_in_parts_where_the_queries_do():
     graph = capture(MultiQuery(), (torch.randn(2, 8, 32, requires_grad=True),), {}).graph
-    held = graph, analyse(graph)
-    plan, program = plan_of("tp=4", held), program_of("tp=4", held)
+    analysed = graph, analyse(graph)
+    plan, program = plan_of("tp=4", analysed), program_of("tp=4", analysed)
 
     assert plan.choices("train")["k / linear"] == {"tp": FAN}
     assert layouts_of(program)["k.weight"] == "[., .] (tp: replicate)"

@@ -25,14 +25,14 @@ SMALLEST = 1024  # bytes
 def measure_collectives(
     world: World, ranks_per_node: int, effort: Effort, advance: Callable[[str], None]
 ) -> tuple[MeasuredCollective, ...]:
-    found = []
+    tables = []
     for ranks, mesh in meshes(world.size, ranks_per_node):
         group = Groups(mesh)["group"]
         for kind in kinds_in(ranks):
             advance(f"{kind} {' + '.join(map(str, ranks))}")
             points = _points(kind, group, world, effort)
-            found.append(MeasuredCollective(kind=kind, ranks=ranks, seconds=Curve(points)))
-    return tuple(found)
+            tables.append(MeasuredCollective(kind=kind, ranks=ranks, seconds=Curve(points)))
+    return tuple(tables)
 
 
 def kinds_in(ranks: tuple[int, ...]) -> tuple[Collective, ...]:
@@ -88,18 +88,18 @@ def _points(kind: Collective, group: Group, world: World, effort: Effort) -> tup
 def call(kind: Collective, size: int, group: Group, device: torch.device) -> tuple[Callable[[], object], int]:
     """A call of a collective with about so many bytes, and how many they are."""
     share = max(1, size // 4 // group.size)
-    whole, part = (torch.zeros(count, device=device) for count in (share * group.size, share))
-    other = torch.zeros_like(whole)
+    full, part = (torch.zeros(count, device=device) for count in (share * group.size, share))
+    other = torch.zeros_like(full)
     talk = group.process_group
     calls: dict[Collective, Callable[[], object]] = {
-        "all_reduce": lambda: process_group.all_reduce(whole, talk).wait(),
-        "all_gather": lambda: process_group.all_gather(whole, part, talk).wait(),
-        "reduce_scatter": lambda: process_group.reduce_scatter(part, whole, talk).wait(),
-        "all_to_all": lambda: process_group.all_to_all(other, whole, talk).wait(),
-        "broadcast": lambda: dist.broadcast(whole, group.ranks[0], group=talk),
-        "send": lambda: _send(whole, group),
+        "all_reduce": lambda: process_group.all_reduce(full, talk).wait(),
+        "all_gather": lambda: process_group.all_gather(full, part, talk).wait(),
+        "reduce_scatter": lambda: process_group.reduce_scatter(part, full, talk).wait(),
+        "all_to_all": lambda: process_group.all_to_all(other, full, talk).wait(),
+        "broadcast": lambda: dist.broadcast(full, group.ranks[0], group=talk),
+        "send": lambda: _send(full, group),
     }
-    return calls[kind], whole.nbytes
+    return calls[kind], full.nbytes
 
 
 def _send(tensor: torch.Tensor, group: Group) -> None:
@@ -181,9 +181,9 @@ def _products(side: int, seconds: float, world: World) -> Callable[[], None]:
 
 
 def _all_agree(value: float, world: World) -> float:
-    held = torch.tensor([value], dtype=torch.float64, device=world.device)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return float(held)
+    tensor = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
 
 
 def fit(name: str, measured: tuple[MeasuredCollective, ...], across: bool) -> Link | None:

@@ -186,9 +186,9 @@ def device(name: str) -> Device:
     wanted = name.lower()
     for known in (wanted, wanted + "gb"):
         known = ALIASES.get(known, known).lower()
-        for key, held in DEVICES.items():
+        for key, device in DEVICES.items():
             if key.lower() == known:
-                return held
+                return device
     sizes = [key for key in DEVICES if key.lower().startswith(wanted + "-")]
     if sizes:
         raise ClusterError(f"{name} comes in several sizes: {' or '.join(sizes)}")
@@ -197,8 +197,8 @@ def device(name: str) -> Device:
 
 def matching(name: str, memory: int) -> Device | None:
     """The device whose name is in what a driver calls a GPU, and whose memory is nearest; None if there is none."""
-    words = name.lower().replace("-", " ").split()
-    fitting = [known for key, known in DEVICES.items() if key.split("-")[0].lower() in words]
+    parts = name.lower().replace("-", " ").split()
+    fitting = [known for key, known in DEVICES.items() if key.split("-")[0].lower() in parts]
     return min(fitting, key=lambda known: abs(known.memory - memory), default=None)
 
 
@@ -240,9 +240,9 @@ def usual_network(name: str, devices: int) -> Link:
     return network(f"{max(1, round(usual.adapters * devices))}x{usual.network}", devices)
 
 
-def unknown(what: str, name: str, known: Iterable[str], words: str = "") -> ClusterError:
+def unknown(what: str, name: str, known: Iterable[str], hint: str = "") -> ClusterError:
     """An error that names what was probably meant, and lists what there is."""
     names = {item.lower(): item for item in known}
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     meant = f"did you mean {names[close[0]]}? " if close else ""
-    return ClusterError(f"there is no {what} {name!r}; {meant}known are {words}{', '.join(names.values())}")
+    return ClusterError(f"there is no {what} {name!r}; {meant}known are {hint}{', '.join(names.values())}")

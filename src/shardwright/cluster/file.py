@@ -58,9 +58,9 @@ def load(path: str | Path) -> Cluster:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ClusterError(f"{path} is not YAML: {error}") from error
     reader = ClusterReader()
-    found = reader.cluster(data, Path(path).stem)
+    cluster = reader.cluster(data, Path(path).stem)
     raise_all(ClusterError, f"{path} does not describe a cluster:", reader.faults)
-    return found
+    return cluster
 
 
 def save(cluster: Cluster, path: str | Path) -> None:

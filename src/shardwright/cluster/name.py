@@ -34,17 +34,17 @@ def _group(text: str, name: str) -> NodeGroup:
     if counted.lower().startswith("cpu:") and counted[4:].isdigit():
         counted = f"{counted[4:]}xcpu"
     numbers, kind = _numbers(counted, name)
-    found = device(kind)
-    usual = USUAL[found.name]
+    known = device(kind)
+    usual = USUAL[known.name]
     if len(numbers) == 2:
         nodes, devices = numbers
     else:
         nodes, devices = _nodes(numbers[0] if numbers else 1, usual.devices, name)
     node = Node(
-        device=found,
+        device=known,
         devices=devices,
         inside=inside(usual.inside),
-        network=usual_network(found.name, devices),
+        network=usual_network(known.name, devices),
     )
     for link in links:
         between = is_network(link)

@@ -47,7 +47,7 @@ class LocalCall:
     @property
     def gradient(self) -> bool:
         """Whether there is a backward pass."""
-        return not self.op.no_grad and any(held.gradient for held in self.outputs)
+        return not self.op.no_grad and any(output.gradient for output in self.outputs)
 
 
 def local_call(signature: Signature, choice: Mapping[str, str], mesh: Mesh, training: TrainingSetup) -> LocalCall:
@@ -99,11 +99,11 @@ def local_tensor(signature: Signature, name: str, layout: Layout, mesh: Mesh, tr
 
 def local_elements(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> float:
     """How many elements the first device has, which has the most."""
-    found = float(math.prod(shape))
+    elements = float(math.prod(shape))
     for shards in layout.shards:
         for shard in shards:
-            found *= shard.local(mesh.axis(shard.axis).size, 0) / shard.elements
-    return found
+            elements *= shard.local(mesh.axis(shard.axis).size, 0) / shard.elements
+    return elements
 
 
 def work_parts(signature: Signature, choice: Mapping[str, str], mesh: Mesh) -> float:

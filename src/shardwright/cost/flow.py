@@ -1,6 +1,6 @@
 """What an op needs while it runs, forward and backward, beside what goes in and comes out.
 
-For each input backward makes a gradient in one of three ways: it hands the incoming one on
+For each input backward makes a gradient in one of three ways: it passes the incoming one on
 (PASS: an add, a view), makes a tensor of the input's size (FRESH), or makes one that has no
 memory of its own (FREE: the gradient of a sum is one number, seen in a larger shape). Work
 is what an op allocates and lets go again before it is done, in bytes. Both are what the ops
@@ -62,7 +62,8 @@ def flow(call: LocalCall, signature: Signature) -> Flow:
     kind = op_kind(call.op.target)
     out = call.outputs[0].bytes if call.outputs else 0.0
     back = tuple(
-        _back(kind, held, call.outputs[0].elements) if held.gradient else GradientFlow.NONE for held in call.inputs
+        _back(kind, tensor, call.outputs[0].elements) if tensor.gradient else GradientFlow.NONE
+        for tensor in call.inputs
     )
     forward, backward = (factor * out for factor in WORK.get(kind, (0.0, 0.0)))
     if kind == "cross_entropy_loss":
@@ -74,16 +75,16 @@ def flow(call: LocalCall, signature: Signature) -> Flow:
     if kind == "scaled_dot_product_attention":
         forward, backward = _attention(call, signature)
     if kind in ("mul", "div", "where", "add", "sub", "rsub") and any(
-        held.gradient and held.elements < call.outputs[0].elements for held in call.inputs
+        tensor.gradient and tensor.elements < call.outputs[0].elements for tensor in call.inputs
     ):
         backward = max(backward, out)  # made at full size, then summed
     return Flow(forward, backward, back)
 
 
-def _back(kind: str, held: LocalTensor, size: float) -> GradientFlow:
+def _back(kind: str, tensor: LocalTensor, size: float) -> GradientFlow:
     if kind in HANDED_ON or kind in JOINING:
         return GradientFlow.PASS
-    if kind in ADDING and held.elements == size:
+    if kind in ADDING and tensor.elements == size:
         return GradientFlow.PASS
     return GradientFlow.FREE if kind == "sum" else GradientFlow.FRESH
 
@@ -103,7 +104,7 @@ def _attention(call: LocalCall, signature: Signature) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class ReshardMemory:
-    """A converter as memory sees it: whether each way gives a view, and its work in bytes."""
+    """A reshard as memory sees it: whether each way gives a view, and its work in bytes."""
 
     shares: bool
     forward: float
@@ -111,15 +112,15 @@ class ReshardMemory:
     backward: float
 
 
-def reshard_memory(kind: str, whole: float, piece: float, simple: bool, first: bool, copies: bool) -> ReshardMemory:
-    """A converter between a whole of some bytes and a piece of it.
+def reshard_memory(kind: str, full: float, shard: float, simple: bool, first: bool, copies: bool) -> ReshardMemory:
+    """A reshard between a full tensor of some bytes and a shard of it.
 
-    simple    whether the piece is one run of the dim
-    first     whether the dim is the first one, so that pieces lie one after the other
-    copies    whether collectives work on a copy (see `Habits`)
+    simple    whether the shard is one run of the dim
+    first     whether the dim is the first one, so that shards lie one after the other
+    copies    whether collectives work on a copy (see `BackendTraits`)
     """
-    gather = whole if copies or not (simple and first) else 0.0  # pieces come stacked, and are put side by side
-    stack = (0.0 if simple and first else whole) + (whole if copies else 0.0)
+    gather = full if copies or not (simple and first) else 0.0  # shards come stacked, and are put side by side
+    stack = (0.0 if simple and first else full) + (full if copies else 0.0)
     take = GradientFlow.PASS if simple else GradientFlow.FRESH
     table = {
         "all_reduce": ReshardMemory(False, 0.0, GradientFlow.PASS, 0.0),
@@ -131,7 +132,7 @@ def reshard_memory(kind: str, whole: float, piece: float, simple: bool, first: b
         "shard_from_r": ReshardMemory(simple, 0.0, GradientFlow.FRESH, 0.0),
         "reduce_scatter": ReshardMemory(False, stack, GradientFlow.FRESH, gather),
         "zero_pad": ReshardMemory(False, 0.0, take, 0.0),
-        "all_to_all": ReshardMemory(False, 2 * piece, GradientFlow.FRESH, 2 * piece),
+        "all_to_all": ReshardMemory(False, 2 * shard, GradientFlow.FRESH, 2 * shard),
         "partial": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
         "invariant": ReshardMemory(True, 0.0, GradientFlow.PASS, 0.0),
         "reduce": ReshardMemory(False, 0.0, GradientFlow.NONE, 0.0),

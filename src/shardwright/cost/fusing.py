@@ -1,6 +1,6 @@
 """What lowering makes of steps that stand next to each other: fewer of them, and fewer tensors.
 
-The same as `lower/passes.py`, as far as memory goes: biases folded into their products, sums in
+The same as `lower/passes.py`, as far as memory goes: biases folded into their matmuls, sums in
 place, and products joined with the converter before them.
 """
 
@@ -22,35 +22,35 @@ def fuse(program: RankProgram) -> RankProgram:
 
 
 def _readers(program: RankProgram) -> dict[int, list[RankStep]]:
-    found: dict[int, list[RankStep]] = {}
+    readers: dict[int, list[RankStep]] = {}
     for step in program.steps:
         for number in dict.fromkeys(step.inputs):
-            found.setdefault(number, []).append(step)
+            readers.setdefault(number, []).append(step)
     for number in program.outputs:
-        found.setdefault(number, []).append(_OUTSIDE)
-    return found
+        readers.setdefault(number, []).append(_OUTSIDE)
+    return readers
 
 
 _OUTSIDE = RankStep("", "", [], [], [], [])
 
 
 def _fold_biases(program: RankProgram) -> None:
-    """A product and the bias added right after it are one call."""
+    """A matmul and the bias added right after it are one call."""
     readers = _readers(program)
-    made = {number: step for step in program.steps for number in step.outputs}
+    producer = {number: step for step in program.steps for number in step.outputs}
     gone: set[int] = set()
     for step in program.steps:
         if step.kind != "add" or len(step.inputs) != 2:
             continue
-        product = made.get(step.inputs[0])
+        product = producer.get(step.inputs[0])
         bias = program.tensors[step.inputs[1]]
-        view = made.get(step.inputs[1])
-        held = bias.parameter is not None or (
+        view = producer.get(step.inputs[1])
+        persistent = bias.parameter is not None or (
             view is not None
             and (view.shares or view.kind == "_to_copy")
             and program.tensors[view.inputs[0]].parameter is not None
         )
-        if product is None or product.kind not in PRODUCTS or not held or product.region != step.region:
+        if product is None or product.kind not in PRODUCTS or not persistent or product.region != step.region:
             continue
         if readers[step.inputs[0]] != [step] or len(product.inputs) != 2:
             continue
@@ -62,17 +62,17 @@ def _fold_biases(program: RankProgram) -> None:
 
 
 def _sum_in_place(program: RankProgram) -> None:
-    """A partial sum that only its converter reads is summed where it stands."""
+    """A pending sum that only its reshard reads is reduced in place."""
     readers = _readers(program)
-    made = {number: step for step in program.steps for number in step.outputs}
+    producer = {number: step for step in program.steps for number in step.outputs}
     for step in program.steps:
-        maker = made.get(step.inputs[0]) if step.inputs else None
+        maker = producer.get(step.inputs[0]) if step.inputs else None
         if step.kind == "all_reduce" and maker is not None and maker.kind in SUMMED_IN_PLACE:
             step.shares = readers[step.inputs[0]] == [step]
 
 
 def _join_products(program: RankProgram) -> None:
-    """A value whose gradient is to be summed, and the products that alone read it, are one call."""
+    """A value whose gradient is to be summed, and the matmuls that alone read it, are one call."""
     readers = _readers(program)
     joined: dict[int, RankStep] = {}
     gone: set[int] = set()
@@ -97,7 +97,7 @@ def _join_products(program: RankProgram) -> None:
             inputs=[step.inputs[0], *weights],
             outputs=[number for layer in layers for number in layer.outputs],
             back=[GradientFlow.FRESH, *back],
-            kept=[*([] if gathers else [step.inputs[0]]), *weights],
+            saved=[*([] if gathers else [step.inputs[0]]), *weights],
             extra=large if gathers else 0.0,
             work=step.work if gathers else 0.0,
             backward_work=whole_bytes,

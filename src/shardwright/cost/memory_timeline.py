@@ -1,13 +1,13 @@
 """The memory of a rank over one training step: a timeline of what is allocated, and its highest point.
 
-    forward    values live as long as their names (`lifetimes.py`), what backward needs lives on
-    backward   gradients come and go, what was kept is released, gradients of parameters appear
+    forward    values live as long as their names (`lifetimes.py`), what is saved for backward lives on
+    backward   gradients are transient, saved tensors are released, gradients of parameters appear
     update     what the optimizer and ZeRO need beside parameters, gradients and states
 
-The timeline is run on the steps of `rank.py`, as `fusing.py` leaves them, with reference counts,
+The timeline is run on the steps of `rank_program.py`, as `fusing.py` leaves them, with reference counts,
 as torch would: a storage goes when nothing uses it any more, be that a name, autograd or a
 gradient on its way.
-Inside of a region that is recomputed nothing is kept but what goes into it, and backward runs
+Activation checkpointing: of a recomputed region only its inputs are saved, and backward runs
 its forward again. The step is one after the first: states exist, gradients were set to None.
 """
 
@@ -64,8 +64,8 @@ def simulate_memory(
 ) -> MemoryPeak:
     """The peak of a rank under a plan.
 
-    recompute   module paths, each of which is run again in backward
-    habits      what the device's libraries do with memory
+    recompute   module paths, each of which is recomputed in backward
+    traits      what the device's libraries do with memory
     """
     program = fuse(steps_of(analysis, mesh, choices, storage, training, recompute, traits))
     line = MemoryTimeline(program, training, traits)
@@ -74,9 +74,9 @@ def simulate_memory(
     line.update()
     heap = line.heap
     return MemoryPeak(
-        parameters=sum(held.kept for held in program.held),
+        parameters=sum(parameter.stored for parameter in program.parameters),
         gradients=heap.at_peak[GRADIENT],
-        optimizer=sum(held.states for held in program.held),
+        optimizer=sum(parameter.states for parameter in program.parameters),
         activations=heap.at_peak[ACTIVATION],
         buffers=heap.at_peak[BUFFER],
         inputs=program.inputs + program.constants,
@@ -93,31 +93,31 @@ class MemoryTimeline:
     def __init__(self, program: RankProgram, training: TrainingSetup, traits: BackendTraits) -> None:
         self.program, self.training, self.traits, self.heap = program, training, traits, Heap()
         self.steps, self.tensors = program.steps, program.tensors
-        held = program.held
-        states = sum(one.states for one in held)
-        self.base = sum(one.kept for one in held) + states + program.inputs + program.constants
-        self.store: list[int] = [self.heap.fixed if one.fixed else -1 for one in self.tensors]
+        parameters = program.parameters
+        states = sum(item.states for item in parameters)
+        self.base = sum(item.stored for item in parameters) + states + program.inputs + program.constants
+        self.store: list[int] = [self.heap.fixed if item.fixed else -1 for item in self.tensors]
         self.dead = deaths(program)
-        self.kept: dict[int, list[int]] = {}  # by step: the storages that backward needs
+        self.saved: dict[int, list[int]] = {}  # by step: the storages that backward needs
         self.gradients: dict[int, int] = {}  # by tensor
-        self.of_parameter = {one.value: one for one in held}
+        self.of_parameter = {item.value: item for item in parameters}
         self.expected = self._count_uses()
         self.regions: dict[str, list[int]] = {}
         for at, step in enumerate(self.steps):
             if step.region is not None:
                 self.regions.setdefault(step.region, []).append(at)
         self.region_inputs: dict[str, list[int]] = {}
-        self.buckets = GradientBuckets(held, self.heap, training, traits)
-        self.units = Zero3Units(held, self.steps, self.heap, traits)
+        self.buckets = GradientBuckets(parameters, self.heap, training, traits)
+        self.units = Zero3Units(parameters, self.steps, self.heap, traits)
 
     def _count_uses(self) -> dict[int, int]:
         """For each parameter how many gradients it gets."""
-        found: dict[int, int] = {}
+        uses: dict[int, int] = {}
         for step in self.steps:
             for number, how in zip(step.inputs, step.back, strict=True):
                 if step.gradient and how is not GradientFlow.NONE and number in self.of_parameter:
-                    found[number] = found.get(number, 0) + 1
-        return found
+                    uses[number] = uses.get(number, 0) + 1
+        return uses
 
     def forward(self) -> None:
         self.heap.phase = "forward"
@@ -153,15 +153,15 @@ class MemoryTimeline:
             else:
                 store[number] = heap.new(self.tensors[number].bytes, ACTIVATION)
         keeps = keeps and step.gradient
-        held = [heap.hold(store[number]) for number in step.kept] if keeps else []
+        saved = [heap.hold(store[number]) for number in step.saved] if keeps else []
         if keeps and step.extra:
-            held.append(heap.new(step.extra, ACTIVATION))
+            saved.append(heap.new(step.extra, ACTIVATION))
         heap.touch(step.work if keeps else step.work + step.extra)
         if keeps:
-            self.kept[at] = held
+            self.saved[at] = saved
 
     def _again(self, region: str) -> None:
-        """The forward of a region, run again in backward, this time keeping."""
+        """The forward of a region, recomputed in backward, this time saving its tensors."""
         steps = self.regions[region]
         inside = {number for at in steps for number in self.steps[at].outputs}
         gone: set[int] = set()
@@ -197,19 +197,19 @@ class MemoryTimeline:
     def _back(self, at: int, step: RankStep) -> None:
         heap = self.heap
         arrived = [self.gradients.pop(number) for number in step.outputs if number in self.gradients]
-        made: list[tuple[int, int]] = []
+        produced: list[tuple[int, int]] = []
         if arrived:
             self.units.again(at)
             for number, how in zip(step.inputs, step.back, strict=True):
                 if how is GradientFlow.PASS:
-                    made.append((number, heap.hold(arrived[0])))
+                    produced.append((number, heap.hold(arrived[0])))
                 elif how is not GradientFlow.NONE:
                     size = self.tensors[number].bytes if how is GradientFlow.FRESH else 0.0
-                    made.append((number, heap.new(size, GRADIENT if number in self.of_parameter else ACTIVATION)))
+                    produced.append((number, heap.new(size, GRADIENT if number in self.of_parameter else ACTIVATION)))
             heap.touch(step.backward_work)
-        for storage in (*self.kept.pop(at, ()), *arrived):
+        for storage in (*self.saved.pop(at, ()), *arrived):
             heap.drop(storage)
-        for number, storage in made:
+        for number, storage in produced:
             self._deliver(number, storage)
         for number, how in zip(step.inputs, step.back, strict=True):
             if how is not GradientFlow.NONE and number in self.expected:
@@ -229,28 +229,28 @@ class MemoryTimeline:
             self.gradients[number] = fresh
         self.heap.drop(storage)
 
-    def _complete(self, held: ParameterMemory) -> None:
+    def _complete(self, parameter: ParameterMemory) -> None:
         """A parameter has its whole gradient of this backward."""
-        storage = self.gradients.pop(held.value, None)
-        if held.level == 3:
-            self.units.arrived(held, storage)
-        elif held.sums:
-            self.buckets.arrived(held)
+        storage = self.gradients.pop(parameter.value, None)
+        if parameter.level == 3:
+            self.units.arrived(parameter, storage)
+        elif parameter.sums:
+            self.buckets.arrived(parameter)
             if storage is not None:
                 self.heap.drop(storage)
-        elif storage is not None and (held.wider > 1 or self.heap.refs[storage] > 1):  # .grad is a copy
-            self.heap.new(held.bytes * held.wider, GRADIENT)
+        elif storage is not None and (parameter.wider > 1 or self.heap.refs[storage] > 1):  # .grad is a copy
+            self.heap.new(parameter.bytes * parameter.wider, GRADIENT)
             self.heap.drop(storage)
 
     def update(self) -> None:
         """The optimizer's own tensors, and the parameters that ZeRO 1 and 2 bring up to date."""
         heap = self.heap
         heap.phase, heap.step = "update", "optimizer.step"
-        shares = [held.share * held.wider for held in self.program.held if held.trainable]
+        shares = [parameter.share * parameter.wider for parameter in self.program.parameters if parameter.trainable]
         if self.training.states() and not self.traits.fuses(self.training.optimizer):
             heap.touch(sum(shares) if self.traits.foreach else 2 * max(shares, default=0.0))
         else:
             heap.touch(0.0)
-        split = [held for held in self.program.held if held.level in (1, 2)]
+        split = [parameter for parameter in self.program.parameters if parameter.level in (1, 2)]
         copies = 2.0 if self.traits.copies else 1.0
-        heap.touch(sum(copies * held.bytes + held.share for held in split))
+        heap.touch(sum(copies * parameter.bytes + parameter.share for parameter in split))

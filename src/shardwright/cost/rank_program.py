@@ -1,7 +1,7 @@
-"""The program of one rank as memory sees it: steps that read, make, keep and release tensors.
+"""The program of one rank as memory sees it: steps that read, make, save and release tensors.
 
-`steps_of` says what lowering would: every use of a value in the layout that its op wants, with
-converters where they are needed, one for each form of a value. It says nothing about arguments,
+`steps_of` does what lowering would: every use of a value in the layout that its op wants, with
+reshards where they are needed, one for each form of a value. It says nothing about arguments,
 so it is quick enough for a planner. What is fused afterwards is in `fusing.py`.
 """
 
@@ -50,7 +50,7 @@ class RankStep:
     inputs: list[int]
     outputs: list[int]
     back: list[GradientFlow]
-    kept: list[int]
+    saved: list[int]
     extra: float = 0.0
     work: float = 0.0
     backward_work: float = 0.0
@@ -62,12 +62,12 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class ParameterMemory:
-    """How a parameter is held: its bytes as it is computed with, and what ZeRO makes of it."""
+    """The memory of a parameter: its bytes in compute, and what ZeRO shards of it."""
 
     key: str
     value: int
     bytes: float
-    gathered: float  # bytes of the whole that level 3 gathers, in the dtype of computing
+    gathered: float  # bytes of the full parameter that ZeRO-3 gathers, in the compute dtype
     trainable: bool
     sums: tuple[str, ...]  # the axes over which its gradient is summed
     state: float = 0.0  # bytes that the optimizer keeps for all of it
@@ -86,13 +86,13 @@ class ParameterMemory:
         return self.state / self.parts if self.trainable else 0.0
 
     @property
-    def kept(self) -> float:
+    def stored(self) -> float:
         """Bytes of the parameter as it is stored."""
         return self.share if self.level == 3 else self.bytes
 
 
 class StoredAlike(NamedTuple):
-    """How parameters that are used and stored alike are held."""
+    """The layout and sizes of parameters that are used and stored alike."""
 
     layout: Layout
     elements: float
@@ -105,7 +105,7 @@ class StoredAlike(NamedTuple):
 class RankProgram:
     steps: list[RankStep] = field(default_factory=list)
     tensors: list[RankTensor] = field(default_factory=list)
-    held: list[ParameterMemory] = field(default_factory=list)
+    parameters: list[ParameterMemory] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     constants: float = 0.0
     inputs: float = 0.0
@@ -121,7 +121,7 @@ def steps_of(
     traits: BackendTraits = ON_CPU,
     borders: Mapping[str, Layout] | None = None,
 ) -> RankProgram:
-    """The steps of the first rank of a mesh, one for each op and each converter.
+    """The steps of the first rank of a mesh, one for each op and each reshard.
 
     borders   how values lie that come from another segment or go to one; they are not among the program's inputs
     """
@@ -164,7 +164,7 @@ class _Builder:
 
     def run(self) -> RankProgram:
         graph, program = self.graph, self.program
-        for name in (*(held.value for held in graph.inputs), *(held.value for held in graph.buffers)):
+        for name in (*(item.value for item in graph.inputs), *(item.value for item in graph.buffers)):
             self._produce(name, self._border(name), fixed=True)
             program.inputs += 0.0 if name in self.borders else graph.values[name].bytes
         self._hold()
@@ -182,38 +182,38 @@ class _Builder:
 
     def _hold(self) -> None:
         first = {name: at for at, op in reversed(list(enumerate(self.graph.ops))) for name in op.inputs}
-        order = sorted(self.graph.parameters, key=lambda held: first.get(held.value, len(first)))
+        order = sorted(self.graph.parameters, key=lambda parameter: first.get(parameter.value, len(first)))
         for parameter in order:
             value = self.graph.values[parameter.value]
-            uses, wish = tuple(self.uses[parameter.value]), tuple(self.storage.get(parameter.key, ()))
-            key = (uses, value.shape, wish, parameter.trainable)
+            uses, levels = tuple(self.uses[parameter.value]), tuple(self.storage.get(parameter.key, ()))
+            key = (uses, value.shape, levels, parameter.trainable)
             if key not in self.storage_options:
-                self.storage_options[key] = self._home(*key)
-            home = self.storage_options[key]
-            number = self._produce(parameter.value, home.layout, fixed=True)
+                self.storage_options[key] = self._stored(*key)
+            place = self.storage_options[key]
+            number = self._produce(parameter.value, place.layout, fixed=True)
             self.program.tensors[number].parameter = parameter.key
-            self.program.held.append(
+            self.program.parameters.append(
                 ParameterMemory(
                     key=parameter.key,
                     value=number,
-                    bytes=home.elements * ITEM_SIZE.get(value.dtype, 4),
-                    gathered=home.elements * self.training.item(value),
+                    bytes=place.elements * ITEM_SIZE.get(value.dtype, 4),
+                    gathered=place.elements * self.training.item(value),
                     trainable=parameter.trainable,
-                    sums=home.sums,
-                    state=home.elements * self.training.state_item(value),
+                    sums=place.sums,
+                    state=place.elements * self.training.state_item(value),
                     wider=self.training.true_item(value) / ITEM_SIZE.get(value.dtype, 4),
-                    level=home.level,
-                    parts=home.parts,
+                    level=place.level,
+                    parts=place.parts,
                 )
             )
 
-    def _home(
-        self, uses: tuple[Layout, ...], shape: tuple[int, ...], wish: tuple[tuple[str, int], ...], trainable: bool
+    def _stored(
+        self, uses: tuple[Layout, ...], shape: tuple[int, ...], levels: tuple[tuple[str, int], ...], trainable: bool
     ) -> StoredAlike:
         layout = parameter_layout(uses, self.mesh, len(shape))
-        for axis, _ in wish if uses else ():
+        for axis, _ in levels if uses else ():
             layout = layout.with_placement(axis, REPLICATE) if layout.placement(axis) == INVARIANT else layout
-        zero = [held for held in wish if not trainable or layout.placement(held[0]) == REPLICATE]
+        zero = [entry for entry in levels if not trainable or layout.placement(entry[0]) == REPLICATE]
         local = layout.local_shape(shape, self.sizes, dict.fromkeys(self.mesh.names, 0))
         parts = 1
         for axis, _ in zero:
@@ -256,7 +256,7 @@ class _Builder:
         return self._form(name, self.forms[name][layout if value.gradient else forget_gradient(layout)], op)
 
     def _form(self, name: str, form: LayoutForm, op: Op | None) -> int:
-        """The tensor of a form, converters placed before it."""
+        """The tensor of a form, reshards placed before it."""
         known = self.numbers.get(id(form))
         if known is not None:
             return known
@@ -264,24 +264,24 @@ class _Builder:
         source = self._form(name, form.parent, op)
         step, tensors = form.step, self.program.tensors
         constant = name in self.analysis.constants
-        made = self._new(name, form.layout, fixed=constant)
-        self.numbers[id(form)] = made
+        produced = self._new(name, form.layout, fixed=constant)
+        self.numbers[id(form)] = produced
         self.alive.append(form)
-        before, after = tensors[source].bytes, tensors[made].bytes
+        before, after = tensors[source].bytes, tensors[produced].bytes
         axis_size = self.sizes[step.axes[0]]
-        cut = step.sharding
-        simple = cut is None or cut.simple(axis_size)
+        sharding = step.sharding
+        simple = sharding is None or sharding.simple(axis_size)
         sizes = (max(before, after), min(before, after))
         memory = reshard_memory(step.kind, *sizes, simple, step.dim == 0, self.copies)
-        gradient = tensors[made].gradient
+        gradient = tensors[produced].gradient
         self.program.steps.append(
             RankStep(
                 name=f"{op.name if op else name} < {step.kind}",
                 kind=step.kind,
                 inputs=[source],
-                outputs=[made],
+                outputs=[produced],
                 back=[memory.back if gradient else GradientFlow.NONE],
-                kept=[],
+                saved=[],
                 work=memory.forward,
                 backward_work=memory.backward,
                 shares=memory.shares,
@@ -290,14 +290,14 @@ class _Builder:
                 scope=layer_of(op.module_path) if op else "",
             )
         )
-        return made
+        return produced
 
     def _region(self, op: Op) -> str | None:
         if op.region is not None:
             return op.region
         path = op.module_path
         if path not in self.regions:
-            self.regions[path] = next((held for held in prefixes(path) if held in self.recompute), None)
+            self.regions[path] = next((prefix for prefix in prefixes(path) if prefix in self.recompute), None)
         return self.regions[path]
 
     def _place(self, op: Op) -> None:
@@ -310,18 +310,18 @@ class _Builder:
                 if not shared and any(user.name not in self.constant for user, _ in self.graph.users[name]):
                     self.program.constants += self.graph.values[name].bytes
             return
-        kept, memory, gradient = self._look_at(op)
-        made = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
-        pairs = (*zip(numbers, kept.inputs, strict=True), *zip(made, kept.outputs, strict=True))
+        saved, memory, gradient = self._look_at(op)
+        produced = [self._produce(name, layout) for name, layout in zip(op.outputs, outputs, strict=True)]
+        pairs = (*zip(numbers, saved.inputs, strict=True), *zip(produced, saved.outputs, strict=True))
         self.program.steps.append(
             RankStep(
                 name=op.name,
                 kind=op_kind(op.target),
                 inputs=numbers,
-                outputs=made,
+                outputs=produced,
                 back=list(memory.back),
-                kept=list(dict.fromkeys(number for number, is_kept in pairs if is_kept)),
-                extra=kept.extra,
+                saved=list(dict.fromkeys(number for number, is_saved in pairs if is_saved)),
+                extra=saved.extra,
                 work=memory.forward,
                 backward_work=memory.backward,
                 shares=shared,

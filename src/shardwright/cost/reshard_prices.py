@@ -1,16 +1,16 @@
-"""The price of bringing a value from one layout to another, for all pairs of layouts at once.
+"""The price of a reshard, for all pairs of layouts at once.
 
 On one axis a step from one placement to another is a collective forward and one backward (the table of
-`conversion`). On several axes the steps follow each other in the best order, each on what the others have left of the
+`reshard`). On several axes the steps follow each other in the best order, each on what the others have left of the
 value by then:
 
-    price(a, b) = min over orders of  sum over axes of  step(axis, a, b, the axes that cut the value meanwhile)
+    price(a, b) = min over orders of  sum over axes of  step(axis, a, b, the axes that shard the value meanwhile)
 
-Where several axes have the same sum to make, one over their product may take their place.
+Where several axes have the same pending sum, one all_reduce over their product may take their place.
 
-Cuts of one dim that take the same factor can't change places: if the major one changes under a minor one that stays,
-the minor one is gathered before and cut again after. What `lower` really does is found by a search over steps, and is
-never dearer.
+Shards of one dim that take the same factor can't change places: if the major one changes under a minor one that stays,
+the minor one is gathered before and sharded again after. What `lower` really does is found by a search over steps, and
+is never more expensive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEPS = {
 """(from, to): the kind of reshard. From R to P there are two, which send nothing."""
 
 LETTERS = "SIRPM"
-"""Shard, invariant, replicate, partial sum, partial maximum or minimum."""
+"""Shard, invariant, replicate, pending sum, pending maximum or minimum."""
 
 SUMS = np.array([a + b in ("PI", "PR", "IR") for a in LETTERS for b in LETTERS])
 """Whether a step from one letter to another makes a sum, forward, backward or both."""
@@ -49,9 +49,9 @@ SUMS = np.array([a + b in ("PI", "PR", "IR") for a in LETTERS for b in LETTERS])
 
 def place_on(layout: Layout, axis: str) -> Place:
     """How a layout lies on one axis."""
-    found = layout.shard_of(axis)
-    if found is not None:
-        return "S", found[0], found[1]
+    shard = layout.shard_of(axis)
+    if shard is not None:
+        return "S", shard[0], shard[1]
     placement = layout.placement(axis)
     if isinstance(placement, Partial):
         return "P", -1, placement.op
@@ -62,7 +62,7 @@ def slowest_device(cluster: Cluster, ranks: Sequence[int]) -> Device:
     """The one that the others wait for."""
     if len(cluster.devices) == 1:
         return cluster.devices[0]
-    return min({cluster.device(rank) for rank in ranks}, key=lambda held: max(peak for _, peak in held.flops))
+    return min({cluster.device(rank) for rank in ranks}, key=lambda device: max(peak for _, peak in device.flops))
 
 
 class ReshardPrices:
@@ -79,7 +79,7 @@ class ReshardPrices:
         self._numbers: dict[Place, int] = {}
         self._places: list[Place] = []
         self._placed: dict[tuple[Layout, bool], tuple[int, ...]] = {}
-        self._held_fast: dict[tuple[Layout, str, str], bool] = {}
+        self._stuck_known: dict[tuple[Layout, str, str], bool] = {}
         self._times: dict[tuple[Collective, float, tuple[str, ...]], float] = {}
         self._spans: dict[tuple[str, ...], tuple[Span, ...]] = {
             (axis,): cluster.spans(self.placed, (axis,)) for axis in mesh.names
@@ -103,8 +103,8 @@ class ReshardPrices:
         return self.device.op_time(0.0, bytes, "copy", "")
 
     def prices(self, starts: Sequence[Layout], goals: Sequence[Layout], bytes: float, gradient: bool) -> np.ndarray:
-        """[start, goal, resource]: what each conversion of a value of so many bytes (whole) uses."""
-        found = np.zeros((len(starts), len(goals), COUNT))
+        """[start, goal, resource]: what each reshard of a value of so many bytes (unsharded) uses."""
+        prices = np.zeros((len(starts), len(goals), COUNT))
         best = np.full((len(starts), len(goals)), np.inf)
         every = np.array([self._places_of(layout, gradient) for layout in (*starts, *goals)], dtype=np.intp)
         pairs = _Pairs(every, len(starts), self._places)
@@ -112,38 +112,38 @@ class ReshardPrices:
         joint = {unit: alike for unit in pairs.several() if (alike := pairs.alike(unit)).any()}
         tables = {unit: self._steps(unit, pairs.places, bytes, gradient) for unit in (*single, *joint)}
         for together in (None, *joint):
-            units = single if together is None else [together, *(one for one in single if one[0] not in together)]
+            units = single if together is None else [together, *(unit for unit in single if unit[0] not in together)]
             for order in permutations(units):
                 total = np.zeros((len(starts), len(goals), 4))
                 for place, unit in enumerate(order):
-                    before = [number for held in order[:place] for number in held]
+                    before = [number for numbers in order[:place] for number in numbers]
                     total += tables[unit][*pairs.at(unit[0]), pairs.mask(unit, before)]
                 sums = total.sum(-1)
                 better = (sums < best) & (True if together is None else joint[together])
                 best = np.where(better, sums, best)
-                found[..., 0:4] = np.where(better[..., None], total, found[..., 0:4])
-        self._lift(found, starts, goals, pairs, bytes, gradient)
-        return found
+                prices[..., 0:4] = np.where(better[..., None], total, prices[..., 0:4])
+        self._lift(prices, starts, goals, pairs, bytes, gradient)
+        return prices
 
     def _places_of(self, layout: Layout, gradient: bool) -> tuple[int, ...]:
         """The number of a layout's place on each axis."""
         key = (layout, gradient)
         if key not in self._placed:
-            found = [_forget(place_on(layout, axis), gradient) for axis in self.mesh.names]
-            for place in found:
+            places = [_forget(place_on(layout, axis), gradient) for axis in self.mesh.names]
+            for place in places:
                 if place not in self._numbers:
                     self._numbers[place] = len(self._places)
                     self._places.append(place)
-            self._placed[key] = tuple(self._numbers[place] for place in found)
+            self._placed[key] = tuple(self._numbers[place] for place in places)
         return self._placed[key]
 
     def _steps(self, unit: Unit, places: list[list[Place]], bytes: float, gradient: bool) -> np.ndarray:
-        """[from, to, which of the other axes cut the value, (compute, compute back, send, send back)]."""
+        """[from, to, which of the other axes shard the value, (compute, compute back, send, send back)]."""
         axes = tuple(self.mesh.names[number] for number in unit)
         others = [other for at, other in enumerate(self.mesh.axes) if at not in unit]
-        held = places[unit[0]]
-        index = np.array([LETTERS.index(_letter(place)) for place in held])
-        dims = np.array([place[1] for place in held])
+        axis_places = places[unit[0]]
+        index = np.array([LETTERS.index(_letter(place)) for place in axis_places])
+        dims = np.array([place[1] for place in axis_places])
         split = (index == LETTERS.index("S"))[:, None] & (index == LETTERS.index("S"))[None, :]
         crosses = split & (dims[:, None] != dims[None, :])
         bases = [bytes]
@@ -152,17 +152,17 @@ class ReshardPrices:
         letters, exchange, regather = map(
             np.array, zip(*(self._table(axes, base, gradient) for base in bases), strict=True)
         )
-        found: np.ndarray = letters[:, index[:, None], index[None, :]].transpose(1, 2, 0, 3).copy()
+        steps: np.ndarray = letters[:, index[:, None], index[None, :]].transpose(1, 2, 0, 3).copy()
         if split.any():
-            found[crosses] = exchange
-            found[split & ~crosses] = regather
-        found[np.arange(len(held)), np.arange(len(held))] = 0.0
-        return found
+            steps[crosses] = exchange
+            steps[split & ~crosses] = regather
+        steps[np.arange(len(axis_places)), np.arange(len(axis_places))] = 0.0
+        return steps
 
     def _table(self, axes: tuple[str, ...], base: float, gradient: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Steps on an axis, or on several at once, of a value that has `base` bytes without a cut on it.
+        """Steps on an axis, or on several at once, of a value that has `base` bytes without a shard on it.
 
-        [letter, letter, ...], from a cut of one dim to one of another, and to another cut of the same dim.
+        [letter, letter, ...], from a shard of one dim to one of another, and to another shard of the same dim.
         """
         key = (axes, base, gradient)
         if key not in self._tables:
@@ -186,39 +186,39 @@ class ReshardPrices:
 
     def _lift(
         self,
-        found: np.ndarray,
+        prices: np.ndarray,
         starts: Sequence[Layout],
         goals: Sequence[Layout],
         pairs: _Pairs,
         bytes: float,
         gradient: bool,
     ) -> None:
-        """Add what it takes to lift a minor cut while the major one under it changes."""
+        """Add what it takes to gather a minor shard while the major one under it changes."""
         names, at_start, at_goal = self.mesh.names, pairs.at_start, pairs.at_goal
         for major, minor in ((x, y) for x in pairs.moving for y in range(x + 1, len(names))):
             stuck = [self._stuck(layouts, names[major], names[minor]) for layouts in (starts, goals)]
             moved = at_start[major][:, None] != at_goal[major][None, :]
             stays = at_start[minor][:, None] == at_goal[minor][None, :]
-            whole = [index for index, place in enumerate(pairs.places[minor]) if place[0] in "IR"]
+            replicated = [index for index, place in enumerate(pairs.places[minor]) if place[0] in "IR"]
             lifted = np.argwhere(moved & stays & (stuck[0][:, None] | stuck[1][None, :]))
             table = self._steps((minor,), pairs.places, bytes, gradient) if len(lifted) else np.zeros(0)
             for i, j in lifted:
                 state = at_start[minor][i]
-                if whole:
-                    found[i, j, 0:4] += table[state, whole[0], 0] + table[whole[0], state, 0]
+                if replicated:
+                    prices[i, j, 0:4] += table[state, replicated[0], 0] + table[replicated[0], state, 0]
                 else:
-                    found[i, j, 0:4] *= 3  # no such value is ever whole, so nobody has asked what that costs
+                    prices[i, j, 0:4] *= 3  # no such value is ever whole, so nobody has asked what that costs
 
     def _stuck(self, layouts: Sequence[Layout], major: str, minor: str) -> np.ndarray:
-        """Which layouts have two cuts of one dim that can't change places."""
+        """Which layouts have two shards of one dim that can't change places."""
 
         def is_stuck(layout: Layout) -> bool:
             key = (layout, major, minor)
-            if key not in self._held_fast:
-                one, other = layout.shard_of(major), layout.shard_of(minor)
-                together = one is not None and other is not None and one[0] == other[0]
-                self._held_fast[key] = together and reordered(layout, major, self.mesh.sizes) is None
-            return self._held_fast[key]
+            if key not in self._stuck_known:
+                outer, inner = layout.shard_of(major), layout.shard_of(minor)
+                together = outer is not None and inner is not None and outer[0] == inner[0]
+                self._stuck_known[key] = together and reordered(layout, major, self.mesh.sizes) is None
+            return self._stuck_known[key]
 
         return np.array([is_stuck(layout) for layout in layouts], dtype=bool)
 
@@ -234,16 +234,16 @@ class _Pairs:
         self.at_goal: list[np.ndarray] = []
         for axis in self.axes:
             column = every[:, axis]
-            held = np.array(sorted(set(column.tolist())), dtype=np.intp)
-            at = np.searchsorted(held, column)
-            self.places.append([known[place] for place in held])
+            numbers = np.array(sorted(set(column.tolist())), dtype=np.intp)
+            at = np.searchsorted(numbers, column)
+            self.places.append([known[number] for number in numbers])
             self.at_start.append(at[:starts])
             self.at_goal.append(at[starts:])
         self.moving = [axis for axis in self.axes if len(self.places[axis]) > 1]  # on the others all lie alike
-        letters = [np.array([LETTERS.index(_letter(place)) for place in held]) for held in self.places]
+        letters = [np.array([LETTERS.index(_letter(place)) for place in places]) for places in self.places]
         ends = [[letters[axis][at] for at in self.at(axis)] for axis in self.axes]
         self.codes = [start * len(LETTERS) + goal for start, goal in ends]
-        self.cut = [[(end == LETTERS.index("S")).astype(np.intp) for end in both] for both in ends]
+        self.sharded = [[(end == LETTERS.index("S")).astype(np.intp) for end in both] for both in ends]
 
     def at(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """From which place to which every pair goes on an axis."""
@@ -256,16 +256,16 @@ class _Pairs:
 
     def alike(self, unit: Unit) -> np.ndarray:
         """Which pairs have the same sum to make over all axes of a unit, forward, backward or both."""
-        found: np.ndarray = SUMS[self.codes[unit[0]]]
+        equal: np.ndarray = SUMS[self.codes[unit[0]]]
         for axis in unit[1:]:
-            found = found & (self.codes[axis] == self.codes[unit[0]])
-        return found
+            equal = equal & (self.codes[axis] == self.codes[unit[0]])
+        return equal
 
     def mask(self, unit: Unit, before: Collection[int]) -> np.ndarray:
-        """Which of the other axes cut the value when a unit has its turn after others, as bits."""
+        """Which of the other axes shard the value when a unit has its turn after others, as bits."""
         mask = np.zeros(self.shape, dtype=np.intp)
         for bit, axis in enumerate(axis for axis in self.axes if axis not in unit):
-            mask = mask + (self.cut[axis][axis in before] << bit)
+            mask = mask + (self.sharded[axis][axis in before] << bit)
         return mask
 
 

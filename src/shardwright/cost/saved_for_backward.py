@@ -1,14 +1,14 @@
-"""What autograd keeps of each op from forward to backward.
+"""What autograd saves for backward of each op.
 
 One line for each kind of op, in a short notation: the numbers of the inputs that backward
 reads, "r" for the result. A star after a number says "only if another input has a gradient":
-a factor is kept for the gradient of the other factors. What an op keeps beside its inputs
+a factor is saved for the gradient of the other factors. What an op saves beside its inputs
 and outputs (masks, statistics, indices) is a function of its own, in bytes.
 
-The table is what the compiled program does on its rank: dropout keeps a mask of one byte an
-element, for instance, where torch's own on a CPU keeps a float. **An op that is not in the
-table keeps all its floating inputs and its first output**, which is more than any op does
-that has no statistics of its own. Ops without a gradient, and those under no_grad, keep nothing.
+The table is what the compiled program does on its rank: dropout saves a mask of one byte an
+element, for instance, where torch's own on a CPU saves a float. **An op that is not in the
+table saves all its floating inputs and its first output**, which is more than any op does
+that has no statistics of its own. Ops without a gradient, and those under no_grad, save nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .work import is_experts
 
 @dataclass(frozen=True, slots=True)
 class SavedForBackward:
-    """For each input and output whether backward needs it, and the bytes that are kept beside them."""
+    """For each input and output whether backward needs it, and the bytes that are saved beside them."""
 
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
@@ -75,10 +75,10 @@ def saved_for_backward(call: LocalCall, signature: Signature, flat: Sequence[boo
         return SavedForBackward((True,) * len(inputs), nothing.outputs, _experts(call, signature))
     line = _line(kind, call, signature)
     if line is None:
-        inputs = [held.dtype.startswith(("float", "bfloat", "complex")) for held in call.inputs]
+        inputs = [tensor.dtype.startswith(("float", "bfloat", "complex")) for tensor in call.inputs]
         outputs[0] = True
     elif line == "indices":
-        inputs = [not held.dtype.startswith(("float", "bfloat", "complex")) for held in call.inputs]
+        inputs = [not tensor.dtype.startswith(("float", "bfloat", "complex")) for tensor in call.inputs]
     elif line == "r1":
         outputs[-1] = True
     else:
@@ -87,21 +87,21 @@ def saved_for_backward(call: LocalCall, signature: Signature, flat: Sequence[boo
                 outputs[0] = True
             elif int(word[0]) < len(inputs):
                 inputs[int(word[0])] = "*" not in word or any(
-                    held.gradient for at, held in enumerate(call.inputs) if at != int(word[0])
+                    tensor.gradient for at, tensor in enumerate(call.inputs) if at != int(word[0])
                 )
     extra = _EXTRA[kind](call, signature) if kind in _EXTRA else 0.0
     if kind in ("linear", "matmul") and flat is not None:  # a product of rows that don't lie in one run copies them
-        for at, held in enumerate(call.inputs):
+        for at, tensor in enumerate(call.inputs):
             if inputs[at] and not flat[at]:
                 inputs[at] = False
-                extra += held.bytes
+                extra += tensor.bytes
     return SavedForBackward(tuple(inputs), tuple(outputs), extra)
 
 
 def saved_bytes(call: LocalCall, signature: Signature) -> tuple[tuple[bool, ...], tuple[bool, ...], float]:
-    """For the planner: which inputs and outputs are kept, and the bytes beside them."""
-    found = saved_for_backward(call, signature)
-    return found.inputs, found.outputs, found.extra
+    """For the planner: which inputs and outputs are saved, and the bytes beside them."""
+    saved = saved_for_backward(call, signature)
+    return saved.inputs, saved.outputs, saved.extra
 
 
 def _line(kind: str, call: LocalCall, signature: Signature) -> str | None:
@@ -137,7 +137,7 @@ def _rows(call: LocalCall, signature: Signature) -> float:
 
 def _normed(call: LocalCall, signature: Signature) -> float:
     """The inverse deviation of each row, and on a CPU the normed rows themselves, for the weight's gradient."""
-    weight = any(held.gradient for held in call.inputs[1:])
+    weight = any(tensor.gradient for tensor in call.inputs[1:])
     return 4 * _rows(call, signature) + (call.inputs[0].bytes if weight else 0.0)
 
 
@@ -194,7 +194,7 @@ def _attention(call: LocalCall, signature: Signature, flat: Sequence[bool]) -> S
     mask = call.inputs[3] if len(call.inputs) > 3 else None
     rest = (False,) * (len(call.inputs) - 3)
     if call.op.argument("dropout_p", 0.0):  # softmax, the mask that drops, what is left
-        copies = sum(held.bytes for held, whole in zip((query, key, value), flat, strict=False) if not whole)
+        copies = sum(tensor.bytes for tensor, is_flat in zip((query, key, value), flat, strict=False) if not is_flat)
         own = tuple(flat[:3])
         return SavedForBackward((*own, *rest), (False,), copies + scores * 2 + queries * keys)
     if mask is not None and mask.gradient:  # scaled copies of q and k, softmax
@@ -208,17 +208,17 @@ def _attention(call: LocalCall, signature: Signature, flat: Sequence[bool]) -> S
 
 
 def _experts(call: LocalCall, signature: Signature) -> float:
-    """Every token meets k experts, and what lies between their two products is kept for each.
+    """Every token meets k experts, and what lies between their two matmuls is saved for each.
 
     Where tokens and experts are both split, it does not show whether what lies between is: it is taken to be whole.
     """
     values = signature.analysis.graph.values
     tokens, picked = call.inputs[0], call.inputs[1]
     width = values[call.op.inputs[0]].shape[-1]
-    whole = tokens.elements == values[call.op.inputs[0]].elements
+    unsplit = tokens.elements == values[call.op.inputs[0]].elements
     between = 0.0
-    for name, held in zip(call.op.inputs[3:], call.inputs[3:], strict=True):
+    for name, tensor in zip(call.op.inputs[3:], call.inputs[3:], strict=True):
         value = values[name]
         if len(value.shape) > 2 and value.shape[-2] != width:
-            between += value.shape[-2] * (held.elements / value.elements if whole else 1.0)
+            between += value.shape[-2] * (tensor.elements / value.elements if unsplit else 1.0)
     return picked.elements * tokens.item * (4 * width + 2 * between)

@@ -39,13 +39,13 @@ ON_GPU = BackendTraits(copies=False, foreach=True)
 class TrainingSetup:
     """The optimizer, the precision, and how often gradients are made before they are used.
 
-    optimizer     a key of STATES
-    compute       the dtype in which float32 values are computed and parameters are gathered; None: as captured
-    reduce        the dtype in which gradients are summed over devices; None: that of `compute`, or their own
-    accumulate    how many times forward and backward run before one update
-    masters       whether the optimizer updates float32 copies of parameters that are narrower
-    said          the precision as somebody said it, to show
-    margin        the part of a device's memory that fragmentation and the libraries take
+    optimizer       a key of STATES
+    compute         the dtype in which float32 values are computed and parameters are gathered; None: as captured
+    reduce          the dtype in which gradients are summed over devices; None: that of `compute`, or their own
+    accumulate      how many times forward and backward run before one update
+    masters         whether the optimizer updates float32 copies of parameters that are narrower
+    precision_name  the precision as the user wrote it, to show
+    margin          the part of a device's memory that fragmentation and the libraries take
     """
 
     optimizer: str = "adamw"
@@ -53,7 +53,7 @@ class TrainingSetup:
     reduce: str | None = None
     accumulate: int = 1
     masters: bool = False
-    said: str = ""
+    precision_name: str = ""
     margin: float = 0.06
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """The memory of gradients on their way to the optimizer: buckets, and the units of ZeRO-3.
 
-Both follow the runtime: `runtime/gradients.py` for buckets, `runtime/zero.py` for units.
+Both follow the runtime: `runtime/parameters/buckets.py` for buckets, `runtime/parameters/zero3_shards.py` for units.
 """
 
 from __future__ import annotations
@@ -33,36 +33,50 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, held: Sequence[ParameterMemory], heap: Heap, training: TrainingSetup, traits: BackendTraits
+        self, parameters: Sequence[ParameterMemory], heap: Heap, training: TrainingSetup, traits: BackendTraits
     ) -> None:
         self.heap, self.copies = heap, traits.copies
         self.of: dict[str, BucketMemory] = {}
         self.order: list[BucketMemory] = []
         self.sent: list[BucketMemory] = []
-        synced = [one for one in held if one.trainable and one.sums and one.level < 3]
-        heap.new(sum(one.bytes for one in synced if one.level < 2), GRADIENT)
-        heap.new(sum(one.bytes * one.wider for one in synced if one.level < 2 and one.wider > 1), GRADIENT)
+        synced = [
+            parameter for parameter in parameters if parameter.trainable and parameter.sums and parameter.level < 3
+        ]
+        heap.new(sum(parameter.bytes for parameter in synced if parameter.level < 2), GRADIENT)
+        heap.new(
+            sum(
+                parameter.bytes * parameter.wider for parameter in synced if parameter.level < 2 and parameter.wider > 1
+            ),
+            GRADIENT,
+        )
         if training.accumulate > 1:  # gradients of earlier backwards, not summed yet
-            heap.new(sum(one.bytes * one.wider for one in held if one.trainable and one.level < 3), GRADIENT)
+            heap.new(
+                sum(
+                    parameter.bytes * parameter.wider
+                    for parameter in parameters
+                    if parameter.trainable and parameter.level < 3
+                ),
+                GRADIENT,
+            )
         room: dict[tuple[str, ...], float] = {}
         open_: dict[tuple[str, ...], BucketMemory] = {}
-        for one in reversed(synced):
-            key = (*one.sums, str(one.level))
-            if key not in open_ or one.bytes > room[key]:
+        for parameter in reversed(synced):
+            key = (*parameter.sums, str(parameter.level))
+            if key not in open_ or parameter.bytes > room[key]:
                 room[key] = BUCKET if self.order else FIRST_BUCKET
                 open_[key] = BucketMemory()
                 self.order.append(open_[key])
             bucket = open_[key]
             bucket.missing += 1
-            room[key] -= one.bytes
-            if one.level == 2:
-                bucket.bytes += one.bytes
-                bucket.share += one.share * one.wider
-            self.of[one.key] = bucket
+            room[key] -= parameter.bytes
+            if parameter.level == 2:
+                bucket.bytes += parameter.bytes
+                bucket.share += parameter.share * parameter.wider
+            self.of[parameter.key] = bucket
         self.next = 0
 
-    def arrived(self, held: ParameterMemory) -> None:
-        bucket = self.of[held.key]
+    def arrived(self, parameter: ParameterMemory) -> None:
+        bucket = self.of[parameter.key]
         if bucket.flat is None:
             bucket.flat = self.heap.new(bucket.bytes, BUFFER)
         bucket.missing -= 1
@@ -111,20 +125,20 @@ class Zero3Units:
     """
 
     def __init__(
-        self, held: Sequence[ParameterMemory], steps: Sequence[RankStep], heap: Heap, traits: BackendTraits
+        self, parameters: Sequence[ParameterMemory], steps: Sequence[RankStep], heap: Heap, traits: BackendTraits
     ) -> None:
         self.heap = heap
         self.copies = traits.copies
         self.units: dict[str, Zero3Unit] = {}
         self.of: dict[int, Zero3Unit] = {}
-        for one in held:
-            if one.level == 3:
-                unit = self.units.setdefault(layer_of(one.key), Zero3Unit(layer_of(one.key)))
-                self.of[one.value] = unit
-                unit.whole += one.gathered
-                if one.trainable:
-                    unit.trained += one.bytes
-                    unit.share += one.share * one.wider
+        for parameter in parameters:
+            if parameter.level == 3:
+                unit = self.units.setdefault(layer_of(parameter.key), Zero3Unit(layer_of(parameter.key)))
+                self.of[parameter.value] = unit
+                unit.whole += parameter.gathered
+                if parameter.trainable:
+                    unit.trained += parameter.bytes
+                    unit.share += parameter.share * parameter.wider
                     unit.missing += 1
         self.opens: dict[int, list[Zero3Unit]] = {}
         self.closes: dict[int, list[Zero3Unit]] = {}
@@ -143,9 +157,9 @@ class Zero3Units:
             for unit in dict.fromkeys(self.of[number] for number in step.inputs if number in self.of):
                 first.setdefault(unit.name, at)
                 last[unit.name] = at
-            kept = dict.fromkeys(self.of[number] for number in step.kept if number in self.of)
-            if kept:
-                self.keeps[at] = list(kept)
+            saved_units = dict.fromkeys(self.of[number] for number in step.saved if number in self.of)
+            if saved_units:
+                self.keeps[at] = list(saved_units)
         for name, at in sorted(first.items(), key=lambda pair: pair[1]):
             self.opens.setdefault(at, []).append(self.units[name])
             self.order.append(self.units[name])
@@ -199,9 +213,9 @@ class Zero3Units:
         unit.rows.clear()
         unit.flat = None
 
-    def arrived(self, held: ParameterMemory, storage: int | None) -> None:
+    def arrived(self, parameter: ParameterMemory, storage: int | None) -> None:
         """A whole gradient; the last of a unit sends all of them off."""
-        unit = self.of[held.value]
+        unit = self.of[parameter.value]
         if storage is not None:
             unit.gradients.append(storage)
         unit.missing -= 1

@@ -58,13 +58,13 @@ def training_flops(analysis: Analysis) -> float:
     for signature in analysis.signatures.values():
         if is_matmul(signature) or signature.op.target == OPAQUE:
             operands = [values[name] for name in signature.op.inputs if len(values[name].shape) > 1]
-            total += flops(signature) * (1 + min(2, sum(held.gradient for held in operands)))
+            total += flops(signature) * (1 + min(2, sum(operand.gradient for operand in operands)))
     return total
 
 
 def _inside(signature: Signature) -> float:
     """What an opaque submodule may do: every row meets every parameter, since nobody looks inside."""
     values, op = signature.analysis.graph.values, signature.op
-    rows = math.prod(values[op.outputs[0]].shape[:-1]) if op.outputs else 0
-    held = op.inputs[len(op.argument("tensors")) :]
-    return 2.0 * rows * sum(values[name].elements for name in held)
+    positions = math.prod(values[op.outputs[0]].shape[:-1]) if op.outputs else 0
+    weights = op.inputs[len(op.argument("tensors")) :]
+    return 2.0 * positions * sum(values[name].elements for name in weights)

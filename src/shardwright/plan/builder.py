@@ -1,15 +1,15 @@
-"""A plan in the making: what a policy writes on.
+"""A plan under construction: what a policy writes to.
 
-    draft.ops                        the ops that can be split, in order
-    draft.roles(op)                  how an op can be split
-    draft.split(op, axis, role)      split it so
-    draft.store(key, axis, level)    ZeRO level of a parameter
-    draft.recompute(path)            run a module again in backward, instead of keeping its insides
-    draft.note(text)                 something the user should know
+    builder.ops                        the ops that can be split, in order
+    builder.roles(op)                  how an op can be split
+    builder.split(op, axis, role)      split it so
+    builder.store(key, axis, level)    ZeRO level of a parameter
+    builder.recompute(path)            activation checkpointing of a module
+    builder.note(text)                 something the user should know
 
-A policy decides about the ops it cares about. `finish` then settles the rest: partial
-sums pass through linear ops where that saves a reduction, and ops that run whole hand
-gradients back in parts where everybody downstream does and no sum is made for it.
+A policy decides about the ops it cares about. `finish` then settles the rest: pending
+sums pass through linear ops where that saves a reduction, and ops that are not split return
+their gradients as pending sums where all their readers do and it costs no all_reduce.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MB = "mb"
 
 
 class PlanBuilder:
-    """Choices for the ops of one graph on one mesh. With `lenient`, what an axis can't share stays whole on it."""
+    """Choices for the ops of one graph on one mesh. With `lenient`, what an axis can't split stays replicated on it."""
 
     def __init__(self, graph: Graph, mesh: Mesh, analysis: Analysis | None = None, *, lenient: bool = False) -> None:
         self.graph = graph
@@ -43,7 +43,7 @@ class PlanBuilder:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The ops that are worth splitting: constants are computed once, whole."""
+        """The ops that are worth splitting: constants are computed once, replicated."""
         return self.analysis.live
 
     def signature(self, op: Op) -> Signature:
@@ -84,11 +84,11 @@ class PlanBuilder:
         self.choices.setdefault(op.name, {})[axis.name] = role.name
 
     def store(self, key: str, axis: Axis, level: int) -> None:
-        """Keep a parameter's optimizer state (1), gradient (2), or itself (3) split along an axis."""
+        """Shard a parameter's optimizer state (level 1), gradient too (2), or all of it (3) along an axis."""
         self.storage.setdefault(key, {})[axis.name] = level
 
     def recompute(self, path: str) -> None:
-        """Keep only what enters a module ("blocks.3", "blocks.3.mlp"), and run it again in backward."""
+        """Activation checkpointing: save only the inputs of a module ("blocks.3", "blocks.3.mlp") for backward."""
         if path not in self.recomputed:
             self.recomputed.append(path)
 
@@ -110,10 +110,10 @@ class PlanBuilder:
     def role_among(self, op: Op, axis: Axis, atoms: Iterable[int]) -> Role | None:
         """The role of an op that takes one of some atoms; of several, the one its inputs already have."""
         wanted = set(atoms)
-        found = [role for role in self.roles(op) if role.atom in wanted]
-        if len(found) < 2:
-            return found[0] if found else None
-        return max(found, key=lambda role: self._agreement(op, axis, role))
+        roles = [role for role in self.roles(op) if role.atom in wanted]
+        if len(roles) < 2:
+            return roles[0] if roles else None
+        return max(roles, key=lambda role: self._agreement(op, axis, role))
 
     def _agreement(self, op: Op, axis: Axis, role: Role) -> int:
         score = 0
@@ -121,8 +121,8 @@ class PlanBuilder:
             producer = self.graph.producer.get(bound.value)
             if producer is None or axis.name not in self.choices.get(producer.name, {}):
                 continue
-            held = self.output_layout(producer, bound.value).shard_of(axis.name)
-            score += held is not None and held[0] == bound.dim_of(role.label)
+            shard = self.output_layout(producer, bound.value).shard_of(axis.name)
+            score += shard is not None and shard[0] == bound.dim_of(role.label)
         return score
 
     def output_layout(self, op: Op, value: str) -> Layout:
@@ -156,7 +156,7 @@ class PlanBuilder:
             cluster=cluster,
             fingerprints={self.graph.entry: self.graph.fingerprint},
             entries={self.graph.entry: (segment,)},
-            storage={key: tuple(held.items()) for key, held in self.storage.items()},
+            storage={key: tuple(levels.items()) for key, levels in self.storage.items()},
             notes=tuple(dict.fromkeys(self.notes)),
         )
 
@@ -174,7 +174,7 @@ class PlanBuilder:
             self.note(f"{have} a rule found by probing: {target}: {text}")
 
     def _pass_partial(self, axis: Axis) -> None:
-        """Let partial sums through linear ops where all that is added is partial, and nothing else wants the sum."""
+        """Let pending sums through linear ops where all summands are pending, and nothing else needs the sum."""
         partial: set[str] = set()
         sinks, foreseen = set(self.graph.sinks()), self.foreseen.get(axis.name, frozenset())
         for op in self.graph.ops:
@@ -218,34 +218,38 @@ class PlanBuilder:
         return None
 
     def _fan(self, axis: Axis) -> None:
-        """Ops that run whole may hand gradients back in parts, where all that read their results do.
+        """Ops that are not split may return gradients as pending sums, where all readers of their results do.
 
         For those that depend on parameters only, the parameter's own sync sums them. Others must not cost a sum: what
         they read is summed over the axis anyway, for another op that reads it, or over the axis around this one.
         """
         lean, sinks = {op.name for op in self.analysis.lean}, set(self.graph.sinks())
-        whole = [op for op in self.graph.ops if self.chosen(op, axis) is None and self._has_gradient(op)]
-        found = {op.name: op for op in whole if op.name not in lean and axis.name != MB}
-        for _ in tuple(found):
+        unsplit = [op for op in self.graph.ops if self.chosen(op, axis) is None and self._has_gradient(op)]
+        candidates = {op.name: op for op in unsplit if op.name not in lean and axis.name != MB}
+        for _ in tuple(candidates):
             handed: dict[str, Op] = {}
-            for op in reversed(found.values()):
-                if all(self._handed_back(name, axis, sinks, handed, cut=True) for name in op.outputs):
+            for op in reversed(candidates.values()):
+                if all(self._handed_back(name, axis, sinks, handed, allow_shard=True) for name in op.outputs):
                     handed[op.name] = op
-            kept = self._summed_anyway(tuple(reversed(handed.values())), axis, lean)
-            if len(kept) == len(found):
+            remaining = self._summed_anyway(tuple(reversed(handed.values())), axis, lean)
+            if len(remaining) == len(candidates):
                 break
-            found = kept  # one that does not leaves those behind that counted on it
-        for op in found.values():
+            candidates = remaining  # an op that drops out may take others with it that relied on it
+        for op in candidates.values():
             self.choices.setdefault(op.name, {})[axis.name] = FAN
-        for op in reversed(whole):
-            if op.name in lean and all(self._handed_back(name, axis, sinks, {}, cut=False) for name in op.outputs):
+        for op in reversed(unsplit):
+            if op.name in lean and all(
+                self._handed_back(name, axis, sinks, {}, allow_shard=False) for name in op.outputs
+            ):
                 self.choices.setdefault(op.name, {})[axis.name] = FAN
 
     def _has_gradient(self, op: Op) -> bool:
         return any(self.graph.values[name].gradient for name in op.outputs)
 
-    def _handed_back(self, value: str, axis: Axis, sinks: set[str], handed: Mapping[str, Op], *, cut: bool) -> bool:
-        """Whether every use of a value returns its gradient in parts; with `cut`, or for its own part of it."""
+    def _handed_back(
+        self, value: str, axis: Axis, sinks: set[str], handed: Mapping[str, Op], *, allow_shard: bool
+    ) -> bool:
+        """Whether every use of a value returns a pending sum as its gradient; with `allow_shard`, or a shard of it."""
         if not self.graph.values[value].gradient:
             return True
         if value in sinks or not self.graph.users[value]:
@@ -253,13 +257,13 @@ class PlanBuilder:
         for op, index in self.graph.users[value]:
             if op.name in handed:
                 continue
-            held = self._read(op, index, axis)
-            if held != REPLICATE and not (held is None and cut):
+            placement = self._read(op, index, axis)
+            if placement != REPLICATE and not (placement is None and allow_shard):
                 return False
         return True
 
     def _read(self, op: Op, index: int, axis: Axis) -> Placement | None:
-        """How an op reads an input along an axis; None if the axis cuts it."""
+        """How an op reads an input along an axis; None if the axis shards it."""
         choice = self.chosen(op, axis)
         if choice is None:
             return INVARIANT
@@ -270,16 +274,18 @@ class PlanBuilder:
         """The ops of some, in order, for which no sum is made if they hand gradients back in parts."""
         graph, outer = self.graph, outer_of(axis.name, self.mesh)
         axes = (axis,) if outer is None else (axis, outer)
-        found: dict[str, Op] = {}
+        free_ops: dict[str, Op] = {}
 
         def summed(value: str) -> bool:
             producer = graph.producer.get(value)
-            if producer is not None and (producer.name in found or producer.name in lean):
+            if producer is not None and (producer.name in free_ops or producer.name in lean):
                 return True
-            return any(self._read(user, at, one) == REPLICATE for user, at in graph.users[value] for one in axes)
+            return any(self._read(user, at, along) == REPLICATE for user, at in graph.users[value] for along in axes)
 
         for op in ops:
-            given = [name for name in op.inputs if graph.values[name].gradient and graph.parameter_of(name) is None]
-            if given and all(summed(name) for name in given):
-                found[op.name] = op
-        return found
+            differentiated = [
+                name for name in op.inputs if graph.values[name].gradient and graph.parameter_of(name) is None
+            ]
+            if differentiated and all(summed(name) for name in differentiated):
+                free_ops[op.name] = op
+        return free_ops

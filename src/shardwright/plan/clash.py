@@ -3,8 +3,8 @@
     items = all constraints, and the memory of a device
     for each item: if what is left still clashes, leave it out
 
-What remains clashes, and does not if any one of it is left out. A check is that of `Frame.least_memory`: whether on
-any mesh anything is allowed, and takes little enough memory.
+What remains clashes, and does not if any one of it is left out. A check is that of
+`SearchContext.least_memory`: whether on any mesh anything is allowed, and takes little enough memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Clash:
     def __str__(self) -> str:
         alone = len(self.items) == 1
         head = "this can't be done:" if alone else "these can't be done together:"
-        lines = [head, *(f"  - {item.said}\n    {self._remedy(item)}" for item in self.items)]
+        lines = [head, *(f"  - {item.source}\n    {self._remedy(item)}" for item in self.items)]
         if not self.smallest:
             lines.append("finding out took too long: some of them may have no part in it")
         elif not alone:
@@ -74,8 +74,8 @@ class Clash:
             there = "is 1 device" if count == 1 else f"are {count} devices"
             return f"there {there}, {inside} on a node; ask for another size, or say less of the axis"
         if isinstance(item, SplitConstraint):
-            held = sizes_of(item, self.constraints, self.frame.analysis)
-            return f"{held}; ask for another label, or for an axis that divides it"
+            sizes = sizes_of(item, self.constraints, self.frame.analysis)
+            return f"{sizes}; ask for another label, or for an axis that divides it"
         return REMEDIES[type(item)]
 
 
@@ -100,11 +100,11 @@ def with_memory(
 ) -> Constraints:
     """The constraints, and as one of them the memory that there is."""
     if memory is not None:
-        said = ConstraintSource(text=format_bytes(memory), where="the memory that is asked for")
+        source = ConstraintSource(text=format_bytes(memory), where="the memory that is asked for")
     else:
         memory = training.room(cluster.memory)
-        said = ConstraintSource(text=format_bytes(memory), where=f"the memory of a device of {cluster}")
-    return replace(constraints, items=(*constraints.items, MemoryConstraint(bytes=memory, said=said)))
+        source = ConstraintSource(text=format_bytes(memory), where=f"the memory of a device of {cluster}")
+    return replace(constraints, items=(*constraints.items, MemoryConstraint(bytes=memory, source=source)))
 
 
 def find_clash(
@@ -115,7 +115,7 @@ def find_clash(
 ) -> Clash | None:
     """A smallest set that can't be met; None if all can be, as far as this check sees.
 
-    `frame` makes what a search stands on under some constraints; `reserve` are bytes that the check does not see.
+    `frame` makes the search context under some constraints; `reserve` are bytes that the check does not see.
     """
     began = time.monotonic()
 
@@ -124,8 +124,8 @@ def find_clash(
 
     def clashes(items: tuple[Constraint, ...]) -> bool:
         limit = min((item.bytes for item in items if isinstance(item, MemoryConstraint)), default=math.inf) - reserve
-        found = least(items, enough=limit)
-        return found > limit or found == math.inf
+        needed = least(items, enough=limit)
+        return needed > limit or needed == math.inf
 
     left: tuple[Constraint, ...] = tuple(item for item in constraints.items if not isinstance(item, MemoryConstraint))
     if not clashes(left):  # else memory has no part in it, and checks are quick
@@ -137,7 +137,7 @@ def find_clash(
         if time.monotonic() - began > seconds:
             smallest = False
             break
-        without = tuple(held for held in left if held is not item)
+        without = tuple(other for other in left if other is not item)
         if clashes(without):
             left = without
     limited = any(isinstance(item, MemoryConstraint) for item in left)

@@ -1,4 +1,4 @@
-"""What a search stands on before it has picked a mesh: the kinds of ops, the structure, what is asked, the meshes."""
+"""The context of a search before it picks a mesh: kinds of ops, problem structure, constraints, candidate meshes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tables import Tables
 
 
 class SearchContext:
-    """A graph on a cluster under limits. `rows`: every axis splits the batch, and every group has its rows."""
+    """A graph on a cluster under limits. `rows`: every axis splits the batch, every group returns its own samples."""
 
     def __init__(
         self,
@@ -37,32 +37,34 @@ class SearchContext:
         recompute: bool = True,
         like: SearchContext | None = None,
     ) -> None:
-        """`like`: another frame of the graph, whose structure is taken if the limits allow for it."""
+        """`like`: another context of the graph, whose structure is reused if the limits allow it."""
         self.analysis, self.cluster, self.training, self.limits = analysis, cluster, training, limits
         self.size, self.rows, self.recompute = size, rows, recompute
         self._like = like if like is not None and self._is_like(like) else None
-        self._first: dict[int, Tables] = {}  # of each skeleton, for the steps in which others are solved
+        self._first: dict[int, Tables] = {}  # of each structure: later meshes reuse its elimination steps
 
     def _is_like(self, other: SearchContext) -> bool:
-        """Whether the kinds and the structure of another frame serve here: ops of a kind are asked the same."""
+        """Whether the kinds and the structure of another context can be reused: ops of a kind have the same demands."""
         mine, others = self.limits, other.limits
         if self.analysis is not other.analysis or (self.training, self.recompute) != (other.training, other.recompute):
             return False
         if any(getattr(mine, name) != getattr(others, name) for name in ("together", "most", "must", "never")):
             return False
-        asked: dict[int, object] = {}
+        demands_of_kind: dict[int, object] = {}
         return all(
-            asked.setdefault(kind, mine.demands.get(name, ())) == mine.demands.get(name, ())
+            demands_of_kind.setdefault(kind, mine.demands.get(name, ())) == mine.demands.get(name, ())
             for name, kind in other.kinds.of.items()
         )
 
     @cached_property
     def kinds(self) -> OpKinds:
-        return self._like.kinds if self._like is not None else OpKinds(self.analysis, self.training, self.limits.said)
+        return (
+            self._like.kinds if self._like is not None else OpKinds(self.analysis, self.training, self.limits.decisions)
+        )
 
     @cached_property
     def plain(self) -> ProblemStructure:
-        """Nothing is recomputed but what has to be."""
+        """Without activation checkpointing beyond what has to be."""
         return self._like.plain if self._like is not None else self._skeleton(free=False)
 
     @cached_property
@@ -90,29 +92,29 @@ class SearchContext:
         return name_axes(base, self.limits.axes, self.cluster, self.rows)
 
     def tables(self, skeleton: ProblemStructure, candidate: MeshCandidate, like: Tables | None = None) -> Tables | None:
-        """The numbers of one mesh; None if what is asked leaves an op or a layer no way on it.
+        """The numbers of one mesh; None if the constraints leave an op or a layer no option on it.
 
-        `like`: numbers of another skeleton on this mesh, which can be used again.
+        `like`: tables of another structure on this mesh, whose prices are reused.
         """
         limits, kinds = self.limits, skeleton.kinds
         if like is not None:
             if not all(skeleton.layers.values()):
                 return None
-            return self._made(Tables(skeleton, like.spaces, like.storing, like.rows, like, self._other(skeleton)))
+            return self._remember(Tables(skeleton, like.spaces, like.storing, like.rows, like, self._other(skeleton)))
         spaces = ChoiceSpaces(
             kinds, ReshardPrices(candidate.mesh, self.cluster),
             data=candidate.data, demands=limits.demands, twins=skeleton.twins.values(),
         )  # fmt: skip
-        asked = {kinds.of[name] for name in (*limits.demands, *limits.together)}
-        if not all(spaces.of(kind).size for kind in asked) or not all(skeleton.layers.values()):
+        constrained = {kinds.of[name] for name in (*limits.demands, *limits.together)}
+        if not all(spaces.of(kind).size for kind in constrained) or not all(skeleton.layers.values()):
             return None
-        rows, storing = candidate.data if self.rows else (), StoragePricing(spaces, most=limits.most)
-        return self._made(Tables(skeleton, spaces, storing, rows, other=self._other(skeleton)))
+        replica_axes, storing = candidate.data if self.rows else (), StoragePricing(spaces, most=limits.most)
+        return self._remember(Tables(skeleton, spaces, storing, replica_axes, other=self._other(skeleton)))
 
     def _other(self, skeleton: ProblemStructure) -> Tables | None:
         return self._first.get(id(skeleton))
 
-    def _made(self, tables: Tables) -> Tables:
+    def _remember(self, tables: Tables) -> Tables:
         self._first.setdefault(id(tables.skeleton), tables)
         return tables
 
@@ -133,10 +135,10 @@ class SearchContext:
 
 
 def recomputable(analysis: Analysis) -> dict[str, tuple[frozenset[str], ...]]:
-    """The repeated layers of a model, and the ways to recompute each.
+    """The repeated layers of a model, and the options to recompute each.
 
-    Not at all; its parts that have no products, which are cheap to run again; one of those that have; all its parts,
-    each by itself; and the layer as a whole, of which only what enters it is kept.
+    Not at all; its modules without matmuls, which are cheap to recompute; one of those with; all its modules, each by
+    itself; and the layer as a whole, of which only the inputs are saved for backward.
     """
     graph = analysis.graph
     layers = {layer: dict[str, bool]() for layer in layers_of(graph) if not faults_of(graph, layer)}
@@ -147,10 +149,16 @@ def recomputable(analysis: Analysis) -> dict[str, tuple[frozenset[str], ...]]:
             if part:
                 path, product = f"{layer}.{part}", is_matmul(analysis.signatures[op.name])
                 layers[layer][path] = layers[layer].get(path, False) or product
-    found = {}
+    options = {}
     for layer, parts in layers.items():
         cheap = frozenset(path for path, product in parts.items() if not product)
-        dear = [path for path, product in parts.items() if product][:3]
-        ways = [frozenset[str](), cheap, *(frozenset([path]) for path in dear), frozenset(parts), frozenset([layer])]
-        found[layer] = tuple(dict.fromkeys(ways))
-    return found
+        expensive = [path for path, product in parts.items() if product][:3]
+        ways = [
+            frozenset[str](),
+            cheap,
+            *(frozenset([path]) for path in expensive),
+            frozenset(parts),
+            frozenset([layer]),
+        ]
+        options[layer] = tuple(dict.fromkeys(ways))
+    return options

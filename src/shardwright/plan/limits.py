@@ -35,16 +35,16 @@ RUN_WHOLE = ("", FAN)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the search has to keep to.
+    """The constraints of a search, resolved for one graph.
 
-    axes       what is asked of axes, by their names
-    demands    what is asked of ops
-    together   for some ops the group whose ops are split alike
+    axes       constraints on axes, by name
+    demands    constraints on the choices of ops
+    together   for some ops the group whose ops are split the same way
     most       the highest ZeRO level of some parameters
-    must       modules that are recomputed
-    never      ops that are not recomputed
-    memory     bytes
-    pipeline   the stages, microbatches and schedule that are asked for
+    must       modules that have to be recomputed
+    never      ops that must not be recomputed
+    memory     the memory limit in bytes
+    pipeline   the requested stages, microbatches and schedule
     pivots     ops before which a stage begins
     uncut      modules that are on one stage, each with its ops
     """
@@ -61,49 +61,49 @@ class Limits:
     uncut: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
 
     @property
-    def said(self) -> dict[str, object]:
-        """What `Kinds` has to know: ops and parameters of which different things are asked are of different kinds."""
+    def decisions(self) -> dict[str, object]:
+        """For `OpKinds`: ops and parameters under different constraints are of different kinds."""
         grouped = {name: (group, self.demands.get(name)) for name, group in self.together.items()}
         return {**self.demands, **grouped, **self.most}
 
     def ways(self, graph: Graph, base: Ways, *, free: bool = True) -> dict[str, tuple[frozenset[str], ...]]:
-        """The ways to recompute that are left of some; without `free` only of what must be recomputed."""
-        found: dict[str, tuple[frozenset[str], ...]] = {}
+        """The recomputation options that are left; without `free` only those of layers that must be recomputed."""
+        allowed: dict[str, tuple[frozenset[str], ...]] = {}
         forced: set[str] = set()
         own = [path for path in self.must if not any(is_inside(path, at) or is_inside(at, path) for at in base)]
         for layer, ways in {**base, **{path: (frozenset([path]),) for path in own}}.items():
             must = [path if is_inside(path, layer) else layer for path in self.must
                     if is_inside(path, layer) or is_inside(layer, path)]  # fmt: skip
-            more = [frozenset([*must, *(held for held in way if not any(is_inside(held, path) for path in must))])
-                    for way in (frozenset[str](), *ways)
-                    if not any(is_inside(path, held) for path in must for held in way)]  # fmt: skip
+            more = [frozenset([*must, *(path for path in modules if not any(is_inside(path, outer) for outer in must))])
+                    for modules in (frozenset[str](), *ways)
+                    if not any(is_inside(outer, path) for outer in must for path in modules)]  # fmt: skip
             ops = [op for op in graph.ops if any(is_inside(op.module_path, path) for path in must)]
-            found[layer] = tuple(
-                way
-                for way in dict.fromkeys((*ways, *more))
-                if all(_is_in(op, way) for op in ops) and not any(_is_in(op, way) for op in self.never)
+            allowed[layer] = tuple(
+                modules
+                for modules in dict.fromkeys((*ways, *more))
+                if all(_is_in(op, modules) for op in ops) and not any(_is_in(op, modules) for op in self.never)
             )
             forced |= {layer} if must else set()
-        heads = alike(graph, self.together, found)
-        found = {layer: _shared(layer, [other for other in found if heads[other] == heads[layer]], found)
-                 for layer in found}  # fmt: skip
+        heads = alike(graph, self.together, allowed)
+        allowed = {layer: _shared(layer, [other for other in allowed if heads[other] == heads[layer]], allowed)
+                 for layer in allowed}  # fmt: skip
         bound = {heads[layer] for layer in forced}
-        return {layer: ways for layer, ways in found.items() if free or heads[layer] in bound}
+        return {layer: ways for layer, ways in allowed.items() if free or heads[layer] in bound}
 
 
 def _shared(layer: str, others: Sequence[str], ways: Ways) -> tuple[frozenset[str], ...]:
-    """The ways of a layer that all of some layers have, in the order of the first."""
+    """The recomputation options of a layer that all of `others` have, in the order of the first."""
 
     def inside(other: str) -> list[frozenset[str]]:
-        return [frozenset(path.removeprefix(other) for path in way) for way in ways[other]]
+        return [frozenset(path.removeprefix(other) for path in modules) for modules in ways[other]]
 
-    held = [set(inside(other)) for other in others]
-    common = [way for way in inside(others[0]) if all(way in known for known in held)]
-    return tuple(frozenset(layer + path for path in way) for way in common)
+    options = [set(inside(other)) for other in others]
+    common = [modules for modules in inside(others[0]) if all(modules in known for known in options)]
+    return tuple(frozenset(layer + path for path in modules) for modules in common)
 
 
-def _is_in(op: Op, way: Iterable[str]) -> bool:
-    return any(is_inside(op.module_path, path) for path in way)
+def _is_in(op: Op, modules: Iterable[str]) -> bool:
+    return any(is_inside(op.module_path, path) for path in modules)
 
 
 def bind(constraints: Constraints, analysis: Analysis) -> Limits:
@@ -117,13 +117,13 @@ def bind(constraints: Constraints, analysis: Analysis) -> Limits:
 
 def sizes_of(item: SplitConstraint, constraints: Constraints, analysis: Analysis) -> str:
     """What a label that ops are to be split on has: "n has 128 in blocks.0.up / linear"."""
-    binder, found = _Binder(constraints, analysis), dict[tuple[str, int], str]()
+    binder, sizes = _Binder(constraints, analysis), dict[tuple[str, int], str]()
     for op in binder.live:
         if item.target.takes(op, constraints.classes):
             for role in analysis.signatures[op.name].roles:
                 if binder.is_meant(role, item.label):
-                    found.setdefault((role.name, role.size), f"{role.name} has {role.size} in {op.name}")
-    return ", ".join(list(found.values())[:3])
+                    sizes.setdefault((role.name, role.size), f"{role.name} has {role.size} in {op.name}")
+    return ", ".join(list(sizes.values())[:3])
 
 
 class _Binder:
@@ -144,7 +144,7 @@ class _Binder:
 
     def finish(self) -> Limits:
         must = dict.fromkeys(self.must)
-        outer = [path for path in must if not any(path != held and is_inside(path, held) for held in must)]
+        outer = [path for path in must if not any(path != other and is_inside(path, other) for other in must)]
         return Limits(
             axes=self.axes,
             demands=self.demands,
@@ -168,14 +168,14 @@ class _Binder:
         if isinstance(item, PipelineConstraint):
             old = self.pipeline.setdefault(item.what, item.value)
             if old != item.value:
-                self.faults.append(f"{item.said}: another entry asks for {item.what}: {old}; leave one of them out")
+                self.faults.append(f"{item.source}: another entry asks for {item.what}: {old}; leave one of them out")
             return
         if unknown := list(self._unknown(item.target)):
-            self.faults += [f"{item.said}: {fault}" for fault in unknown]
+            self.faults += [f"{item.source}: {fault}" for fault in unknown]
             return
         ops = [op for op in self.live if item.target.takes(op, self.classes)]
         if not ops and not isinstance(item, ZeroConstraint):
-            self.faults.append(f"{item.said}: no op of the model is meant")
+            self.faults.append(f"{item.source}: no op of the model is meant")
             return
         if isinstance(item, SplitConstraint | ReplicateConstraint) and item.on is not None:
             self.axes.setdefault(item.on, ())
@@ -207,20 +207,20 @@ class _Binder:
         self.demands[op.name] = (*self.demands.get(op.name, ()), demand)
 
     def _split(self, item: SplitConstraint, ops: Sequence[Op]) -> None:
-        found = False
+        matched = False
         for op in ops:
             roles = self.analysis.signatures[op.name].roles
             picks = tuple(role.name for role in roles if self.is_meant(role, item.label))
             if picks:
-                found = True
+                matched = True
                 self._demand(op, ChoiceDemand(picks, item.on, every=item.on is not None))
-        if not found:
+        if not matched:
             known: dict[str, str] = {}
             for op in ops:
                 labels = dict.fromkeys(role.label for role in self.analysis.signatures[op.name].roles)
                 known.setdefault(op.target.split(".")[1], ", ".join(labels) or "none")
             there = "; ".join(f"{kind} has {labels}" for kind, labels in list(known.items())[:6])
-            self.faults.append(f"{item.said}: no op there has the label {item.label!r}; {there}")
+            self.faults.append(f"{item.source}: no op there has the label {item.label!r}; {there}")
 
     def is_meant(self, role: Role, label: str) -> bool:
         if label == "batch":
@@ -232,11 +232,11 @@ class _Binder:
     @cached_property
     def sequence(self) -> set[int]:
         """Atoms of the middle dim of [batch, sequence, features] activations."""
-        analysis, found = self.analysis, set[int]()
+        analysis, atoms = self.analysis, set[int]()
         for value in self.graph.values.values():
             if len(value.shape) == 3 and value.gradient and value.shape[0] == self.graph.batch:
-                found.update(analysis.atoms.splittable(analysis.dims[value.name][1]))
-        return found - analysis.batch
+                atoms.update(analysis.atoms.splittable(analysis.dims[value.name][1]))
+        return atoms - analysis.batch
 
     def _whole(self, item: ReplicateConstraint, ops: Sequence[Op]) -> None:
         for op in ops:
@@ -250,7 +250,7 @@ class _Binder:
             head = heads.setdefault((op.name.removeprefix(place), op.target), op.name)
             old, new = self.groups.get(op.name), self.groups.get(head, head)
             if old is not None and old != new:
-                self.groups |= {name: new for name, held in self.groups.items() if held == old}
+                self.groups |= {name: new for name, group in self.groups.items() if group == old}
             self.groups[op.name] = self.groups[head] = new
 
     def _recompute(self, item: RecomputeConstraint, ops: Sequence[Op]) -> None:
@@ -258,25 +258,25 @@ class _Binder:
             self.never |= {op.name: op for op in ops}
             return
         for path in dict.fromkeys(item.target.place(op.module_path, self.classes) or "" for op in ops):
-            self.faults += [f"{item.said}: it asks for {path!r}, {why}" for why in faults_of(self.graph, path)]
+            self.faults += [f"{item.source}: it asks for {path!r}, {why}" for why in faults_of(self.graph, path)]
             self.must.append(path)
 
     def _cut(self, item: StageCutConstraint, ops: Sequence[Op]) -> None:
         modules: dict[str, list[Op]] = {}
         for op in ops:
             modules.setdefault(item.target.place(op.module_path, self.classes) or "", []).append(op)
-        for path, held in modules.items():
+        for path, module_ops in modules.items():
             if item.before:
-                self.pivots[path] = held[0]
+                self.pivots[path] = module_ops[0]
             else:
-                self.uncut[path] = tuple(held)
+                self.uncut[path] = tuple(module_ops)
 
     def _zero(self, item: ZeroConstraint, ops: Sequence[Op]) -> None:
         names = {op.name for op in ops}
-        found = [held for held in self.graph.parameters if self._is_about(item.target, held, names)]
-        if not found:
-            self.faults.append(f"{item.said}: no parameter of the model is meant")
-        for parameter in found:
+        parameters = [parameter for parameter in self.graph.parameters if self._is_about(item.target, parameter, names)]
+        if not parameters:
+            self.faults.append(f"{item.source}: no parameter of the model is meant")
+        for parameter in parameters:
             self.most[parameter.key] = min(item.level, self.most.get(parameter.key, item.level))
 
     def _is_about(self, target: Target, parameter: Parameter, ops: set[str]) -> bool:
@@ -289,5 +289,5 @@ class _Binder:
 def _some(name: str, known: Sequence[str]) -> str:
     """A few names out of many: those like the one that was written, else the first."""
     close = get_close_matches(name, known, n=4, cutoff=0.5)
-    shown = close or [one for one in known if one][:8]
+    shown = close or [candidate for candidate in known if candidate][:8]
     return ", ".join(shown) + (", .." if len(shown) < len(known) else "")

@@ -56,7 +56,7 @@ def candidates(cluster: Cluster, size: int | None = None, *, data_only: bool = F
 
 
 def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
-    """What of all meshes is not looked at, in words: the pruning that may lose something."""
+    """The meshes that are not tried, in words: the pruning that may lose something."""
     count = size or cluster.size
     inside = min(group.node.devices for group in cluster.groups)
     most = max(2 * inside, 16)
@@ -71,33 +71,39 @@ def left_out(cluster: Cluster, size: int | None = None) -> Iterator[str]:
 
 def name_axes(
     base: Sequence[MeshCandidate],
-    asked: Mapping[str, Sequence[AxisConstraint]],
+    constraints: Mapping[str, Sequence[AxisConstraint]],
     cluster: Cluster,
     data_only: bool = False,
 ) -> Iterator[MeshCandidate]:
     """Meshes that have axes of some names, and what is asked of those: the given ones, and all with just these axes."""
-    if not asked:
+    if not constraints:
         yield from base
         return
     size = base[0].mesh.size
-    order = sorted(asked, key=lambda name: not any(one.data for one in asked[name]))  # copies outside if all is equal
-    known = {tuple(axis.size for axis in held.mesh.axes): held.data for held in base}
+    order = sorted(
+        constraints, key=lambda name: not any(constraint.data for constraint in constraints[name])
+    )  # copies outside if all is equal
+    known = {tuple(axis.size for axis in candidate.mesh.axes): candidate.data for candidate in base}
     seen: set[tuple[Axis, ...]] = set()
-    for sizes in dict.fromkeys([*known, *_products(size, len(asked))]):
-        for places in permutations(range(len(sizes)), len(asked)):
-            given = dict(zip(places, order, strict=True))
-            names = [given.get(at, NAMES[at]) for at in range(len(sizes))]
+    for sizes in dict.fromkeys([*known, *_products(size, len(constraints))]):
+        for places in permutations(range(len(sizes)), len(constraints)):
+            name_at = dict(zip(places, order, strict=True))
+            names = [name_at.get(at, NAMES[at]) for at in range(len(sizes))]
             mesh = Mesh(axes=tuple(Axis(name=name, size=size) for name, size in zip(names, sizes, strict=True)))
-            if mesh.axes not in seen and all(_fits(one, mesh, cluster) for held in asked.values() for one in held):
+            if mesh.axes not in seen and all(
+                _fits(constraint, mesh, cluster) for wanted in constraints.values() for constraint in wanted
+            ):
                 seen.add(mesh.axes)
-                data = {one.name for held in asked.values() for one in held if one.data} | set(known.get(sizes, ()))
+                data = {
+                    constraint.name for wanted in constraints.values() for constraint in wanted if constraint.data
+                } | set(known.get(sizes, ()))
                 yield MeshCandidate(mesh, tuple(mesh.names) if data_only else tuple(n for n in mesh.names if n in data))
 
 
-def _fits(asked: AxisConstraint, mesh: Mesh, cluster: Cluster) -> bool:
-    if asked.size is not None and mesh.sizes[asked.name] != asked.size:
+def _fits(constraint: AxisConstraint, mesh: Mesh, cluster: Cluster) -> bool:
+    if constraint.size is not None and mesh.sizes[constraint.name] != constraint.size:
         return False
-    return not asked.inside or all(len(span.ranks) == 1 for span in cluster.spans(mesh, (asked.name,)))
+    return not constraint.inside or all(len(span.ranks) == 1 for span in cluster.spans(mesh, (constraint.name,)))
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -124,9 +130,9 @@ def axis_names(analysis: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str
 
     Axes that somebody has named keep their names.
     """
-    found = {name: name for name in mesh.names if name not in NAMES}
+    names = {name: name for name in mesh.names if name not in NAMES}
     for axis in mesh.axes:
-        if axis.name in found:
+        if axis.name in names:
             continue
         work = {"dp": 1e-9, "tp": 0.0}
         experts = False
@@ -141,5 +147,5 @@ def axis_names(analysis: Analysis, mesh: Mesh, choices: Mapping[str, Mapping[str
             work["dp" if role.atom in analysis.batch else "tp"] += weight
         kind = "ep" if experts else max(work, key=lambda name: work[name])
         numbered = (kind, *(f"{kind}{number}" for number in range(2, len(mesh.axes) + 2)))
-        found[axis.name] = next(name for name in numbered if name not in found.values())
-    return found
+        names[axis.name] = next(name for name in numbered if name not in names.values())
+    return names

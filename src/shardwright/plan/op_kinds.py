@@ -23,10 +23,12 @@ ALONE = Mesh(axes=())
 class OpKinds:
     """The kinds of a graph's ops, by number; the first op of a kind stands for all."""
 
-    def __init__(self, analysis: Analysis, training: TrainingSetup, said: Mapping[str, object] | None = None) -> None:
-        """`said` is what somebody has decided about some ops: ops that differ in it are of different kinds."""
+    def __init__(
+        self, analysis: Analysis, training: TrainingSetup, decisions: Mapping[str, object] | None = None
+    ) -> None:
+        """`decisions` is what somebody has decided about some ops: ops that differ in it are of different kinds."""
         self.analysis, self.training, self.graph = analysis, training, analysis.graph
-        self.said = said or {}
+        self.decisions = decisions or {}
         self.backward = analysis.graph.entry.startswith("train")
         self.live, self.lean = analysis.live, frozenset(op.name for op in analysis.lean)
         self.of: dict[str, int] = {}
@@ -51,24 +53,24 @@ class OpKinds:
         roles = [(role.name, role.size, *(blocks(dim, role.atom) for dim in every)) for role in signature.roles]
         arguments = [item for item in op.arguments if op.target != OPAQUE or item[0] not in ("op_key", "names", "held")]
         rule = signature.rule.text if signature.rule else ""
-        said = repr(self.said.get(op.name)) if self.said else ""
+        decision = repr(self.decisions.get(op.name)) if self.decisions else ""
         flags = (op.no_grad, op.region is None, op.name in self.lean)
-        return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), said, flags
+        return op.target, repr(arguments), rule, tuple(shapes), tuple(roles), decision, flags
 
     @cached_property
     def work(self) -> dict[str, dict[int, float]]:
-        """In each layer, for each atom of a parameter, the arithmetic of the products that can be split on it."""
-        found: dict[str, dict[int, float]] = {}
+        """In each layer, for each atom of a parameter, the FLOPs of the matmuls that can be split on it."""
+        work: dict[str, dict[int, float]] = {}
         for op in self.live:
             signature = self.analysis.signatures[op.name]
             if is_matmul(signature):
-                sums = found.setdefault(layer_of(op.module_path), {})
+                sums = work.setdefault(layer_of(op.module_path), {})
                 for atom in {role.atom for role in signature.roles} & self.analysis.owned:
                     sums[atom] = sums.get(atom, 0.0) + flops(signature)
-        return found
+        return work
 
     def keeps(self, kind: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which inputs and which outputs of an op backward needs."""
+        """Which inputs and which outputs of an op are saved for backward."""
         if kind not in self._keeps:
             op = self.first[kind]
             signature = self.analysis.signatures[op.name]
@@ -82,13 +84,13 @@ class OpKinds:
     @cached_property
     def wanted(self) -> dict[str, bool]:
         """Whether backward needs a value, itself or through a view of it."""
-        found: dict[str, bool] = dict.fromkeys(self.graph.values, False)
+        needed: dict[str, bool] = dict.fromkeys(self.graph.values, False)
         for op in reversed(self.live):
-            through = aliases_input(op) and any(found[name] for name in op.outputs)
-            kept, _ = self.keeps(self.of[op.name])
+            through = aliases_input(op) and any(needed[name] for name in op.outputs)
+            saved_inputs, _ = self.keeps(self.of[op.name])
             for index, name in enumerate(op.inputs):
-                found[name] = found[name] or kept[index] or (index == 0 and through)
-        return found
+                needed[name] = needed[name] or saved_inputs[index] or (index == 0 and through)
+        return needed
 
     def reads_kept(self, op: Op, index: int) -> bool:
         """Whether backward needs what an op reads."""

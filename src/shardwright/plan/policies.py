@@ -1,10 +1,10 @@
-"""The fixed policies. Each is a function of a draft and an axis; an expert's own looks the same.
+"""The built-in policies. Each is a function of a plan builder and an axis; a custom policy looks the same.
 
-def mine(draft: Draft, axis: Axis) -> None:
-    for op in draft.ops:
-        for role in draft.roles(op):
+def mine(builder: PlanBuilder, axis: Axis) -> None:
+    for op in builder.ops:
+        for role in builder.roles(op):
             if ...:
-                draft.split(op, axis, role)
+                builder.split(op, axis, role)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Policy = Callable[[PlanBuilder, Axis], None]
 def dp(builder: PlanBuilder, axis: Axis) -> None:
     """Data parallel: every op that has the batch in it is split on the batch."""
     if builder.graph.batch is None or not builder.analysis.batch:
-        if builder.lenient:  # a last batch of one row
+        if builder.lenient:  # a last batch of one sample
             return
         raise PlanError(f"{axis.name}={axis.size} splits the batch, but {_no_batch(builder.graph)}")
     for op in builder.ops:
@@ -39,7 +39,7 @@ def dp(builder: PlanBuilder, axis: Axis) -> None:
 
 def _no_batch(graph: Graph) -> str:
     """Why there is no batch to split, and what to do."""
-    shapes = ", ".join(f"{held.path} {list(graph.values[held.value].shape)}" for held in graph.inputs)
+    shapes = ", ".join(f"{item.path} {list(graph.values[item.value].shape)}" for item in graph.inputs)
     if graph.batch is not None or not shapes:
         return f"a batch of {graph.batch} can't be" if shapes else "the model has no tensors as inputs"
     return (
@@ -50,17 +50,17 @@ def _no_batch(graph: Graph) -> str:
 
 def tp(builder: PlanBuilder, axis: Axis) -> None:
     """Tensor parallel: the atoms of parameters that split the most arithmetic for the least communication."""
-    taken: set[str] = set()
+    split: set[str] = set()
     for atom in rank_atoms(builder, axis):
-        fresh = [(op, role) for op, role in builder.analysis.by_atom[atom] if op.name not in taken]
+        fresh = [(op, role) for op, role in builder.analysis.by_atom[atom] if op.name not in split]
         if sum(flops(builder.signature(op)) for op, _ in fresh) < 0.3 * _work(builder, atom):
             continue  # what is left of this atom's ops is not worth its communication
         for op, role in fresh:
             if builder.analysis.is_constant(op):
                 continue
             builder.split(op, axis, builder.role_among(op, axis, (atom,)) or role)
-            taken.add(op.name)
-    if not taken:
+            split.add(op.name)
+    if not split:
         _refuse_too_large(builder, axis)
         builder.note(
             f"{axis.name}={axis.size}: no parameter has a dim that {axis.size} devices can share; all run the same"
@@ -81,7 +81,7 @@ def _refuse_too_large(builder: PlanBuilder, axis: Axis) -> None:
 
 
 def sp(builder: PlanBuilder, axis: Axis) -> None:
-    """Tensor parallel with everything between the products split along the sequence."""
+    """Tensor parallel with everything between the matmuls split along the sequence (sequence parallelism)."""
     tp(builder, axis)
     sequence = sequence_atoms(builder, axis)
     for op in builder.ops:
@@ -94,13 +94,13 @@ def sp(builder: PlanBuilder, axis: Axis) -> None:
 def ep(builder: PlanBuilder, axis: Axis) -> None:
     """Expert parallel: data parallel, but layers of experts are split on their experts, and tokens travel."""
     dp(builder, axis)
-    found = False
+    has_experts = False
     for op in builder.ops:
         for role in builder.roles(op):
             if builder.signature(op).beside(role.label) is not None:
                 builder.split(op, axis, role)
-                found = True
-    if not found:
+                has_experts = True
+    if not has_experts:
         builder.note(f"{axis.name}={axis.size}: no layer of experts can be split; data parallel instead")
 
 
@@ -112,9 +112,9 @@ def zero(level: int) -> Policy:
                 builder.store(parameter.key, axis, level)
 
     policy.__doc__ = {
-        1: "Data parallel with the optimizer's state split.",
-        2: "Data parallel with the optimizer's state and the gradients split.",
-        3: "Data parallel with parameters, gradients and the optimizer's state split.",
+        1: "Data parallel with the optimizer state sharded (ZeRO-1).",
+        2: "Data parallel with the optimizer state and the gradients sharded (ZeRO-2).",
+        3: "Data parallel with parameters, gradients and the optimizer state sharded (ZeRO-3).",
     }[level]
     return policy
 
@@ -142,7 +142,7 @@ def build_plan(
 
 
 def apply(builder: PlanBuilder, request: PolicyRequest, size: int = 0) -> None:
-    """Write what a request asks for on a draft, of the whole or of a stage of `size` devices."""
+    """Apply a request to a plan builder, for the whole model or a stage of `size` devices."""
     for name, axis in request.parts_of(size):
         outer = outer_of(axis.name, builder.mesh)
         if outer is None:
@@ -179,8 +179,8 @@ def rank_atoms(builder: PlanBuilder, axis: Axis) -> list[int]:
     multiplied = {
         atom for atom in owned if any(is_matmul(builder.signature(op)) for op, _ in analysis.by_atom.get(atom, ()))
     }
-    worth = {atom for atom, held in owned.items() if atom in multiplied or held > 0.1 * everything}
-    found: list[tuple[float, int, int]] = []
+    worth = {atom for atom, elements in owned.items() if atom in multiplied or elements > 0.1 * everything}
+    ranked: list[tuple[float, int, int]] = []
     for order, atom in enumerate(sorted(worth & set(analysis.by_atom))):
         size = analysis.atoms.size[atom]
         if chunk_bounds(size, axis.size, axis.size - 1)[1] == 0 or atom in analysis.batch:
@@ -189,8 +189,8 @@ def rank_atoms(builder: PlanBuilder, axis: Axis) -> list[int]:
             continue  # experts are split together with the batch, which is for ep to say
         uneven = 0.5 if size % axis.size else 1.0
         gain = uneven * _work(builder, atom) / (bytes_moved(builder, axis, atom) + 1.0)
-        found.append((-gain, order, atom))
-    return [atom for _, _, atom in sorted(found)]
+        ranked.append((-gain, order, atom))
+    return [atom for _, _, atom in sorted(ranked)]
 
 
 def bytes_moved(builder: PlanBuilder, axis: Axis, atom: int) -> float:
@@ -219,7 +219,7 @@ def bytes_moved(builder: PlanBuilder, axis: Axis, atom: int) -> float:
 def sequence_atoms(builder: PlanBuilder, axis: Axis) -> set[int]:
     """Atoms of the middle dim of [batch, sequence, features] activations."""
     analysis, values = builder.analysis, builder.graph.values
-    found: set[int] = set()
+    atoms: set[int] = set()
     for op in builder.ops:
         if builder.chosen(op, axis) is None:
             for name in op.outputs:
@@ -228,7 +228,7 @@ def sequence_atoms(builder: PlanBuilder, axis: Axis) -> set[int]:
                     and values[name].gradient
                     and values[name].shape[0] == builder.graph.batch
                 ):
-                    found.update(analysis.atoms.splittable(analysis.dims[name][1]))
+                    atoms.update(analysis.atoms.splittable(analysis.dims[name][1]))
     return {
-        atom for atom in found - analysis.batch if chunk_bounds(analysis.atoms.size[atom], axis.size, axis.size - 1)[1]
+        atom for atom in atoms - analysis.batch if chunk_bounds(analysis.atoms.size[atom], axis.size, axis.size - 1)[1]
     }

@@ -3,12 +3,13 @@
     variable   its states                                        stands for
     op         its choices on all axes                           every op that is no constant
     hub        the layouts of a value                            a value that is read more than once
-    home       layouts and storage                               a parameter
-    layer      which of its modules are recomputed               a repeated layer, where recomputing is looked at
+    home       layouts and storage (ZeRO level, axes)            a parameter
+    layer      which of its modules are recomputed               a repeated layer, where recomputation is allowed
 
-A value that is read once is a table over its producer and its reader: the price of the conversion between them. With
-several readers the producer delivers to a hub, and every reader takes from there; so a sum that all need is done once.
-What backward needs is charged once for each storage, where it is made: views share that of their input.
+A value that is read once is a table over its producer and its reader: the price of the reshard between them. With
+several readers the producer delivers to a hub, and every reader reshards from there; so an all_reduce that all need is
+done once.
+What is saved for backward is charged once for each storage, where it is produced: views share that of their input.
 
 Equal layers have equal tables: an entry names its table by a number, and `tables` fills each number once for a mesh.
 """
@@ -26,24 +27,24 @@ from ..ir.paths import layer_of, prefixes
 from .op_kinds import OpKinds, aliases_input
 
 Region = tuple[int, ...]
-"""For each way to recompute a layer the region in which something runs; -1 is none."""
+"""For each option to recompute a layer the region in which something runs; -1 is none."""
 
 Ways = Mapping[str, Sequence[frozenset[str]]]
-"""For each layer the ways to recompute it: sets of module paths."""
+"""For each layer the options to recompute it: sets of module paths."""
 
 
 def alike(graph: Graph, together: Mapping[str, str], layers: Iterable[str]) -> dict[str, str]:
     """For each layer the first of those with which it has ops together: they are recomputed in the same way."""
-    found = {layer: layer for layer in layers}
-    heads: dict[str, str] = {}
-    for op in graph.ops if together and found else ():
-        layer = next((path for path in prefixes(op.module_path) if path in found), None)
+    heads = {layer: layer for layer in layers}
+    first_layer: dict[str, str] = {}
+    for op in graph.ops if together and heads else ():
+        layer = next((path for path in prefixes(op.module_path) if path in heads), None)
         if layer is None or op.name not in together:
             continue
-        old, new = found[layer], found[heads.setdefault(together[op.name], layer)]
+        old, new = heads[layer], heads[first_layer.setdefault(together[op.name], layer)]
         if old != new:
-            found |= {path: new for path, head in found.items() if head == old}
-    return found
+            heads |= {path: new for path, head in heads.items() if head == old}
+    return heads
 
 
 class EdgeEnd(NamedTuple):
@@ -55,7 +56,7 @@ class EdgeEnd(NamedTuple):
 
 
 class EdgeSide(NamedTuple):
-    """An end in the graph: its variable (-1: none), its layer and that one's variable, its region in each way."""
+    """An end in the graph: its variable (-1: none), its layer's variable and path, its region in each option."""
 
     end: EdgeEnd
     variable: int
@@ -69,34 +70,34 @@ class EdgeSide(NamedTuple):
 class OpTable:
     kind: int
     again: bool = False  # in a region of the user's model
-    region: Region = ()  # in each way to recompute its layer
+    region: Region = ()  # in each option to recompute its layer
 
 
 @dataclass(frozen=True)
 class EdgeTable:
-    """A conversion. `kept`: backward needs what arrives; `held`: what is handed over as it is costs no memory.
+    """A reshard. `saved`: backward needs the result; `shared`: what is passed on unchanged costs no memory.
 
-    `ways` says for each way to recompute what becomes of it: "plain", "enters" a region, or runs "again" inside one.
+    `ways` says for each recomputation option what it is: "plain", "enters" a region, or runs "again" inside one.
     """
 
     size: tuple[tuple[int, ...], str, bool]
     value: str = field(compare=False)
     start: EdgeEnd
     goal: EdgeEnd
-    kept: bool
-    held: bool
+    saved: bool
+    shared: bool
     ways: tuple[str, ...] = ()
     same: bool = False  # both ends are one variable
 
 
 @dataclass(frozen=True)
 class StorageTable:
-    home: int
+    parameter: int
 
 
 @dataclass(frozen=True)
 class UseTable:
-    home: int
+    parameter: int
     kind: int
     index: int
     value: str = field(compare=False)
@@ -139,8 +140,8 @@ class ProblemStructure:
         self.storage_options: dict[str, int] = {}
         self.recomputed: dict[str, int] = {}
         self.hub_kinds: dict[tuple[EdgeEnd, ...], int] = {}
-        self.home_kinds: dict[Hashable, int] = {}
-        self.home_firsts: list[Parameter] = []
+        self.parameter_kinds: dict[Hashable, int] = {}
+        self.first_parameters: list[Parameter] = []
         self._where: dict[str, tuple[int, Region, str | None]] = {}
         self._ways: dict[int, Sequence[frozenset[str]]] = {}
         self._groups: dict[str, int] = {}
@@ -171,7 +172,7 @@ class ProblemStructure:
             if block != last:
                 number, last = number + 1, block
             blocks[op.name] = number
-            path = next((held for held in prefixes(op.module_path) if held in self.layers), None)
+            path = next((prefix for prefix in prefixes(op.module_path) if prefix in self.layers), None)
             if path is not None and path not in self.recomputed:
                 known = self.recomputed.get(heads[path])
                 fresh = self._variable("layer", len(self.layers[path]), number) if known is None else known
@@ -191,8 +192,8 @@ class ProblemStructure:
         if path is None:
             return -1, (), None
         ways, above = self.layers[path], set(prefixes(op.module_path))
-        every = sorted({held for way in ways for held in way})
-        region = tuple(next((every.index(held) for held in way if held in above), -1) for way in ways)
+        every = sorted({module for option in ways for module in option})
+        region = tuple(next((every.index(module) for module in option if module in above), -1) for option in ways)
         return self.recomputed[path], region, path
 
     def _add(self, variables: tuple[int, ...], table: Table, name: str, reader: str = "") -> None:
@@ -217,64 +218,67 @@ class ProblemStructure:
         if not users and not leaves:
             return
         kinds = self.kinds
-        made = self._side(op, "out", at)
-        held = kinds.keeps(kinds.of[op.name])[1][at] or aliases_input(op)  # its storage is charged elsewhere
-        apart = bool(self.layers) and any(self._where[user.name][2] != made.path for user, _ in users)
+        producer = self._side(op, "out", at)
+        shared = kinds.keeps(kinds.of[op.name])[1][at] or aliases_input(op)  # its storage is charged elsewhere
+        apart = bool(self.layers) and any(self._where[user.name][2] != producer.path for user, _ in users)
         out = EdgeSide(EdgeEnd("leaving", len(self.graph.values[name].shape)), -1)
         if not users:
-            self._edge(name, made, out, kept=False, held=held)
+            self._edge(name, producer, out, saved=False, shared=shared)
             return
         if len(users) == 1 and not leaves and not apart:
             ((user, index),) = users
-            self._edge(name, made, self._side(user, "in", index), kept=kinds.reads_kept(user, index), held=held)
+            self._edge(
+                name, producer, self._side(user, "in", index), saved=kinds.reads_kept(user, index), shared=shared
+            )
             return
-        hub = self._hub(made, users, block)
+        hub = self._hub(producer, users, block)
         self.hubs[name] = hub.variable
-        self._edge(name, made, hub, kept=kinds.wanted[name], held=held)
+        self._edge(name, producer, hub, saved=kinds.wanted[name], shared=shared)
         for user, index in users:
-            self._edge(name, hub, self._side(user, "in", index), kept=kinds.reads_kept(user, index), held=True)
+            self._edge(name, hub, self._side(user, "in", index), saved=kinds.reads_kept(user, index), shared=True)
         if leaves:
-            self._edge(name, hub, out, kept=False, held=True)
+            self._edge(name, hub, out, saved=False, shared=True)
 
-    def _hub(self, made: EdgeSide, users: list[tuple[Op, int]], block: int) -> EdgeSide:
+    def _hub(self, producer: EdgeSide, users: list[tuple[Op, int]], block: int) -> EdgeSide:
         """A place for a value with several readers; in a region only if all that touch it are."""
-        ends = (made.end, *(EdgeEnd("in", self.kinds.of[user.name], index) for user, index in users))
+        ends = (producer.end, *(EdgeEnd("in", self.kinds.of[user.name], index) for user, index in users))
         kind = self.hub_kinds.setdefault(ends, len(self.hub_kinds))
-        layer, region = made.layer, made.region
+        layer, region = producer.layer, producer.region
         places = [self._where[user.name] for user, _ in users]
-        same = all(path == made.path for _, _, path in places)
+        same = all(path == producer.path for _, _, path in places)
         region = tuple(
-            at if same and all(other[way] == at for _, other, _ in places) else -1 for way, at in enumerate(region)
+            at if same and all(other[option] == at for _, other, _ in places) else -1
+            for option, at in enumerate(region)
         )
-        key: Hashable = (kind, made.variable, tuple(self.ops[user.name] for user, _ in users), layer, region)
-        if made.reader not in self.together or not all(user.name in self.together for user, _ in users):
-            key = made.reader, made.end.at
+        key: Hashable = (kind, producer.variable, tuple(self.ops[user.name] for user, _ in users), layer, region)
+        if producer.reader not in self.together or not all(user.name in self.together for user, _ in users):
+            key = producer.reader, producer.end.at
         variable = self._shared_hubs.get(key)
         if variable is None:
             variable = self._shared_hubs[key] = self._variable("hub", kind, block)
-        return EdgeSide(EdgeEnd("hub", kind), variable, layer, region, path=made.path)
+        return EdgeSide(EdgeEnd("hub", kind), variable, layer, region, path=producer.path)
 
-    def _edge(self, name: str, a: EdgeSide, b: EdgeSide, *, kept: bool, held: bool) -> None:
+    def _edge(self, name: str, a: EdgeSide, b: EdgeSide, *, saved: bool, shared: bool) -> None:
         value = self.graph.values[name]
         same = a.variable == b.variable
         ends = (a.variable,) if b.variable < 0 or same else (a.variable, b.variable)
         layer, ways = self._ways_of(a, b)
         size = (value.shape, value.dtype, value.gradient)
-        table = EdgeTable(size, name, a.end, b.end, kept, held, ways, same)
+        table = EdgeTable(size, name, a.end, b.end, saved, shared, ways, same)
         self._add((*ends, layer) if ways else ends, table, name, b.reader)
 
     def _ways_of(self, a: EdgeSide, b: EdgeSide) -> tuple[int, tuple[str, ...]]:
-        """The layer whose way of recomputing decides about an edge, and what becomes of the edge in each."""
+        """The layer whose recomputation decides about an edge, and what becomes of the edge in each option."""
         layer = b.layer if any(at >= 0 for at in b.region) else a.layer
         if layer < 0 or not any(at >= 0 for at in (*a.region, *b.region)):
             return -1, ()
-        found = []
-        for way in range(len(self._ways[layer])):
-            start = a.region[way] if a.layer == layer else -1
-            goal = b.region[way] if b.layer == layer else -1
+        cases = []
+        for option in range(len(self._ways[layer])):
+            start = a.region[option] if a.layer == layer else -1
+            goal = b.region[option] if b.layer == layer else -1
             inside = start == goal >= 0 and a.path == b.path
-            found.append("again" if inside else "enters" if goal >= 0 else "plain")
-        return (layer, tuple(found)) if set(found) != {"plain"} else (-1, ())
+            cases.append("again" if inside else "enters" if goal >= 0 else "plain")
+        return (layer, tuple(cases)) if set(cases) != {"plain"} else (-1, ())
 
     def _add_parameter(self, parameter: Parameter, blocks: Mapping[str, int]) -> None:
         name = parameter.value
@@ -282,12 +286,12 @@ class ProblemStructure:
         if not users:
             return
         value, unit = self.graph.values[name], self.units[parameter.key]
-        said = repr(self.kinds.said.get(parameter.key))
+        decision = repr(self.kinds.decisions.get(parameter.key))
         uses = tuple((self.kinds.of[user.name], index) for user, index in users)
-        key = (uses, value.shape, value.dtype, parameter.trainable, said, unit)
-        kind = self.home_kinds.setdefault(key, len(self.home_kinds))
-        if kind == len(self.home_firsts):
-            self.home_firsts.append(parameter)
+        key = (uses, value.shape, value.dtype, parameter.trainable, decision, unit)
+        kind = self.parameter_kinds.setdefault(key, len(self.parameter_kinds))
+        if kind == len(self.first_parameters):
+            self.first_parameters.append(parameter)
         variable = self._variable("home", kind, blocks[users[0][0].name])
         self.storage_options[parameter.key] = variable
         self._add((variable,), StorageTable(kind), parameter.key)
@@ -298,7 +302,7 @@ class ProblemStructure:
     @cached_property
     def shapes(self) -> tuple[tuple[str, int], ...]:
         """What decides how many states each variable has."""
-        return tuple((held.what, held.kind) for held in self.variables)
+        return tuple((variable.what, variable.kind) for variable in self.variables)
 
     @cached_property
     def units(self) -> dict[str, float]:

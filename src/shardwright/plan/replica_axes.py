@@ -1,4 +1,4 @@
-"""The rows of a batch: which axes of a mesh split it, and how a value lies that every group has its rows of."""
+"""Data-parallel replicas: which axes of a mesh split the batch, and the layout of a value split like the batch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def is_replica(name: str) -> bool:
 
 
 def batch_layout(analysis: Analysis, mesh: Mesh, axes: Sequence[str], name: str) -> Layout:
-    """The layout in which each group of ranks along these axes has its own rows of a value."""
+    """The layout in which each group of ranks along these axes has its own samples of a value."""
     layout = replicated(len(analysis.graph.values[name].shape))
-    taken: list[tuple[int, int]] = []
+    splits: list[tuple[int, int]] = []
     for axis in mesh.axes:
         if axis.name not in axes or not layout.shards:
             continue
         for atom in analysis.batch:
-            shard = analysis.atoms.shard(analysis.dims[name][0], atom, axis, taken)
+            shard = analysis.atoms.shard(analysis.dims[name][0], atom, axis, splits)
             if shard is not None:
                 layout = layout.with_shard(0, shard)
-                taken.append((atom, axis.size))
+                splits.append((atom, axis.size))
     return layout

@@ -1,8 +1,8 @@
-"""Where parameters can live: how they are cut for computing, and what of them is split for storage.
+"""Parameter storage: how parameters are sharded for compute, and what of them ZeRO shards for storage.
 
 For each layout that a use asks for, and each set of axes over which the gradient is summed:
 
-    level    sync in backward                     before forward   after the update   split
+    level    gradient sync in backward            before forward   after the update   sharded
     0        all_reduce                           -                -                  nothing
     1        all_reduce                           -                all_gather         optimizer state
     2        reduce_scatter                       -                all_gather         and gradient
@@ -60,7 +60,7 @@ class StorageOptions:
 
 
 class StoragePricing:
-    """Makes the homes of parameters."""
+    """Lists and prices the storage options of parameters."""
 
     def __init__(
         self,
@@ -74,23 +74,23 @@ class StoragePricing:
         self.fixed, self.most = fixed, most or {}
         self._counts: dict[tuple[tuple[int, ...], Layout], float] = {}
 
-    def storage_options(self, parameter: Parameter, asked: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
-        """`asked` are the layouts that each use may ask for, `unit` the elements that are gathered together."""
+    def storage_options(self, parameter: Parameter, uses: Sequence[tuple[Layout, ...]], unit: float) -> StorageOptions:
+        """`uses` are the layouts that each use may ask for, `unit` the elements that are gathered together."""
         layouts: list[Layout] = []
         storage: list[Storage] = []
         used: list[np.ndarray] = []
-        for layout in self._layouts(asked):
-            for held in self._storages(parameter, layout):
+        for layout in self._layouts(uses):
+            for stored in self._storages(parameter, layout):
                 layouts.append(layout)
-                storage.append(held)
-                used.append(self._used(parameter, layout, held, unit))
+                storage.append(stored)
+                used.append(self._used(parameter, layout, stored, unit))
         return StorageOptions(layouts=tuple(layouts), storage=tuple(storage), used=np.array(used).reshape(-1, COUNT),
-                     alone=len(asked) == 1)  # fmt: skip
+                     alone=len(uses) == 1)  # fmt: skip
 
-    def _layouts(self, asked: Sequence[tuple[Layout, ...]]) -> Iterator[Layout]:
-        """Every layout that a use asks for; where several share a parameter, what one of them sums is a sum."""
-        every = dict.fromkeys(layout for use in asked for layout in use)
-        if len(asked) > 1:
+    def _layouts(self, uses: Sequence[tuple[Layout, ...]]) -> Iterator[Layout]:
+        """Every layout that a use asks for; where several share a parameter, a pending sum of one is one for all."""
+        every = dict.fromkeys(layout for use in uses for layout in use)
+        if len(uses) > 1:
             for layout in list(every):
                 for count in range(1, len(self.mesh.names) + 1):
                     for axes in combinations(self.mesh.names, count):
@@ -102,7 +102,7 @@ class StoragePricing:
     def _storages(self, parameter: Parameter, layout: Layout) -> Iterator[Storage]:
         free = [axis for axis in self.mesh.names if self._may_store(parameter, layout, axis)]
         if self.fixed is not None:
-            yield tuple(held for held in self.fixed.get(parameter.key, ()) if held[0] in free)
+            yield tuple(entry for entry in self.fixed.get(parameter.key, ()) if entry[0] in free)
             return
         yield ()
         highest = self.most.get(parameter.key, 3)
@@ -116,21 +116,21 @@ class StoragePricing:
         placement = layout.placement(axis)
         return placement == REPLICATE if parameter.trainable else placement is not None
 
-    def _used(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> np.ndarray:
+    def _used(self, parameter: Parameter, layout: Layout, storage: Storage, unit: float) -> np.ndarray:
         value, training = self.graph.values[parameter.value], self.training
-        found = np.zeros(COUNT)
+        used = np.zeros(COUNT)
         count, stored = self.count(value.shape, layout), ITEM_SIZE.get(value.dtype, 4)
-        share = self.shares(count, held)
-        found[Resource.STORED] = share[3] * stored
-        if zero_level(held) < 3 and training.item(value) != stored:
-            found[Resource.KEPT] = count * training.item(value)  # the cast that autocast keeps for backward
-        for sent in self.sends(parameter, layout, held, unit):
-            found[sent.resource] += sent.seconds
+        share = self.shares(count, storage)
+        used[Resource.STORED] = share[3] * stored
+        if zero_level(storage) < 3 and training.item(value) != stored:
+            used[Resource.KEPT] = count * training.item(value)  # the cast that autocast keeps for backward
+        for sent in self.sends(parameter, layout, storage, unit):
+            used[sent.resource] += sent.seconds
         if self.spaces.backward and parameter.trainable:
             true = training.true_item(value)
-            found[Resource.STORED] += share[2] * true + share[1] * training.state_item(value)
-            found[Resource.UPDATE] += self._update(share[1] * true)
-        return found
+            used[Resource.STORED] += share[2] * true + share[1] * training.state_item(value)
+            used[Resource.UPDATE] += self._update(share[1] * true)
+        return used
 
     def count(self, shape: tuple[int, ...], layout: Layout) -> float:
         """How many elements of a parameter a device has."""
@@ -139,16 +139,18 @@ class StoragePricing:
             self._counts[key] = local_elements(shape, layout, self.mesh)
         return self._counts[key]
 
-    def shares(self, count: float, held: Storage) -> dict[int, float]:
+    def shares(self, count: float, storage: Storage) -> dict[int, float]:
         """How many of a parameter's elements are kept of its optimizer state (1), gradient (2), and itself (3)."""
-        parts, level = math.prod(self.mesh.sizes[axis] for axis, _ in held), zero_level(held)
+        parts, level = math.prod(self.mesh.sizes[axis] for axis, _ in storage), zero_level(storage)
         return {at: count / parts if level >= at else count for at in (1, 2, 3)}
 
-    def sends(self, parameter: Parameter, layout: Layout, held: Storage, unit: float) -> Iterator[ParameterCollective]:
+    def sends(
+        self, parameter: Parameter, layout: Layout, storage: Storage, unit: float
+    ) -> Iterator[ParameterCollective]:
         """The collectives of a parameter in a step."""
         value, training = self.graph.values[parameter.value], self.training
         count = self.count(value.shape, layout)
-        axes, level = tuple(axis for axis, _ in held), zero_level(held)
+        axes, level = tuple(axis for axis, _ in storage), zero_level(storage)
         parts = math.prod(self.mesh.sizes[axis] for axis in axes)
         moving, wire = training.item(value), training.reduced_item(value)
         pack = unit * count / max(value.elements, 1)
@@ -162,7 +164,7 @@ class StoragePricing:
             bucket = max(elements * size, pack * size if level == 3 else BUCKET)
             times = 1.0 if level == 3 or resource == Resource.UPDATE else 1.0 / training.accumulate
             seconds = self.moves.collective(kind, bucket, over) * elements * size / bucket * times
-            copies = 6 if traits.copies and kind != "all_reduce" else 2  # see `Habits`
+            copies = 6 if traits.copies and kind != "all_reduce" else 2  # see `BackendTraits`
             return ParameterCollective(
                 resource, kind, over, seconds + times * self.moves.copy(copies * elements * size)
             )
@@ -198,6 +200,6 @@ class StoragePricing:
         return first / 2 + update_time(bytes, bytes, bytes * states, device, optimizer=name, kernels=KERNELS)
 
 
-def zero_level(held: Storage) -> int:
+def zero_level(storage: Storage) -> int:
     """The ZeRO level of a storage; all its axes have the same."""
-    return held[0][1] if held else 0
+    return storage[0][1] if storage else 0

@@ -1,14 +1,14 @@
-"""An axis that is larger than what it is to share, as two axes or more: 2 heads of keys on tp=4.
+"""An axis that is larger than what it is to share, as two axes or more: 2 KV heads on tp=4 (GQA).
 
-    tp=4   4 heads of queries in 2 groups, each with its head of keys and values
+    tp=4   4 heads of queries in 2 groups, each with its KV head
     tp0=2  takes the groups                  of queries, keys and values
-    tp1=2  takes the queries in a group      keys and values are whole along it, their gradients sums
+    tp1=2  takes the queries in a group      keys and values are replicated along it, their gradients pending sums
 
-Everything that 4 devices can share is cut by both, one after the other, which is the same as one cut by 4. So sums
+Everything that 4 devices can share is sharded by both, one after the other, which is the same as sharding by 4. So sums
 go over both at once, and there is no sum more than with one axis.
 
-`refine` finds the sizes. `share_further` is what a policy does on an inner axis, given what it did on the axis
-around it: it takes nothing that would need a conversion which the outer axis does not need as well.
+`refine` finds the sizes. `split_inner_axis` is what a policy does on an inner axis, given what it did on the axis
+around it: it takes nothing that would need a reshard which the outer axis does not need as well.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ Picks = dict[str, Role]
 
 def families(builder: PlanBuilder, axis: Axis) -> dict[int, tuple[Op, ...]]:
     """The atoms that an axis takes, each with the ops that are split on it."""
-    found: dict[int, list[Op]] = {}
+    ops_by_atom: dict[int, list[Op]] = {}
     for op in builder.ops:
         role = builder.role_on(op, axis)
         if role is not None:
-            found.setdefault(role.atom, []).append(op)
-    return {atom: tuple(ops) for atom, ops in found.items()}
+            ops_by_atom.setdefault(role.atom, []).append(op)
+    return {atom: tuple(ops) for atom, ops in ops_by_atom.items()}
 
 
 def refine(request: PolicyRequest, analysis: Analysis, policy: Policy) -> tuple[PolicyRequest, tuple[str, ...]]:
     """The request with axes of tensor parallelism refined where that serves, and notes that say so."""
-    found: dict[tuple[str, int], tuple[tuple[int, ...], str]] = {}
+    refinements: dict[tuple[str, int], tuple[tuple[int, ...], str]] = {}
     for size in request.stages or (0,):
         for name, axis in request.asked_of(size):
-            if name in ("tp", "sp") and (axis.name, axis.size) not in found:
-                found[axis.name, axis.size] = _refined(analysis, axis, policy)
-    refined = {axis: said for (axis, _), said in found.items() if len(said[0]) > 1}
+            if name in ("tp", "sp") and (axis.name, axis.size) not in refinements:
+                refinements[axis.name, axis.size] = _refined(analysis, axis, policy)
+    refined = {axis: refinement for (axis, _), refinement in refinements.items() if len(refinement[0]) > 1}
     notes = tuple(note for _, note in refined.values())
     return replace(request, refined=tuple((axis, sizes) for axis, (sizes, _) in refined.items())), notes
 
@@ -70,27 +70,27 @@ def _refined(analysis: Analysis, axis: Axis, policy: Policy) -> tuple[tuple[int,
     best = (0.0, axis.size, 0)  # arithmetic, the outer axis, an atom that it serves
     for outer in {math.gcd(sizes[atom], axis.size) for atom in wanted} - {1}:
         builder = _tried(analysis, axis, (outer,), policy)
-        held = families(builder, builder.mesh.axes[0])
-        fit = [atom for atom in held if atom in wanted and math.gcd(sizes[atom], axis.size) == outer]
-        served = [atom for atom in fit if _is_closed(analysis, atom, held[atom])]
-        work = sum(flops(builder.signature(op)) for atom in served for op in held[atom])
+        ops_by_atom = families(builder, builder.mesh.axes[0])
+        fit = [atom for atom in ops_by_atom if atom in wanted and math.gcd(sizes[atom], axis.size) == outer]
+        served = [atom for atom in fit if _is_closed(analysis, atom, ops_by_atom[atom])]
+        work = sum(flops(builder.signature(op)) for atom in served for op in ops_by_atom[atom])
         if work >= WORTH * sum(flops(builder.signature(op)) for op in builder.ops) > 0:
             best = max(best, (work, outer, served[0]))
     _, outer, atom = best
     if outer == axis.size:
         return (axis.size,), ""
     parts = _inner_sizes(analysis, axis, outer, policy)
-    return parts, _said(analysis, axis, parts, atom)
+    return parts, _note(analysis, axis, parts, atom)
 
 
 def _inner_sizes(analysis: Analysis, axis: Axis, outer: int, policy: Policy) -> tuple[int, ...]:
     """An axis from its outer part on, in as few parts as do with which devices have the least arithmetic."""
-    ways = sorted(((outer, *rest) for rest in _products(axis.size // outer)), key=len)
-    if len(ways) == 1:
-        return ways[0]
-    work = {parts: _arithmetic(_tried(analysis, axis, parts, policy)) for parts in ways}
+    options = sorted(((outer, *rest) for rest in _products(axis.size // outer)), key=len)
+    if len(options) == 1:
+        return options[0]
+    work = {parts: _arithmetic(_tried(analysis, axis, parts, policy)) for parts in options}
     least = min(work.values())
-    return next(parts for parts in ways if work[parts] <= NEAR * least)
+    return next(parts for parts in options if work[parts] <= NEAR * least)
 
 
 def _is_closed(analysis: Analysis, atom: int, ops: Sequence[Op] | None = None) -> bool:
@@ -137,14 +137,14 @@ def _tried(analysis: Analysis, axis: Axis, parts: Sequence[int], policy: Policy)
     return builder
 
 
-def _said(analysis: Analysis, axis: Axis, parts: Sequence[int], atom: int) -> str:
+def _note(analysis: Analysis, axis: Axis, parts: Sequence[int], atom: int) -> str:
     size, graph = analysis.atoms.size[atom], analysis.graph
     key = next(
         p.key for p in graph.parameters if any(atom in analysis.atoms.splittable(d) for d in analysis.dims[p.value])
     )
-    said = " x ".join(f"{part.name}={part.size}" for part in subaxes(axis, parts))
+    mesh = " x ".join(f"{part.name}={part.size}" for part in subaxes(axis, parts))
     return (
-        f"{axis.name}={axis.size} is {said}: {axis.size} devices can't share the {size} parts of {key} and others, and "
+        f"{axis.name}={axis.size} is {mesh}: {axis.size} devices can't share the {size} parts of {key} and others, and "
         f"{parts[0]} can; what can be split further is, the rest is the same along the inner axis"
     )
 
@@ -161,7 +161,7 @@ def split_inner_axis(builder: PlanBuilder, axis: Axis, outer: Axis) -> None:
 def _best(builder: PlanBuilder, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op]) -> tuple[float, Picks]:
     """What the ops of a family best take on an inner axis, and the part of their arithmetic that a device then does."""
     total = sum(flops(builder.signature(op)) for op in ops)
-    ways: list[tuple[float, Picks]] = [(1.0, {})]
+    options: list[tuple[float, Picks]] = [(1.0, {})]
     for other in (atom, *_others(builder, atom, ops)):
         picks = _closed(builder, axis, outer, other, ops, same=other == atom)
         if not picks:
@@ -169,8 +169,8 @@ def _best(builder: PlanBuilder, axis: Axis, outer: Axis, atom: int, ops: Sequenc
         left = builder.left_of(next(op for op in ops if op.name in picks), axis, other)
         part = chunk_bounds(left, axis.size, 0)[1] / left
         done = sum(flops(builder.signature(op)) for op in ops if op.name in picks)
-        ways.append((1.0 - (1.0 - part) * (done / total if total else 1.0), picks))
-    return min(ways, key=lambda way: round(way[0], 6))
+        options.append((1.0 - (1.0 - part) * (done / total if total else 1.0), picks))
+    return min(options, key=lambda option: round(option[0], 6))
 
 
 def _others(builder: PlanBuilder, atom: int, ops: Sequence[Op]) -> Iterator[int]:
@@ -182,9 +182,9 @@ def _others(builder: PlanBuilder, atom: int, ops: Sequence[Op]) -> Iterator[int]
 def _closed(builder: PlanBuilder, axis: Axis, outer: Axis, atom: int, ops: Sequence[Op], *, same: bool) -> Picks:
     """The ops that can take an atom on the inner axis so that no more is sent than on the outer axis alone.
 
-    On the same atom all do what they do on the outer axis, and every conversion there goes over both axes at once. On
-    another atom an op drops out if its result is cut and an op reads it that does not take it so, or if it is a sum
-    over the inner axis only.
+    On the same atom all do what they do on the outer axis, and every reshard there goes over both axes at once. On
+    another atom an op drops out if its result is sharded and an op reads it that does not take it so, or if it is a
+    pending sum over the inner axis only.
     """
     picks: Picks = {}
     for op in ops:
@@ -197,11 +197,11 @@ def _closed(builder: PlanBuilder, axis: Axis, outer: Axis, atom: int, ops: Seque
     sinks, dropped = set(builder.graph.sinks()), True
     by_name = {op.name: op for op in ops}
     while dropped:
-        kept = {
+        remaining = {
             name: r for name, r in picks.items() if not _sends(builder, axis, outer, by_name[name], r, picks, sinks)
         }
-        dropped = len(kept) < len(picks)
-        picks = kept
+        dropped = len(remaining) < len(picks)
+        picks = remaining
     return picks
 
 

@@ -45,9 +45,8 @@ def made_for(
         return PlanConditions(cluster=on_cluster, training=training or TrainingSetup())
     conditions = predicted["for"]
     kept = TrainingSetup(
-        optimizer=conditions["optimizer"], compute=conditions["compute"], reduce=conditions["reduce"],
-        accumulate=conditions["accumulate"],
-        masters=conditions.get("masters", False), said=conditions.get("precision", ""),
+        optimizer=made["optimizer"], compute=made["compute"], reduce=made["reduce"], accumulate=made["accumulate"],
+        masters=made.get("masters", False), precision_name=made.get("precision", ""),
     )  # fmt: skip
     limit = predicted["limit"] if cluster is None else None
     return PlanConditions(cluster=on_cluster, training=training or kept, rows=tuple(conditions["rows"]), limit=limit)

@@ -52,6 +52,6 @@ def test_points_are_what_was_solved_for():
     problem = with_limit(repeat(np.random.default_rng(0), 5, 3, 3), 0.3)
     dual = run(problem)
 
-    value = min(cut @ np.concatenate([[1.0], dual.best]) for cut in dual.shards)
+    value = min(cut @ np.concatenate([[1.0], dual.best]) for cut in dual.cuts)
 
     assert value == pytest.approx(dual.bound)

@@ -129,11 +129,11 @@ def test_an_order_serves_tables_of_other_sizes(states):
     own = eliminate(other).run(WEIGHTS)
     steps = eliminate(first).steps
 
-    found = eliminate(like)
+    elimination = eliminate(like)
 
-    assert len(found.steps) == len(steps)
-    assert found.run(WEIGHTS).value == pytest.approx(own.value)
-    assert like.point(found.run(WEIGHTS).walk()).time == pytest.approx(own.value)
+    assert len(elimination.steps) == len(steps)
+    assert elimination.run(WEIGHTS).value == pytest.approx(own.value)
+    assert like.point(elimination.run(WEIGHTS).walk()).time == pytest.approx(own.value)
 
 
 def test_an_order_that_is_much_worse_is_not_taken(monkeypatch):
@@ -142,6 +142,6 @@ def test_an_order_that_is_much_worse_is_not_taken(monkeypatch):
     monkeypatch.setattr(module, "LITTLE_WORK", 0)
     monkeypatch.setattr(module, "MUCH_MORE", 0)
 
-    found = eliminate(dataclasses.replace(other, like=first))
+    elimination = eliminate(dataclasses.replace(other, like=first))
 
-    assert found.work == eliminate(other).work
+    assert elimination.work == eliminate(other).work

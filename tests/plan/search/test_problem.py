@@ -17,8 +17,8 @@ def problem_of(*factors: CostFactor, sizes=(2, 3), blocks=(0, 0), phases=TIME) -
 
 
 def test_resources_are_the_sum_of_the_factors():
-    one, both = np.arange(4.0).reshape(2, 2), np.arange(12.0).reshape(3, 2, 2)
-    problem = problem_of(CostFactor((0,), one), CostFactor((1, 0), both))
+    single, both = np.arange(4.0).reshape(2, 2), np.arange(12.0).reshape(3, 2, 2)
+    problem = problem_of(CostFactor((0,), single), CostFactor((1, 0), both))
 
     point = problem.point(np.array([1, 2]))
 

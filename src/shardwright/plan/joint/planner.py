@@ -196,9 +196,9 @@ def find_plan(
     result = planner.run()
     if result is None:
         return _flat(flat, planner.piped, fault, planner.search)
-    notes = [f"keeps to {item.said}" for item in options.constraints.items]
-    plan = result.solved.plan(cluster, [*notes, *LEFT_OUT])
-    return JointResult(plan=plan, flat=flat, pipeline=result, piped=planner.piped)
+    notes = [f"keeps to {item.source}" for item in options.constraints.items]
+    plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
+    return JointResult(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
 
 
 def _flat(

@@ -65,7 +65,7 @@ def made_for(cluster: Cluster, training: TrainingSetup, graph: Graph) -> dict[st
         "compute": training.compute,
         "reduce": training.reduce,
         "masters": training.masters,
-        "precision": training.said,
+        "precision": training.precision_name,
         "accumulate": training.accumulate,
         "rows": [],
         "outputs": "all" if large else "scalars",

@@ -86,7 +86,7 @@ class Dual:
 
     def __post_init__(self) -> None:
         self.space = multipliers(self.problem, self.limited)
-        self.shards: list[Floats] = []
+        self.cuts: list[Floats] = []
         self.best = np.zeros(len(self.space.moves))
 
     def steps(self) -> Iterator[Point]:
@@ -140,7 +140,7 @@ class Dual:
 
     def _meet(self, point: Point) -> Point:
         self.points.append(point)
-        self.shards.append(self.space.cut(point))
+        self.cuts.append(self.space.cut(point))
         return point
 
     def _middles(self, origin: Floats) -> list[Floats]:
@@ -154,7 +154,7 @@ class Dual:
 
     def highest(self) -> tuple[float, Floats]:
         """Where the planes are highest, and how high: max t, t <= a + g . y for all planes."""
-        cuts = np.unique(np.array(self.shards), axis=0)
+        cuts = np.unique(np.array(self.cuts), axis=0)
         floor = float(cuts[:, 0].min())  # y = 0 gives at least this
         unit = max(abs(floor), float(np.ptp(cuts[:, 0]))) or 1.0
         size = np.abs(cuts[:, 1:]).max(axis=0) / unit  # so that all numbers are about 1
@@ -170,6 +170,6 @@ class Dual:
             row = np.zeros((1, dims + 1))
             row[0, -1] = 1.0
             rows, right = np.concatenate([rows, row]), np.append(right, 1e6)
-        found = maximise(np.eye(dims + 1)[0], rows, right)
-        assert found is not None, "every coordinate has a row that binds it"
-        return floor + unit * float(found[0]), found[1:] / size
+        solution = maximise(np.eye(dims + 1)[0], rows, right)
+        assert solution is not None, "every coordinate has a row that binds it"
+        return floor + unit * float(solution[0]), solution[1:] / size

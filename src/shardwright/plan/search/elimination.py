@@ -3,7 +3,7 @@
     leaf       T_f[x] = table_f[x] . w                                                        Elimination.run
     step       T_new[x on the rest] = min over x_v of the sum of all tables that contain v     Step.lowest
     value      min over x of w . r(x) = the sum of the tables that have no variables left      Run.value
-    states     backwards: x_v = the argmin of its step at the states of the rest               Run.walk
+    states     backwards: x_v = the argmin of its step at the states of the rest               EliminationRun.walk
 
 A step is known by its input tables and by how their variables coincide, so the steps of equal layers are one step
 (hash-consing). `eliminate` finds the steps once for a problem, whatever the weights: a layer's inside is ordered once
@@ -62,7 +62,7 @@ class EliminationStep:
 
     def lowest(self, tables: Sequence[Floats], space: Floats) -> Floats:
         """The new table: the sum of the inputs, and its least over the first axis. `space` is for sums."""
-        views = [given.view(tables) for given in self.inputs]
+        views = [operand.view(tables) for operand in self.inputs]
         states, rest = self.shape[0], self.shape[1:]
         cells = math.prod(rest)
         if cells * states <= FEW_CELLS:
@@ -81,12 +81,12 @@ class EliminationStep:
 
     def costs(self, tables: Sequence[Floats], rest: Ints) -> Floats:
         """For each row of states of the rest what each state of the variable costs: [state, row]."""
-        found = []
-        for given in self.inputs:
-            places = [rest[:, i] if size > 1 else 0 for i, size in enumerate(given.shape[1:])]
-            costs: Floats = given.view(tables)[(slice(None), *places)]
-            found.append(costs if costs.ndim == 2 else costs[:, None])
-        return add(found)
+        columns = []
+        for operand in self.inputs:
+            places = [rest[:, i] if size > 1 else 0 for i, size in enumerate(operand.shape[1:])]
+            costs: Floats = operand.view(tables)[(slice(None), *places)]
+            columns.append(costs if costs.ndim == 2 else costs[:, None])
+        return add(columns)
 
 
 def add(arrays: Sequence[Floats]) -> Floats:
@@ -142,10 +142,10 @@ class Elimination:
     def fitting(self, tables: Sequence[Floats]) -> Elimination | None:
         """`with_tables`, or None where an order of its own is worth its while."""
         try:
-            found = self.with_tables(tables)
+            elimination = self.with_tables(tables)
         except TooWide:
             return None
-        return found if found.work <= max(LITTLE_WORK, MUCH_MORE * self.work) else None
+        return elimination if elimination.work <= max(LITTLE_WORK, MUCH_MORE * self.work) else None
 
     def least(self, weights: Floats) -> tuple[float, Ints]:
         """The least value at these weights, and the states that attain it."""
@@ -197,11 +197,11 @@ def eliminate(problem: Problem) -> Elimination:
     """The steps of this problem, or TooWide."""
     first = problem.first or problem
     if first not in _KNOWN:
-        _KNOWN[first] = _like(first) or _made(first)
+        _KNOWN[first] = _like(first) or _build(first)
     return _KNOWN[first]
 
 
-def _made(problem: Problem) -> Elimination:
+def _build(problem: Problem) -> Elimination:
     try:
         return _by_layers(problem)
     except TooWide:
@@ -225,10 +225,10 @@ class _Steps:
         self.rows: list[list[Ints]] = []
         self.work = 0
 
-    def take(self, sizes: Sequence[int], variable: int, rest: Scope, given: Sequence[tuple[int, Scope]]) -> int:
+    def take(self, sizes: Sequence[int], variable: int, rest: Scope, operands: Sequence[tuple[int, Scope]]) -> int:
         """The table that is left when the variable is eliminated from the given tables."""
         place = {v: i for i, v in enumerate((variable, *rest))}
-        key = tuple(sorted((node, tuple(place[v] for v in scope)) for node, scope in given))
+        key = tuple(sorted((node, tuple(place[v] for v in scope)) for node, scope in operands))
         if key not in self.known:
             shape = tuple(sizes[v] for v in (variable, *rest))
             self.work += math.prod(shape)
@@ -253,19 +253,19 @@ class _Steps:
 
 def _resized(steps: Sequence[EliminationStep], shapes: list[tuple[int, ...]]) -> tuple[EliminationStep, ...]:
     """Steps on leaves of other shapes, to which those of the steps' own tables are added."""
-    found, work = [], 0
+    resized, work = [], 0
     for step in steps:
         sizes = [1] * len(step.shape)
-        for given in step.inputs:
-            for place, size in zip(given.places, shapes[given.node], strict=True):
+        for operand in step.inputs:
+            for place, size in zip(operand.places, shapes[operand.node], strict=True):
                 sizes[place] = size
         shape = tuple(sizes)
         work += math.prod(shape)
         _check_width(shape, work)
-        inputs = [_input(given.node, given.places, shape) for given in step.inputs] if shape != step.shape else ()
-        found.append(_step(inputs, shape) if inputs else step)
+        inputs = [_input(operand.node, operand.places, shape) for operand in step.inputs] if shape != step.shape else ()
+        resized.append(_step(inputs, shape) if inputs else step)
         shapes.append(shape[1:])
-    return tuple(found)
+    return tuple(resized)
 
 
 def _check_width(shape: tuple[int, ...], work: int) -> None:
@@ -329,12 +329,12 @@ def _follow(
     borders: Borders,
     order: Iterator[int],
     sizes: Sequence[int],
-    given: Sequence[tuple[int, Scope]],
+    operands: Sequence[tuple[int, Scope]],
     names: Ints,
 ) -> list[tuple[int, Scope]]:
     """Take the steps of an order, in all copies at once (a row of names each); the tables that are left."""
-    tables = dict(enumerate(given))
-    for number, v in enumerate(order, start=len(given)):
+    tables = dict(enumerate(operands))
+    for number, v in enumerate(order, start=len(operands)):
         gone, rest = borders.eliminate(v, number)
         node = steps.take(sizes, v, rest, [tables.pop(each) for each in gone])
         steps.mark(node, names[:, (v, *rest)])

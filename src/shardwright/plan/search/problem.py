@@ -49,8 +49,8 @@ class FactorGroup:
 
     def look_up(self, states: Ints) -> Floats:
         """The resources of each factor at these states of all variables: [factor, K]."""
-        found: Floats = self.table[tuple(states[self.rows].T)]
-        return found
+        used: Floats = self.table[tuple(states[self.rows].T)]
+        return used
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +79,10 @@ class Problem:
 
     def within(self, limit: float) -> Problem:
         """The same with another limit: what does not depend on it is not found again."""
-        found = copy(self)
-        object.__setattr__(found, "limit", limit)
-        object.__setattr__(found, "first", self.first or self)
-        return found
+        limited = copy(self)
+        object.__setattr__(limited, "limit", limit)
+        object.__setattr__(limited, "first", self.first or self)
+        return limited
 
     @cached_property
     def groups(self) -> tuple[FactorGroup, ...]:

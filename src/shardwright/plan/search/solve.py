@@ -135,34 +135,34 @@ class _Solver:
         if point is not None and self.problem.fits(point.memory) and (self.best is None or point.time < self.best.time):
             self.best = point
 
-    def mix(self, dual: Dual, one: Point | None, other: Point) -> None:
-        if one is not None and one is not other and not self.near:
-            self.offer(recombine(self.problem, one, other, dual.space.of_time(dual.best)))
+    def mix(self, dual: Dual, first: Point | None, second: Point) -> None:
+        if first is not None and first is not second and not self.near:
+            self.offer(recombine(self.problem, first, second, dual.space.of_time(dual.best)))
 
     def pool(self, dual: Dual) -> list[Point]:
         """The points that are least at the best weights, each once."""
         y = np.concatenate([[1.0], dual.best])
-        near = sorted(range(len(dual.points)), key=lambda i: float(dual.shards[i] @ y))
+        near = sorted(range(len(dual.points)), key=lambda i: float(dual.cuts[i] @ y))
         distinct = {dual.points[i].states.tobytes(): dual.points[i] for i in near}
         return list(distinct.values())[:POOL]
 
     def mix_pool(self, dual: Dual) -> None:
         """Mix all pairs of the pool; while the gap is large also blends of its first, and the best point with each."""
         pool = self.pool(dual)
-        for one, other in combinations(pool, 2):
-            self.mix(dual, one, other)
-        for one, other in combinations(pool[: len(dual.best) + 1], 2):
+        for first, second in combinations(pool, 2):
+            self.mix(dual, first, second)
+        for first, second in combinations(pool[: len(dual.best) + 1], 2):
             if self.within(SMALL):
                 return
             for share in SHARES if len(dual.best) > 1 else ():  # with one multiplier two points are enough
-                blended = blend(self.problem, one, other, share)
+                blended = blend(self.problem, first, second, share)
                 for third in pool:
                     self.mix(dual, blended, third)
         before = math.inf
         while self.best is not None and self.best.time < before:
             before = self.best.time
-            for other in pool:
-                self.mix(dual, self.best, other)
+            for second in pool:
+                self.mix(dual, self.best, second)
 
     def splice(self, dual: Dual) -> None:
         """Mix the pool and the best point in every way, as far as fronts of some length show it."""
@@ -175,14 +175,14 @@ class _Solver:
         gap = max(self.best.time - inside.bound, 0.0)
         for thin in THIN:
             try:
-                found = ParetoSearch(inside).search(gap / 4, self.stop, thin)
+                front = ParetoSearch(inside).search(gap / 4, self.stop, thin)
             except TooMany:
                 continue
             except Stopped:
                 self.stopped = True
                 return
-            if found is not None:
-                self.offer(self.problem.point(small.widen(found.states)))
+            if front is not None:
+                self.offer(self.problem.point(small.widen(front.states)))
             return
 
     def search_front(self, dual: Dual) -> None:
