@@ -97,7 +97,7 @@ class EMA:
         for key, leaf in self._leaves.items():
             average = self._averages[key]
             split = isinstance(leaf, ShardedParameter) and leaf.groups is not None
-            averages[key] = as_state(average, leaf.held, leaf.spread, leaf.groups) if split else average
+            averages[key] = as_state(average, leaf.spec, leaf.spread, leaf.groups) if split else average
         return {"decay": self.decay, "updates": self.updates, "averages": averages}
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class EMA:
         ])  # fmt: skip
         for key, leaf in self._leaves.items():
             if isinstance(leaf, ShardedParameter) and leaf.groups is not None:
-                self._averages[key].copy_(region_of_value(averages[key], leaf.held, leaf.spread, leaf.groups))
+                self._averages[key].copy_(region_of_value(averages[key], leaf.spec, leaf.spread, leaf.groups))
             else:
                 self._averages[key].copy_(averages[key])
         self.decay, self.updates = values["decay"], values["updates"]

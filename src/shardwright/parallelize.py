@@ -90,7 +90,7 @@ def parallelize(
     _check_batching(microbatches, microbatch_semantics, backward)
     exact = _exact(precision, model, optimizer)
     model = unwrapped(model)
-    world, asked = start(timeout=timeout), read_asked(constraints, model, plan)
+    world, requested = start(timeout=timeout), read_asked(constraints, model, plan)
     check_optimizers(model, several(optimizer), per_replica=inputs == "per_replica" and world.size > 1)
     if parts is not None:
         _check_parts(example, constraints, exact.casts, unbatched)

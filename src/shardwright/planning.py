@@ -130,7 +130,7 @@ def _told(result: JointResult, analysis: Analysis, setting: PlanningTask) -> Pla
         plan = replace(result.plan, predicted={**result.plan.predicted, entry: prediction})
     else:
         plan = priced(result.plan, analysis, setting, result.flat)
-        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **beside(result)}})
+        plan = replace(plan, predicted={**plan.predicted, entry: {**plan.predicted[entry], **pipeline_summary(result)}})
     return replace(plan, notes=(*plan.notes, f"the search: {note}")) if note else plan
 
 

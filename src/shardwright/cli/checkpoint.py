@@ -98,7 +98,7 @@ def _find_checkpoint(path: Path) -> Path:
 
 
 def _facts(opened: Opened) -> Table:
-    said, manifest = opened.state, opened.manifest
+    state, manifest = opened.state, opened.manifest
     table = Table(title=str(opened.folder), show_header=False, title_justify="left")
     table.add_row("step", str(manifest.step) if manifest.step is not None else "not said")
     table.add_row("saved", f"{manifest.when}, by {manifest.world} rank{'s' if manifest.world > 1 else ''}")

@@ -166,7 +166,7 @@ class Compiler:
     @torch.inference_mode(False)  # what is made for inference can't train later
     def _compile(self, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         captured = self._capture(model, args, kwargs)
-        self.saw_values = self.saw_values or any(call.looked for call in captured.opaques.values())
+        self.saw_values = self.saw_values or any(call.observed for call in captured.opaques.values())
         graph, mode = captured.graph, "per_replica" if model.passing == "per_replica" else "global"
         with without_collection():
             analysis = analyse(graph, probing(captured.functions))

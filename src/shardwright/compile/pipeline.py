@@ -82,7 +82,7 @@ def _placed(
         mesh=mesh,
         takes=tuple(numbers.get(value.value, value.value) for value in program.graph.inputs),
         gives=tuple(value.value for value in program.graph.outputs if value.value is not None),
-        asks=tuple(numbers[value.value] for value in program.asked),
+        asks=tuple(numbers[value.value] for value in program.prologue_inputs),
         updates=tuple(key for key, _ in program.updates),
         stage=make() if here else None,
         parameters=parameters,
@@ -104,15 +104,15 @@ def _behind(graph: Graph, value: str) -> set[str]:
 
 def _crossing(transfer: StageTransfer, behind: Sequence[set[str]]) -> StageCrossing:
     return StageCrossing(
-        value=held.value,
-        giver=held.giver,
-        taker=held.taker,
-        shape=held.shape,
-        dtype=getattr(torch, held.dtype),
-        gradient=held.gradient,
-        source_layout=held.given,
-        target_layout=held.taken,
-        outputs=frozenset(at for at, names in enumerate(behind) if held.value in names),
+        value=transfer.value,
+        giver=transfer.giver,
+        taker=transfer.taker,
+        shape=transfer.shape,
+        dtype=getattr(torch, transfer.dtype),
+        gradient=transfer.gradient,
+        source_layout=transfer.sent,
+        target_layout=transfer.received,
+        outputs=frozenset(at for at, names in enumerate(behind) if transfer.value in names),
     )
 
 

@@ -44,12 +44,18 @@ def made_for(
     if predicted is None:
         return PlanConditions(cluster=on_cluster, training=training or TrainingSetup())
     conditions = predicted["for"]
-    kept = TrainingSetup(
-        optimizer=made["optimizer"], compute=made["compute"], reduce=made["reduce"], accumulate=made["accumulate"],
-        masters=made.get("masters", False), precision_name=made.get("precision", ""),
-    )  # fmt: skip
+    known_training = TrainingSetup(
+        optimizer=conditions["optimizer"],
+        compute=conditions["compute"],
+        reduce=conditions["reduce"],
+        accumulate=conditions["accumulate"],
+        masters=conditions.get("masters", False),
+        precision_name=conditions.get("precision", ""),
+    )
     limit = predicted["limit"] if cluster is None else None
-    return PlanConditions(cluster=on_cluster, training=training or kept, rows=tuple(conditions["rows"]), limit=limit)
+    return PlanConditions(
+        cluster=on_cluster, training=training or known_training, rows=tuple(conditions["rows"]), limit=limit
+    )
 
 
 def spelled_out(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:

@@ -20,7 +20,9 @@ from .graph_builder import OpOrigin
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_START = _OURS + "trace.py"  # whoever is above it in a stack called capture, and is not the model
+_START = os.path.join(
+    _OURS, "tracing", "export.py"
+)  # whoever is above it in a stack called capture, and is not the model
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n(?!\s*File ")\s*([^\n]*))?')
 _HOUSE = re.compile(r"/transformers/(modeling_utils|utils/|integrations/|modeling_layers|masking_utils|activations)")
 

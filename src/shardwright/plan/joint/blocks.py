@@ -115,9 +115,9 @@ class Blocks:
         for name, last in line.last_use.items():
             value = self.graph.values[name]
             batch = any(atom in analysis.batch for dim in analysis.dims[name] for atom in analysis.atoms.expand(dim))
-            held = rows if batch else rest
-            held[line.producer_at[name] + 1] += value.elements * self.training.item(value)
-            held[last + 1] -= value.elements * self.training.item(value)
+            crossing = batched if batch else unbatched
+            crossing[line.producer_at[name] + 1] += value.elements * self.training.item(value)
+            crossing[last + 1] -= value.elements * self.training.item(value)
         at = list(self.places)
         return np.maximum(np.cumsum(batched)[at], 0.0), np.maximum(np.cumsum(unbatched)[at], 0.0)
 

@@ -197,8 +197,8 @@ def find_plan(
     if result is None:
         return _flat(flat, planner.piped, fault, planner.search)
     notes = [f"keeps to {item.source}" for item in options.constraints.items]
-    plan = found.made.plan(cluster, [*notes, *LEFT_OUT])
-    return JointResult(plan=plan, flat=flat, pipeline=found, piped=planner.piped)
+    plan = result.solved.plan(cluster, [*notes, *LEFT_OUT])
+    return JointResult(plan=plan, flat=flat, pipeline=result, piped=planner.piped)
 
 
 def _flat(

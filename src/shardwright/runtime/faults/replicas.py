@@ -96,7 +96,7 @@ def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _parameters_and_buffers(holding: RankState) -> Iterator[tuple[str, Tensor]]:
     sizes, at = holding.groups.mesh.sizes, coordinates(holding.groups)
-    for spec in holding.held:
+    for spec in holding.specs:
         region = local_region(stored_layout(spec, sizes), spec.shape, sizes, at)
         yield f"{spec.name}{_index_string(region)}", holding.parameters[spec.name]
     yield from holding.buffers.items()

@@ -93,7 +93,7 @@ class TiedGradients:
         """Exchange the sums of this stage, and hand out those of all. All ranks that hold any must call it."""
         if self._transport is None:
             raise LayoutError("parameters are held by several stages, and nobody has said how to reach those")
-        totals = {entry.held.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
+        totals = {entry.spec.name: (entry, total) for bucket in buckets for entry, total in bucket.totals()}
         coming = {name: self._exchange(self._ties[name], *totals[name], self._transport) for name in sorted(totals)}
         for name, (entry, own) in sorted(totals.items()):
             total = _added(self._ties[name], own, coming[name])
