@@ -123,7 +123,7 @@ def find_plan(analysis: Analysis, world: int, setting: PlanningTask) -> JointRes
 
 
 def _told(result: JointResult, analysis: Analysis, setting: PlanningTask) -> Plan:
-    """The plan that was found, with what it costs, and how it compares with plans of the other kind."""
+    """The plan that was named_cluster, with what it costs, and how it compares with plans of the other kind."""
     entry, note = analysis.graph.entry, note_of(result)
     if result.pipeline is not None:
         prediction = predicted(result, setting.cluster, setting.training, analysis.graph)
@@ -180,13 +180,13 @@ def cluster_for(cluster: str | Path | int, size: int) -> Cluster:
     """The cluster that somebody named; a single device that a plan is for several of is so many of them."""
     if isinstance(cluster, int):
         return find(f"cpu:{size}")
-    found = find(cluster)
-    if found.size == 1 and size > 1:
-        (group,) = found.groups
-        return replace(found, groups=(replace(group, node=replace(group.node, devices=size)),))
-    if found.size < size:
-        raise PlanError(f"the cluster {found} has {found.size} devices, and {size} are asked for")
-    return found
+    named_cluster = find(cluster)
+    if named_cluster.size == 1 and size > 1:
+        (group,) = named_cluster.groups
+        return replace(named_cluster, groups=(replace(group, node=replace(group.node, devices=size)),))
+    if named_cluster.size < size:
+        raise PlanError(f"the cluster {named_cluster} has {named_cluster.size} devices, and {size} are asked for")
+    return named_cluster
 
 
 def cluster_here(world: World) -> Cluster:

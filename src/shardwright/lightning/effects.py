@@ -1,7 +1,7 @@
 """What a step does besides computing: it logs, it asks metrics, it appends to lists of its module.
 
 A step is captured once and run many times as a program of tensors. So while it is captured, these
-calls are written in a book instead of done, and the tensors they were given become outputs of the
+calls are written in a book instead of done, and the tensors they were captured become outputs of the
 program. After each run they are done in their order, with the values of that run.
 
     self.log("loss", loss)              Log
@@ -114,15 +114,15 @@ class EffectLog:
     """All effects that were ever noted, by number, and the tensors of those of the step that is captured."""
 
     effects: list[Effect] = field(default_factory=list)
-    given: dict[str, Any] | None = None  # by number, while a step is captured
+    captured: dict[str, Any] | None = None  # by number, while a step is captured
     paths: dict[int, str] = field(default_factory=dict)  # of the metrics of the module that is captured
 
     def note(self, effect: Effect, values: Any) -> int:
         """Put an effect off. Its tensors become outputs of the program."""
-        assert self.given is not None
+        assert self.captured is not None
         number = len(self.effects)
         self.effects.append(effect)
-        self.given[str(number)] = values
+        self.captured[str(number)] = values
         return number
 
     def do(self, module: LightningModule, values: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ class Stepping(LightningModule):
     local_rank = _refused("local_rank")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._book.given is not None:
+        if self._book.captured is not None:
             return self._original.forward(self, *args, **kwargs)
         return _run(self, *args)
 
@@ -129,7 +129,7 @@ def _run(
 ) -> dict[str, Any]:  # fmt: skip
     """Run a step with its effects put off. `places` has by name what else it is given; None stands for unknown."""
     book, before = module._book, Attributes(module)
-    book.step, book.given = step, {}
+    book.step, book.captured = step, {}
     rest = {name: Unknown(name, step) if value is None else value for name, value in places.items()}
     try:
         with noting(module, book):
@@ -139,10 +139,10 @@ def _run(
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Untouchable):
                 leaf._look()
-        return {"result": result, "effects": book.given}
+        return {"result": result, "effects": book.captured}
     finally:
         before.restore()
-        book.given = None
+        book.captured = None
 
 
 def _method(module: Stepping, step: str) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ class Agreement:
         return totals
 
     @report_failure
-    def said(self, text: str) -> list[str]:
+    def all_gather_texts(self, text: str) -> list[str]:
         """What every rank has to say, without repeats, the first rank's first."""
         if self._group is None:
             return [text] if text else []

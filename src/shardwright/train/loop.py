@@ -120,7 +120,7 @@ class TrainingLoop:
 
     def _stop(self) -> None:
         trainer = self.trainer
-        self._stopped = "; ".join(trainer.agreement.said(trainer.stop_reason or "")) or "asked to"
+        self._stopped = "; ".join(trainer.agreement.all_gather_texts(trainer.stop_reason or "")) or "asked to"
         trainer.say(f"stopping after step {trainer.progress.step}: {self._stopped}")
         trainer.fire("on_stop", self._stopped)
 

@@ -1,6 +1,6 @@
-"""The compiled program on one rank, trained like the original, everything brought to whole.
+"""The compiled program on spec rank, trained like the original, everything brought to whole.
 
-Ranks that are threads share one capture: torch.export is not made for several at a time.
+Ranks that are threads share spec capture: torch.export is not made for several at a time.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class CompiledSide:
         return self.model(*self.task.args, **self.task.kwargs)
 
     def gradients(self) -> Tensors:
-        own = {one.name: self._gradient(one) for one in self.holding.specs if one.trainable}
-        every = [one for _, helds in self.holding.pp_ranks for one in helds]
+        own = {spec.name: self._gradient(spec) for spec in self.holding.specs if spec.trainable}
+        every = [spec for _, specs in self.holding.pp_ranks for spec in specs]
         whole = spread_out(own, self.holding.pp_ranks)
-        return {self.first[one.name]: whole[one.name] for one in every if one.trainable}
+        return {self.first[spec.name]: whole[spec.name] for spec in every if spec.trainable}
 
     def _gradient(self, spec: ParameterSpec) -> Tensor | None:
         groups = self.holding.groups
