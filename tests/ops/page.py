@@ -20,8 +20,8 @@ each sample with `sw.parallelize` and holds the generated file against eager, in
 | modules | every sample, in training and evaluation: gradients of parameters and buffers too | the same |
 | optimizers | every sample of settings, three steps: parameters | tensor parallel and ZeRO-2, on 2 ranks |
 
-Where a sample is split, every [role](concepts.md#rules-labels-roles-atoms) of every op is checked on shards first. Then a
-plan that splits each op on one of
+Where a sample is split, every [role](concepts.md#rules-labels-roles-atoms) of every op is checked on shards first.
+Then a plan that splits each op on one of
 its roles goes through lowering and emission, and the generated file runs on ranks that are threads.
 
 Results must agree within 1e-10 of the largest element in float64, 1e-5 in float32, 2e-2 in bfloat16. Anything else is a
@@ -35,8 +35,8 @@ python -m tests.ops --ops 'nn.functional.conv' --dtype float64 --samples 3 --pro
 ## Random numbers
 
 Ops are known to be random by torch's own tag (`nondeterministic_seeded`), which a custom op may have too. A program
-draws by keys of its own, see `docs/design.md`. An op that is drawn replicated is compared with eager under the same seed;
-dropout, whose masks are drawn by position, in shape and dtype (its numbers are held by `tests/parity/test_random.py`).
+draws by keys of its own, see `docs/design.md`. An op that is drawn replicated is compared with eager under the same
+seed; dropout, whose masks are drawn by position, in shape and dtype (its numbers are held by `tests/parity/test_random.py`).
 """
 
 
