@@ -76,7 +76,7 @@ def discover(call: Call, run: Run, version: Hashable = None) -> tuple[Rule | Non
         return _KNOWN[key]
 
 
-def _careful(run: Run) -> Run:
+def careful(run: Run) -> Run:
     """The same, where whatever the op raises is a reason not to probe it: random inputs need not be to its taste."""
 
     def call(op: Op, given: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -93,7 +93,7 @@ def _probed(call: Call, run: Run) -> tuple[Rule | None, str]:
         warnings.simplefilter("ignore")  # ops complain about pieces that are no use
         torch.manual_seed(0)
         try:
-            return _discover(call, _careful(run)), ""
+            return _discover(call, careful(run)), ""
         except NotProbed as why:
             return None, f"it could not be probed: {why}"
 

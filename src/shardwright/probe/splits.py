@@ -22,7 +22,7 @@ from ..ir import Op
 from ..rules import FAN, ROWS, Analysis, Call, Rule, analyse, find_rule
 from ..rules.kept import OPAQUE
 from .check import WrongSplit, check_role, parts_of
-from .discover import UNCHECKED, one_op, run_known
+from .discover import UNCHECKED, careful, one_op, run_known
 from .samples import NotProbed, Sample, smallest_sample
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
@@ -90,14 +90,9 @@ def _judge(sample: Sample, choice: str) -> str:
     role = next((role for role in facts.signatures[op.name].roles if role.label == choice), None)
     if role is None and ROWS not in choice:
         return ""
-    inputs = sample.draw(3)
-    try:
-        run_known(op, inputs)
-    except (RuntimeError, IndexError, ValueError) as error:  # whole numbers may be divided by zero, and the like
-        raise NotProbed(str(error)) from error
     for parts in parts_of(3 if role is None else role.size)[:1]:
         try:
-            check_role(facts, op, choice if role is None else role.name, parts, inputs, run_known)
+            check_role(facts, op, choice if role is None else role.name, parts, sample.draw(3), careful(run_known))
         except WrongSplit as error:
             return error.said
     return ""
